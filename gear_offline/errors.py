@@ -1,0 +1,48 @@
+"""The errors a user sees: one line, a stable code, the place and the remedy.
+
+Every error that a user can cause or cure is a `GearError`.  The command line prints it as
+``error[CODE]: what was wrong, where; what to do`` and exits with `exit_code`.  Codes are stable
+and listed in docs/errors.md; messages may change, codes may not.
+"""
+
+from __future__ import annotations
+
+
+class GearError(Exception):
+    """An error with a stable code, a place and a remedy.
+
+    Parameters
+    ----------
+    code
+        Stable upper-case identifier, e.g. ``"MANIFEST_DIGEST"``.
+    what
+        What was wrong, a clause without a final full stop.
+    where
+        File, column, step or dotted option the error belongs to; may be empty.
+    remedy
+        What the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, code: str, what: str, *, where: str = "", remedy: str = "") -> None:
+        self.code = code
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+        super().__init__(code, what, where, remedy)
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return " ".join(f"{self.what}{place}{remedy}".split())
+
+
+class InputError(GearError, ValueError):
+    """A file, option or value from the user that cannot be used (exit code 2)."""
+
+    exit_code = 2
+
+
+class UnavailableError(GearError, RuntimeError):
+    """Something the request needs is not here: a package, a device, a file system feature."""
