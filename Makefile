@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine with Python >= 3.11:
+#   make demo   real simulator data -> shards -> trained, scored Decision Transformer (10 minutes)
+#   make test   the CPU test suite
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+
+.PHONY: help demo test test-gpu lint format bench clean
+
+help:
+	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
+	@echo "make test      set up and run the CPU test suite"
+	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
+	@echo "make lint      ruff and mypy --strict"
+	@echo "make bench     all CPU benchmarks, JSON under docs/benchmarks/"
+	@echo "make clean     remove $(VENV), caches and demo/"
+
+demo:
+	@.ci/setup demo
+	@$(BIN)/python -m gear_offline.demo
+
+test:
+	@.ci/setup test
+	@$(BIN)/python -m pytest
+
+test-gpu:
+	@python3 -m pytest -m gpu
+
+lint:
+	@.ci/setup test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format:
+	@.ci/setup test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench:
+	@.ci/setup test
+	@for name in convert loader; do $(BIN)/gear-offline bench $$name --json > docs/benchmarks/$$name.json; done
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,72 @@
+"""gear_offline: offline-RL dataset engine with a Decision Transformer trainer.
+
+The public names load on first use; importing this package loads neither torch nor cupy.
+Functions that bear their module's name are imported from it (``from gear_offline.convert import
+convert``): the package attribute of that name is the module.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gear_offline.dataset import Dataset as Dataset
+    from gear_offline.dataset import open_dataset as open_dataset
+    from gear_offline.errors import GearError as GearError
+    from gear_offline.errors import InputError as InputError
+    from gear_offline.errors import UnavailableError as UnavailableError
+    from gear_offline.loaders.batch import Batch as Batch
+    from gear_offline.loaders.loader import GearLoader as GearLoader
+    from gear_offline.models.decision_transformer import (
+        DecisionTransformer as DecisionTransformer,
+    )
+    from gear_offline.recipe import load_recipe as load_recipe
+    from gear_offline.schema import ColumnSpec as ColumnSpec
+    from gear_offline.schema import EpisodeIndex as EpisodeIndex
+    from gear_offline.schema import TableSpec as TableSpec
+    from gear_offline.scores import normalized_score as normalized_score
+    from gear_offline.scores import reference_scores as reference_scores
+    from gear_offline.selection import make_selection as make_selection
+    from gear_offline.sources import open_source as open_source
+    from gear_offline.trainer import train as train
+
+_HOMES = {
+    "Batch": "gear_offline.loaders.batch",
+    "ColumnSpec": "gear_offline.schema",
+    "Dataset": "gear_offline.dataset",
+    "DecisionTransformer": "gear_offline.models.decision_transformer",
+    "EpisodeIndex": "gear_offline.schema",
+    "GearError": "gear_offline.errors",
+    "GearLoader": "gear_offline.loaders.loader",
+    "InputError": "gear_offline.errors",
+    "TableSpec": "gear_offline.schema",
+    "UnavailableError": "gear_offline.errors",
+    "load_recipe": "gear_offline.recipe",
+    "make_selection": "gear_offline.selection",
+    "normalized_score": "gear_offline.scores",
+    "open_dataset": "gear_offline.dataset",
+    "open_source": "gear_offline.sources",
+    "reference_scores": "gear_offline.scores",
+    "train": "gear_offline.trainer",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+try:
+    __version__ = version("gear-offline")
+except PackageNotFoundError:  # a checkout that was never installed
+    __version__ = "0.0.0+checkout"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gear_offline' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
