@@ -1,0 +1,76 @@
+"""Benchmarks: one module each, a peer measured in the same run, one JSON document out."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gear_offline.errors import InputError
+
+BENCHES = {
+    "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
+    "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
+}
+_PACKAGES = ("gear-offline", "numpy", "torch", "h5py", "transformers", "d3rlpy", "torchrl")
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on: processor, cores, memory, date, versions."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def run_bench(name: str, *, quick: bool = False) -> dict[str, Any]:
+    """Run one benchmark and return its JSON document.
+
+    Raises
+    ------
+    InputError
+        ``BENCH_NAME`` if there is no benchmark `name`.
+    """
+    if name not in BENCHES:
+        raise InputError(
+            "BENCH_NAME", f"no benchmark {name!r}", remedy=f"choose one of {', '.join(BENCHES)}"
+        )
+    module = import_module(f"gear_offline.bench.{name}")
+    document: dict[str, Any] = module.run(quick=quick)
+    command = f"gear-offline bench {name}" + (" --quick" if quick else "")
+    return {"benchmark": name, "command": command, "machine": machine(), **document}
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """Print a benchmark's rows as a table: a header row, then one row a measurement."""
+    module = import_module(f"gear_offline.bench.{document['benchmark']}")
+    header, *rows = module.table(document)
+    table = Table(title=f"{document['command']}, {document['machine']['cpu']}")
+    for index, cell in enumerate(header):
+        table.add_column(str(cell), justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*[str(cell) for cell in row])
+    Console().print(table)

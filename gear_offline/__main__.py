@@ -1,0 +1,7 @@
+"""``python -m gear_offline`` is the command line."""
+
+import sys
+
+from gear_offline.cli import main
+
+sys.exit(main())

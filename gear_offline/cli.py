@@ -1,0 +1,312 @@
+"""The command line: parsing only; each command calls one function of the package.
+
+Results go to stdout, progress and messages to stderr.  Exit code 0 means done, 2 wrong usage or
+bad input, 1 anything else.  An error is one line, ``error[CODE]: what, where; remedy``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import gear_offline
+from gear_offline.errors import GearError, InputError
+
+app = typer.Typer(
+    name="gear-offline",
+    help="Offline-RL datasets as GEAR shards, and Decision Transformers trained from them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
+app.add_typer(recipes_app, name="recipes")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
+SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``"256MiB"``, ``"2GB"`` or ``"1048576"``."""
+    stripped = text.strip().upper().removesuffix("B")
+    digits = stripped.rstrip("KMGTI")
+    try:
+        return _positive(int(float(digits) * SIZE_UNITS[stripped[len(digits) :].strip()]))
+    except (ValueError, KeyError, OverflowError) as error:
+        raise InputError(
+            "SIZE", f"{text!r} is not a size", remedy="write it like 256MiB, 2GB or 1048576"
+        ) from error
+
+
+def _positive(number: int) -> int:
+    if number < 1:
+        raise ValueError("must be positive")
+    return number
+
+
+def _split(text: str | None) -> list[str] | None:
+    return [part.strip() for part in text.split(",") if part.strip()] if text else None
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(part) for part in _split(text) or []]
+    except ValueError as error:
+        raise InputError(
+            "USAGE", f"{text!r} is not a list of numbers", remedy="write it like 3600,1800"
+        ) from error
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2, allow_nan=False))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"gear-offline {gear_offline.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Offline-RL datasets as GEAR shards, and Decision Transformers trained from them."""
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="HDF5 file, Minari directory, d4rl:NAME or minari:ID.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory of GEAR shards to make.")],
+    shard_size: Annotated[str, typer.Option(help="Target bytes of a shard.")] = "256MiB",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that write shards.")] = 1,
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to keep, comma-separated; default all.")
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="Episode boundary rule, if the detected one is wrong.")
+    ] = None,
+    environment: Annotated[
+        str | None, typer.Option(help="Gymnasium id, if the source does not say it.")
+    ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="D4RL name whose reference scores apply.")
+    ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Accept NaN and Inf values.")
+    ] = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a dataset to GEAR shards."""
+    from gear_offline.convert import convert as run
+    from gear_offline.sources import open_source
+
+    with open_source(source, rule=rule) as opened:
+        run(
+            opened,
+            out,
+            shard_bytes=parse_size(shard_size),
+            workers=workers,
+            columns=_split(columns),
+            allow_nonfinite=allow_nonfinite,
+            overwrite=overwrite,
+            environment=environment,
+            reference=reference,
+            quiet=quiet,
+        )
+    print(out)
+
+
+@app.command()
+def inspect(
+    dataset: Annotated[Path, typer.Argument(help="Directory of GEAR shards.")],
+    verify: Annotated[
+        bool, typer.Option(help="Check the digest of every block, or of the manifest alone.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Show columns, statistics, histograms and digest state of a dataset."""
+    from gear_offline.inspection import inspect as run
+    from gear_offline.inspection import print_inspection
+
+    document = run(dataset, verify=verify)
+    if as_json:
+        _print_json(document)
+    else:
+        print_inspection(document)
+
+
+@recipes_app.command("ls")
+def recipes_ls(as_json: Json = False) -> None:
+    """List the recipes that come with gear_offline."""
+    from gear_offline.recipe import list_recipes
+
+    rows = [{"name": item.name, "description": item.description} for item in list_recipes()]
+    if as_json:
+        _print_json(rows)
+    else:
+        for row in rows:
+            print(f"{row['name']:32} {row['description']}")
+
+
+@recipes_app.command("cp")
+def recipes_cp(
+    name: Annotated[str, typer.Argument(help="Name from `recipes ls`.")],
+    target: Annotated[Path, typer.Argument(help="File or directory to write.")] = Path("."),
+) -> None:
+    """Copy a recipe to a file of your own."""
+    from gear_offline.recipe import copy_recipe
+
+    print(copy_recipe(name, target))
+
+
+@recipes_app.command("validate")
+def recipes_validate(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value changes, e.g. train.steps=1000.")
+    ] = None,
+) -> None:
+    """Check a recipe and print it with every default filled in."""
+    from gear_offline.recipe import load_recipe
+
+    print(load_recipe(recipe, overrides or ()).to_yaml(), end="")
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value changes, e.g. train.steps=1000.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; default runs/NAME-sSEED.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a Decision Transformer from a recipe."""
+    from gear_offline.recipe import load_recipe
+    from gear_offline.trainer import train as run
+
+    print(run(load_recipe(recipe, overrides or ()), out=out, resume=resume, quiet=quiet))
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.")],
+    targets: Annotated[
+        str | None, typer.Option(help="Asked returns, comma-separated; default the recipe's.")
+    ] = None,
+    episodes: Annotated[int | None, typer.Option(min=1, help="Episodes a target.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Gymnasium id.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="last, best or a step number.")] = "last",
+    seed: Annotated[int | None, typer.Option(help="Seed of the first episode.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Roll out a trained run at several asked returns and score it."""
+    from gear_offline.evaluate import evaluate as roll
+    from gear_offline.evaluate import print_report
+
+    report = roll(
+        run,
+        targets=_numbers(targets),
+        episodes=episodes,
+        environment=environment,
+        checkpoint=checkpoint,
+        seed=seed,
+        device=device,
+        quiet=quiet,
+    )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        print_report(report)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Benchmark name; `list` shows them.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure a part against named peers in the same run."""
+    from gear_offline.bench import BENCHES, print_document, run_bench
+
+    if name == "list":
+        for known, what in BENCHES.items():
+            print(f"{known:12} {what}")
+        return
+    document = run_bench(name, quick=quick)
+    if as_json:
+        _print_json(document)
+    else:
+        print_document(document)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Show what is installed, what is missing, and which path each feature will take."""
+    from gear_offline.doctor import diagnose, print_diagnosis
+
+    diagnosis = diagnose()
+    if as_json:
+        _print_json(diagnosis)
+    else:
+        print_diagnosis(diagnosis)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (`sys.exit` is the caller's)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]  # anywhere on the line
+    try:
+        result = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except GearError as error:
+        _show(error.code, str(error), debug)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _show("INTERRUPTED", "stopped by the user", False)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads any more; Python would complain at exit
+        return 1
+    except Exception as error:
+        message = getattr(error, "format_message", None)
+        if message is not None:  # typer's usage errors, whichever click it carries
+            _show("USAGE", f"{message()}; see gear-offline --help", debug)
+            return 2
+        _show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug", debug)
+        return 1
+
+
+def _show(code: str, message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
