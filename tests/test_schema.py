@@ -1,0 +1,101 @@
+"""Columns, tables and the episode index: what they accept, refuse and compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError
+from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
+
+NUMERIC = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+NUMERIC += ["float16", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.parametrize("dtype", NUMERIC)
+def test_column_round_trips_through_json(dtype: str) -> None:
+    column = ColumnSpec(name="infos/qpos", dtype=np.dtype(dtype), shape=(3, 2))
+    assert ColumnSpec.from_json(column.to_json()) == column
+    assert column.step_bytes == np.dtype(dtype).itemsize * 6
+
+
+@pytest.mark.parametrize("dtype", ["O", "S5", "U3", "M8[s]", "m8[s]", [("a", "f4")], "g", "V4"])
+def test_column_refuses_other_dtypes(dtype: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        ColumnSpec(name="x", dtype=np.dtype(dtype))
+    assert caught.value.code == "COLUMN_DTYPE"
+
+
+def test_big_endian_becomes_native() -> None:
+    assert ColumnSpec(name="x", dtype=np.dtype(">f8")).dtype == np.dtype("=f8")
+
+
+@pytest.mark.parametrize("name", ["", "/x", "x/", "a//b", "../x", "a/../b", "a b", "é", "x" * 201])
+def test_column_refuses_odd_names(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ColumnSpec(name=name, dtype=np.dtype("f4"))
+    assert caught.value.code == "COLUMN_NAME"
+
+
+@pytest.mark.parametrize("shape", [(0,), (-1,), (1,) * 9, (1 << 40,)])
+def test_column_refuses_absurd_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError) as caught:
+        ColumnSpec(name="x", dtype=np.dtype("f4"), shape=shape)
+    assert caught.value.code == "COLUMN_SHAPE"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"name": "x", "dtype": "nonsense", "shape": []},
+        {"name": "x", "dtype": "float32", "shape": 3},
+        {"name": "x", "dtype": "float32", "shape": ["3"]},
+        {"name": "x", "dtype": "float32", "shape": [True]},
+        {"name": 3, "dtype": "float32", "shape": []},
+    ],
+)
+def test_column_description_is_checked(value: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        ColumnSpec.from_json(value)
+    assert caught.value.code == "COLUMN_SPEC"
+
+
+def test_table_refuses_names_that_differ_by_case_only() -> None:
+    columns = tuple(ColumnSpec(name=n, dtype=np.dtype("f4")) for n in ("x", "X"))
+    with pytest.raises(InputError):
+        TableSpec(columns=columns, steps=1, episodes=1)
+
+
+def test_table_names_the_columns_it_has() -> None:
+    table = TableSpec(
+        columns=(ColumnSpec(name="rewards", dtype=np.dtype("f4")),), steps=3, episodes=1
+    )
+    assert "rewards" in table and "actions" not in table
+    assert table.step_bytes == 4
+    with pytest.raises(InputError, match="columns here: rewards"):
+        table["actions"]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_episode_index_equals_a_plain_loop(lengths: list[int]) -> None:
+    index = EpisodeIndex(np.array(lengths))
+    owner = [e for e, n in enumerate(lengths) for _ in range(n)]
+    assert index.episode_of(np.arange(len(owner))).tolist() == owner
+    assert (index.steps, index.episodes) == (len(owner), len(lengths))
+
+
+def test_episode_index_holds_more_than_32_bits() -> None:
+    index = EpisodeIndex(np.array([1 << 40, 5]))
+    assert index.episode_of([(1 << 40) - 1, 1 << 40]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("lengths", [[0], [3, -1], [1 << 62, 1 << 62], [[1, 2]]])
+def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        EpisodeIndex(np.array(lengths))
+    assert caught.value.code == "EPISODE_LENGTHS"
