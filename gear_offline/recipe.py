@@ -5,7 +5,7 @@ default is the value of the Decision Transformer paper's locomotion experiments 
 arXiv:2106.01345, and its public code).  Everything is checked when a recipe is built: whatever is
 wrong becomes one `InputError` with the dotted path of the option.
 
-`gear_offline.recipe_files` finds and reads recipe files; `load_recipe` is the way in.
+`gear_offline.recipe_files` finds, merges and copies recipe files; `load_recipe` is the way in.
 """
 
 from __future__ import annotations
@@ -24,8 +24,18 @@ from pydantic import (
 )
 
 from gear_offline.errors import InputError
-from gear_offline.recipe_errors import DEVICE_PATTERN, NAME_PATTERN, to_input_error
+from gear_offline.recipe_errors import DEVICE_PATTERN, NAME_PATTERN, nearest, to_input_error
+from gear_offline.recipe_files import RecipeEntry, copy_recipe, list_recipes, read_merged
 from gear_offline.strict_yaml import dump_yaml
+
+__all__ = [
+    "Recipe",
+    "RecipeEntry",
+    "copy_recipe",
+    "list_recipes",
+    "load_recipe",
+    "validate_recipe",
+]
 
 Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -295,7 +305,30 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     InputError
         ``RECIPE_*``, naming the file and the dotted option.
     """
-    from gear_offline.recipe_files import read_merged  # it needs Recipe for its suggestions
-
     merged, where = read_merged(name_or_path, overrides)
     return Recipe.parse(merged, where=where)
+
+
+def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Check everything of a recipe that can be checked without its data, and return it.
+
+    Beyond `load_recipe` this asks whether the selection strategy exists.
+
+    Raises
+    ------
+    InputError
+        ``RECIPE_*`` and ``SELECTION_UNKNOWN``.
+    """
+    from gear_offline.selection import selection_names
+
+    recipe = load_recipe(name_or_path, overrides)
+    name, known = recipe.selection.strategy, selection_names()
+    if name not in known:
+        guess = nearest(name, known)
+        raise InputError(
+            "SELECTION_UNKNOWN",
+            f"selection.strategy must be one of {', '.join(known)}, got {name!r}",
+            where=str(name_or_path),
+            remedy=f"did you mean {guess!r}?" if guess else "",
+        )
+    return recipe

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.errors import InputError
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.recipe_errors import unknown_key
 from gear_offline.strict_yaml import MAX_BYTES, parse_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -40,7 +38,7 @@ def list_recipes() -> list[RecipeEntry]:
     return [
         RecipeEntry(
             name=name,
-            description=load_recipe(path).description,
+            description=str(read_merged(path)[0].get("description", "")),
             base=_read(path).get("base"),
             path=path,
         )
@@ -73,17 +71,6 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
     except OSError as error:
         raise InputError("RECIPE_WRITE", f"cannot write {target}: {error.strerror}") from error
     return target
-
-
-def validate_recipe(name_or_path: str | Path) -> Recipe:
-    """Return the recipe when everything in it can be used without looking at the data.
-
-    Raises
-    ------
-    InputError
-        ``RECIPE_*``, naming the file and the dotted option.
-    """
-    return load_recipe(name_or_path)
 
 
 def read_merged(
@@ -191,11 +178,7 @@ def _apply(merged: dict[str, Any], override: str) -> None:
     place = merged
     for part in path[:-1]:
         below = place.get(part)
-        if below is None:
-            below = {}
-        if not isinstance(below, dict):
-            raise unknown_key(Recipe, path, where=f"override {override!r}")
-        place[part] = dict(below)
+        place[part] = dict(below) if isinstance(below, dict) else {}
         place = place[part]
     if isinstance(value, dict) and isinstance(place.get(path[-1]), dict):
         value = _merge(place[path[-1]], value, key.strip() + ".")
