@@ -1,0 +1,160 @@
+"""The command line: a frozen surface, one-line errors, exit codes, stdout for results only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from gear_offline import cli
+from gear_offline.errors import InputError
+
+# New knobs go into recipes; a change of this list is a change of the product's surface.
+SURFACE = {
+    "convert": "source out shard-size workers columns rule environment reference "
+    "allow-nonfinite overwrite quiet",
+    "inspect": "dataset verify json",
+    "collect": "environment out policy quality steps exact environments action-noise seed "
+    "train-seconds train-steps gate save-policy overwrite quiet json",
+    "recipes ls": "json",
+    "recipes cp": "name target",
+    "recipes validate": "recipe overrides",
+    "train": "recipe overrides out resume quiet",
+    "evaluate": "run targets episodes environment checkpoint seed device json quiet",
+    "bench": "name quick json",
+    "doctor": "json",
+}
+
+
+def surface() -> dict[str, str]:
+    found = {}
+
+    def walk(command: object, path: str) -> None:
+        children = getattr(command, "commands", None)
+        if children is not None:
+            for name, child in children.items():
+                walk(child, f"{path} {name}".strip())
+            return
+        words = []
+        for parameter in getattr(command, "params", []):
+            if parameter.param_type_name == "argument":
+                words.append(parameter.name)
+            elif "--help" not in parameter.opts:
+                words.append(next(o for o in parameter.opts if o.startswith("--"))[2:])
+        found[path] = " ".join(words)
+
+    walk(typer.main.get_command(cli.app), "")
+    return found
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gear_offline", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_surface_is_frozen() -> None:
+    assert surface() == SURFACE
+
+
+@pytest.mark.parametrize("command", sorted(SURFACE))
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*command.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Usage: gear-offline" in shown
+    for word in SURFACE[command].split():
+        assert word.lower() in shown.lower()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["frobnicate"], ["convert"], ["convert", "a", "b", "--workers", "0"], ["train", "--nope"]],
+)
+def test_wrong_usage_is_one_line_and_exit_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith("error[USAGE]: ") and streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["convert", "nothing.hdf5", "out"], "SOURCE_"),
+        (["inspect", "nothing"], ""),
+        (["train", "nothing"], "RECIPE_NOT_FOUND"),
+        (["evaluate", "nothing"], ""),
+        (["bench", "nothing"], "BENCH_NAME"),
+        (["recipes", "validate", "nothing"], "RECIPE_NOT_FOUND"),
+        (["recipes", "cp", "nothing"], "RECIPE_NOT_FOUND"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    words: list[str],
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith(f"error[{code}") and streams.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    found = run("inspect", str(tmp_path / "nothing"), "--debug")
+    assert found.returncode == 2 and "Traceback" in found.stderr
+    assert "Traceback" not in run("inspect", str(tmp_path / "nothing")).stderr
+
+
+def test_unexpected_error_is_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(**_: object) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(cli, "app", explode)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err.startswith("error[INTERNAL]: RuntimeError: two lines")
+
+
+def test_interrupt_is_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupt)
+    assert cli.main([]) == 1
+    assert capsys.readouterr().err.startswith("error[INTERRUPTED]")
+
+
+def test_version_and_doctor_through_the_installed_command() -> None:
+    assert run("--version").stdout.startswith("gear-offline ")
+    document = json.loads(run("doctor", "--json").stdout)
+    assert isinstance(document, dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [("1048576", 1 << 20), ("256MiB", 256 << 20), ("2GB", 2 * 10**9), ("0.5 GiB", 1 << 29)],
+)
+def test_sizes(text: str, bytes_: int) -> None:
+    assert cli.parse_size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "0", "1XB", "1e400", "nan"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        cli.parse_size(text)
+    assert caught.value.code == "SIZE"
