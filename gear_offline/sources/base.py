@@ -40,7 +40,11 @@ class SourceInfo:
     files
         Files to digest, in order.
     attributes
-        Small JSON-able facts of the source (algorithm, versions, mean return, ...).
+        Small JSON-able facts of the source (algorithm, versions, mean return, ...);
+        ``attributes["warnings"]`` is a list of strings for the user's eyes.
+    locator
+        What a worker process gives to ``open_source(locator, rule=info.rule)`` to get the same
+        source; holds machine paths, so it is never written to a manifest.
     """
 
     uri: str
@@ -50,6 +54,7 @@ class SourceInfo:
     reference_name: str | None = None
     files: tuple[Path, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    locator: str = ""
 
 
 @runtime_checkable

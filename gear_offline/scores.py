@@ -1,0 +1,135 @@
+"""D4RL's reference scores and the normalised score.
+
+The table holds, for each of D4RL's 147 datasets, the return of a random policy (minimum) and of
+an expert (maximum) as published in ``d4rl/infos.py`` (https://github.com/Farama-Foundation/D4RL),
+and the path of its file on D4RL's server.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePosixPath
+
+_ENGINE_NOTE = (
+    "D4RL used the v2 environment on mujoco-py; another simulator version gives other returns, so "
+    "the score is indicative only"
+)
+_WALKER_NOTE = (
+    f"{_ENGINE_NOTE}; Walker2d-v5 moreover changed the friction of a foot (1.9 instead of 0.9)"
+)
+_GYMNASIUM_FAMILIES = {
+    "Hopper": "hopper-medium-v2",
+    "HalfCheetah": "halfcheetah-medium-v2",
+    "Walker2d": "walker2d-medium-v2",
+    "Ant": "ant-medium-v2",
+    "AdroitHandPen": "pen-human-v1",
+    "AdroitHandDoor": "door-human-v1",
+    "AdroitHandHammer": "hammer-human-v1",
+    "AdroitHandRelocate": "relocate-human-v1",
+    "FrankaKitchen": "kitchen-complete-v0",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceScores:
+    """The returns that count as 0 and as 100.
+
+    Attributes
+    ----------
+    name
+        What was asked for.
+    minimum, maximum
+        Return of a random policy and of an expert.
+    indicative
+        The environment is not the one that D4RL measured: never call the result a D4RL score.
+    note
+        Why it is indicative; empty otherwise.
+    """
+
+    name: str
+    minimum: float
+    maximum: float
+    indicative: bool = False
+    note: str = ""
+
+
+@functools.cache
+def _table() -> dict[str, tuple[float, float, str]]:
+    """Return {dataset: (minimum, maximum, file on the server)}."""
+    data = resources.files("gear_offline") / "data" / "d4rl_reference_scores.csv"
+    with data.open(encoding="utf-8") as text:
+        return {
+            row["env"]: (float(row["ref_min"]), float(row["ref_max"]), row["dataset_file"])
+            for row in csv.DictReader(text)
+        }
+
+
+@functools.cache
+def _families() -> dict[str, tuple[float, float]]:
+    """Return the pair of each environment name whose datasets all share one, e.g. ``hopper``."""
+    pairs: dict[str, set[tuple[float, float]]] = {}
+    for name, (minimum, maximum, _) in _table().items():
+        parts = name.split("-")
+        for count in range(1, len(parts)):
+            pairs.setdefault("-".join(parts[:count]), set()).add((minimum, maximum))
+    return {name: next(iter(found)) for name, found in pairs.items() if len(found) == 1}
+
+
+def dataset_names() -> list[str]:
+    """Return the names of D4RL's datasets, in the order of its own table."""
+    return list(_table())
+
+
+def dataset_file(name: str) -> str | None:
+    """Return the file of dataset `name` relative to D4RL's server, ``None`` when unknown."""
+    row = _table().get(name)
+    return row[2] if row else None
+
+
+def dataset_of_file(name: str) -> str | None:
+    """Return the dataset that a dataset name, file name or path stands for, or ``None``."""
+    file = PurePosixPath(name.replace("\\", "/")).name
+    stem = re.sub(r"\.(?:hdf5|h5)$", "", file)
+    if stem in _table():
+        return stem
+    matches = [d for d, row in _table().items() if PurePosixPath(row[2]).stem == stem]
+    return matches[0] if matches else None
+
+
+def reference_scores(name: str) -> ReferenceScores | None:
+    """Look up the reference scores of a dataset or an environment.
+
+    Parameters
+    ----------
+    name
+        A D4RL dataset (``"hopper-medium-v2"``), an environment of D4RL whose datasets share one
+        pair (``"hopper"``, ``"maze2d-umaze-dense"``), or a Gymnasium id (``"Hopper-v5"``), which
+        gives indicative scores.
+
+    Returns
+    -------
+    ReferenceScores or None
+        ``None`` when nothing is known about `name`.
+    """
+    row = _table().get(name)
+    if row:
+        return ReferenceScores(name=name, minimum=row[0], maximum=row[1])
+    pair = _families().get(name)
+    if pair:
+        return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
+    gymnasium = re.fullmatch(r"([A-Za-z0-9]+?)(?:Sparse)?-v([0-9]+)", name)
+    known = _GYMNASIUM_FAMILIES.get(gymnasium.group(1)) if gymnasium else None
+    if known is None:
+        return None
+    minimum, maximum, _ = _table()[known]
+    note = _WALKER_NOTE if name.startswith("Walker2d") else _ENGINE_NOTE
+    return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
+
+
+def normalized_score(value: float, refs: ReferenceScores) -> float:
+    """Return 100 (value - minimum) / (maximum - minimum): 0 is random, 100 is an expert."""
+    return 100.0 * (value - refs.minimum) / (refs.maximum - refs.minimum)

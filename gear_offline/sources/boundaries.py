@@ -1,0 +1,145 @@
+"""Where episodes end: the rules, and one streaming pass over the flags that applies a rule.
+
+Shape legend: N rows, E episodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gear_offline.errors import InputError
+from gear_offline.schema import BoolArray, Int64Array
+
+_STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
+TERMINAL_FLAGS = ("terminals", "terminations", "dones")
+TIME_FLAGS = ("timeouts", "truncations")
+ARTIFICIAL = "terminals-as-truncations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What ends an episode.
+
+    Attributes
+    ----------
+    text
+        The rule as written: parts joined by ``|``, each a flag column, ``steps=N`` or
+        ``terminals-as-truncations``; or ``none`` for one episode over the whole file.
+    flags
+        Flag columns whose true rows end an episode.
+    step_limit
+        An episode also ends after this many steps; ``None`` for no limit.
+    artificial
+        The terminal flags mark cuts of the recording, not ends of the environment.
+    """
+
+    text: str
+    flags: tuple[str, ...]
+    step_limit: int | None = None
+    artificial: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Read a rule as written; raises `InputError` (``RULE_UNKNOWN``)."""
+        flags: list[str] = []
+        limit: int | None = None
+        artificial = False
+        for part in text.split("|") if text != "none" else ():
+            steps = _STEPS.fullmatch(part)
+            if steps and limit is None:
+                limit = int(steps.group(1))
+            elif part == ARTIFICIAL and "terminals" not in flags:
+                flags.append("terminals")
+                artificial = True
+            elif part in TERMINAL_FLAGS + TIME_FLAGS and part not in flags:
+                flags.append(part)
+            else:
+                raise InputError(
+                    "RULE_UNKNOWN",
+                    f"boundary rule {text!r} is not understood at {part!r}",
+                    remedy="join parts with '|': "
+                    + ", ".join((*TERMINAL_FLAGS, *TIME_FLAGS, ARTIFICIAL, "steps=N"))
+                    + "; or 'none' for one episode",
+                )
+        return cls(text=text, flags=tuple(flags), step_limit=limit, artificial=artificial)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Boundaries:
+    """Episodes found.
+
+    Attributes
+    ----------
+    lengths
+        (E,) int64.
+    terminated, truncated
+        (E,) bool; exactly one is true.
+    tail_steps
+        Steps of the last episode when no flag ended it, else 0.
+    """
+
+    lengths: Int64Array
+    terminated: BoolArray
+    truncated: BoolArray
+    tail_steps: int
+
+
+def find_boundaries(
+    rule: Rule, blocks: Iterable[tuple[BoolArray, BoolArray]], steps: int
+) -> Boundaries:
+    """Apply `rule` in one pass.
+
+    Parameters
+    ----------
+    rule
+        Gives the step limit and whether terminals are artificial.
+    blocks
+        Consecutive row blocks: (n,) bool rows that bear an ending flag, and (n,) bool rows on
+        which the environment says that it terminated.
+    steps
+        N, the total of the blocks.
+
+    Returns
+    -------
+    Boundaries
+        An episode is terminated if its last row bears the terminal flag, which wins over a timeout
+        on the same row.  Rows behind the last end form an episode that is truncated.
+    """
+    ends: list[Int64Array] = []
+    finals: list[BoolArray] = []
+    row, start = 0, 0
+    for ending, terminal in blocks:
+        stop = row + ending.size
+        found = np.flatnonzero(ending).astype(np.int64) + row
+        if rule.step_limit is not None:
+            found = _with_step_limit(found, start, stop, rule.step_limit)
+        if found.size:
+            ends.append(found)
+            finals.append(terminal[found - row] & (not rule.artificial))
+            start = int(found[-1]) + 1
+        row = stop
+    assert row == steps, f"flag blocks cover {row} of {steps} rows"
+    if start < steps:
+        ends.append(np.array([steps - 1], dtype=np.int64))
+        finals.append(np.array([False]))
+    last = np.concatenate(ends)
+    terminated = np.concatenate(finals).astype(np.bool_)
+    lengths = np.diff(last, prepend=np.int64(-1))
+    return Boundaries(
+        lengths=lengths, terminated=terminated, truncated=~terminated, tail_steps=steps - start
+    )
+
+
+def _with_step_limit(found: Int64Array, start: int, stop: int, limit: int) -> Int64Array:
+    """Add the rows at which `limit` steps are full, between the ends `found` and up to `stop`."""
+    previous = np.concatenate(([start - 1], found))
+    following = np.concatenate((found, [stop]))
+    cuts = [found]
+    for before, after in zip(previous, following, strict=True):
+        if after - before > limit:
+            cuts.append(np.arange(before + limit, after, limit, dtype=np.int64))
+    return np.sort(np.concatenate(cuts))

@@ -1,0 +1,213 @@
+"""Files in D4RL's HDF5 layouts: which family a file is of, and how that family ends episodes.
+
+D4RL's families share column names and differ in what their flags mean.  docs/sources.md gives the
+reasons and the public reports behind each rule.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gear_offline.scores import dataset_of_file, reference_scores
+from gear_offline.sources.base import SourceInfo
+from gear_offline.sources.boundaries import ARTIFICIAL, Rule
+from gear_offline.sources.flat import FlatSource, Layout, find_columns
+from gear_offline.sources.hdf5 import Hdf5Rows
+
+REQUIRED = ("observations", "actions", "rewards")
+OPTIONAL = ("next_observations", "timeouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How one family of D4RL datasets marks the ends of its episodes.
+
+    Attributes
+    ----------
+    name
+        Name in messages and attributes.
+    pattern
+        Regular expression searched in the lower-case file name or environment id.
+    rule
+        Boundary rule of files with a ``timeouts`` column.
+    rule_without_timeouts
+        Boundary rule of files without one.
+    step_limit
+        Longest episode that the family can have, ``None`` when lengths say nothing.
+    """
+
+    name: str
+    pattern: str
+    rule: str
+    rule_without_timeouts: str
+    step_limit: int | None = None
+
+
+_WORD = r"(?:^|[^a-z])"
+FAMILIES = (
+    Family(
+        name="antmaze",
+        pattern=r"ant_?-?maze",
+        rule="timeouts",
+        rule_without_timeouts="steps=1001",
+        step_limit=1001,
+    ),
+    Family(name="maze2d", pattern=r"maze2d", rule="timeouts", rule_without_timeouts=ARTIFICIAL),
+    Family(
+        name="kitchen",
+        pattern=r"kitchen",
+        rule=f"{ARTIFICIAL}|timeouts",
+        rule_without_timeouts=ARTIFICIAL,
+    ),
+    Family(
+        name="adroit-pen",
+        pattern=_WORD + r"pen(?:$|[^a-z])|adroithandpen",
+        rule="terminals|timeouts",
+        rule_without_timeouts="terminals|steps=100",
+    ),
+    Family(
+        name="adroit",
+        pattern=_WORD + r"(?:door|hammer|relocate)(?:$|[^a-z])|adroithand",
+        rule="terminals|timeouts",
+        rule_without_timeouts="terminals|steps=200",
+    ),
+    Family(
+        name="mujoco",
+        pattern=_WORD + r"(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])",
+        rule="terminals|timeouts",
+        rule_without_timeouts="terminals|steps=1000",
+        step_limit=1000,
+    ),
+    Family(
+        name="d4rl",
+        pattern=r"(?!)",
+        rule="terminals|timeouts",
+        rule_without_timeouts="terminals",
+    ),
+)
+_BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def looks_like_d4rl(rows: Hdf5Rows) -> bool:
+    """Whether the file has D4RL's columns at its root."""
+    return all(name in rows.facts for name in (*REQUIRED, "terminals"))
+
+
+def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatSource:
+    """Read `rows` as a file of D4RL.
+
+    Parameters
+    ----------
+    rows
+        The guarded file; closed by the caller when this raises.
+    uri
+        What the user asked for, for the provenance.
+    name
+        Dataset or file name that tells the family.
+    rule
+        Boundary rule in place of the family's own.
+
+    Raises
+    ------
+    InputError
+        ``COLUMN_MISSING``, ``RULE_UNKNOWN``, ``RULE_FLAG`` and the ``HDF5_*`` codes.
+    """
+    attributes = rows.attributes()
+    environment = attributes.get("env_id")
+    environment = environment if isinstance(environment, str) and environment else None
+    layout = find_columns(rows, (*REQUIRED, "terminals"), OPTIONAL)
+    family, evidence = detect_family(rows, layout, name, environment)
+    own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
+    dataset = dataset_of_file(name)
+    reference = environment if environment and reference_scores(environment) else dataset
+    info = SourceInfo(
+        uri=uri,
+        format="d4rl",
+        rule=rule or own,
+        environment_id=environment,
+        reference_name=reference,
+        files=(rows.path,),
+        locator=str(rows.path),
+        attributes={
+            "family": family.name,
+            "family_from": evidence,
+            "attributes": attributes,
+            "metadata": rows.describe("metadata/"),
+            "left_out": layout.left_out,
+        },
+    )
+    source = FlatSource(rows, layout, Rule.parse(info.rule), info)
+    warnings = source.storage_warnings + _warnings(
+        source, family, dataset or name, rule is not None
+    )
+    extra = {"unfinished_tail_steps": source.tail_steps, "warnings": warnings}
+    source.info = replace(info, attributes={**info.attributes, **extra})
+    return source
+
+
+def detect_family(
+    rows: Hdf5Rows, layout: Layout, name: str, environment: str | None
+) -> tuple[Family, str]:
+    """Return the family and what told it: the name, then ``env_id``, then the content."""
+    stem = Path(name).stem.lower()
+    for text, evidence in ((stem, "name"), ((environment or "").lower(), "env_id")):
+        for family in FAMILIES:
+            if text and re.search(family.pattern, text):
+                return family, evidence
+    shapes = {n: (rows.facts[n].shape or ())[1:] for n in layout.columns}
+    spaces = (shapes["observations"], shapes["actions"])
+    if "infos" in shapes and "timeouts" not in shapes:
+        return _BY_NAME["kitchen"], "content: a flat infos column, no timeouts"
+    if spaces == ((29,), (8,)):
+        return _BY_NAME["antmaze"], "content: 29 observations, 8 actions"
+    if spaces == ((4,), (2,)) and "infos/goal" in shapes:
+        return _BY_NAME["maze2d"], "content: 4 observations, 2 actions, infos/goal"
+    return _BY_NAME["d4rl"], "content: D4RL's column names"
+
+
+def _warnings(source: FlatSource, family: Family, name: str, overridden: bool) -> list[str]:
+    """Return what a user should know about the episodes that the rule gave."""
+    found: list[str] = []
+    lengths = source.episodes.lengths
+    finished = lengths[:-1] if source.tail_steps else lengths
+    limit = family.step_limit
+    if limit and int(lengths.max()) > limit:
+        found.append(
+            f"{int((lengths > limit).sum())} episodes are longer than the {limit} steps of "
+            f"{family.name} (the longest has {int(lengths.max())}): flags may be missing; "
+            f"rule='terminals|steps={limit}' would cut them"
+        )
+    if family.name == "mujoco" and limit and "timeouts" in source.spec:
+        cut = ~source.terminated[: finished.size] & (finished < limit)
+        if cut.any():
+            found.append(
+                f"{int(cut.sum())} episodes end by a timeout before step {limit}: replay data can "
+                "be cut in mid-episode, and returns-to-go of such episodes are too small (D4RL#162)"
+            )
+    if overridden:
+        return found
+    notes = {
+        "kitchen": "terminals mark the end of each demonstration, not success: its episodes count "
+        "as truncated",
+        "adroit": "no timeouts column: episodes are cut at D4RL's step limit, which human "
+        "demonstrations need not keep",
+        "maze2d": "no timeouts column: the file is one continuous trajectory, cut only at "
+        "terminals; rule='steps=N' cuts it at the environment's step limit",
+        "antmaze": "no timeouts column: episodes are cut every 1001 steps, as D4RL's generator "
+        "does",
+        "mujoco": f"no timeouts column: episodes end at terminals or after {limit} steps",
+        "d4rl": "no timeouts column: only terminals end episodes, so time limits are not seen; "
+        "rule='terminals|steps=N' adds one",
+    }
+    if "timeouts" not in source.spec or family.name == "kitchen":
+        found.append(notes[family.name.split("-")[0]])
+    if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", name):
+        found.append(
+            "antmaze v0: timeouts are out of step with the resets in the released files, so "
+            "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
+        )
+    if re.match(r"hopper-.*-v1(?:\D|$)", name):
+        found.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
+    return found

@@ -1,0 +1,213 @@
+"""Rows of the columns of one guarded HDF5 file, in bounded memory.
+
+Shape legend: N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+from h5py import h5d, h5p
+
+from gear_offline.errors import InputError
+from gear_offline.schema import ColumnSpec
+from gear_offline.sources.hdf5_guard import (
+    DEFAULT_LIMITS,
+    LIBRARY_ERRORS,
+    DatasetFacts,
+    Limits,
+    check_columns,
+    open_file,
+    unreadable,
+    walk,
+)
+
+READ_BYTES = 8 << 20  # a read of about this size amortises the call
+MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
+CACHE_BYTES = 64 << 20  # chunk cache of one open column
+OPEN_CACHE_BYTES = 256 << 20  # chunk caches of all open columns
+MAX_ATTRIBUTE_BYTES = 4096
+
+
+class Hdf5Rows:
+    """Columns of an HDF5 file, read by row range.
+
+    Opening runs the guard over the whole file; a column can be read after `admit` has checked it.
+
+    Parameters
+    ----------
+    path
+        The file.
+    limits
+        What the file may claim.
+
+    Raises
+    ------
+    InputError
+        ``FILE_MISSING`` and the ``HDF5_*`` codes of the guard.
+    """
+
+    def __init__(self, path: Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.path = path
+        self._limits = limits
+        self._file: h5py.File | None = open_file(path)
+        self._open: OrderedDict[str, tuple[h5py.Dataset, int]] = OrderedDict()
+        self._admitted: set[str] = set()
+        try:
+            self.facts: dict[str, DatasetFacts] = walk(self._file, limits=limits)
+        except InputError:
+            self.close()
+            raise
+
+    def admit(self, names: Iterable[str]) -> list[str]:
+        """Check the columns `names` for reading; returns warnings (see `check_columns`)."""
+        wanted = list(names)
+        warnings = check_columns(self.facts, wanted, self.path, limits=self._limits)
+        self._admitted.update(wanted)
+        return warnings
+
+    def spec(self, name: str, *, scalar: bool = False) -> ColumnSpec:
+        """Return the column's spec; with `scalar`, (N, 1) counts as one number a step.
+
+        Raises
+        ------
+        InputError
+            ``HDF5_SHAPE`` where `scalar` is asked of a wider column.
+        """
+        fact = self.facts[name]
+        assert fact.dtype is not None and fact.shape is not None, "admit() checks dtype and shape"
+        shape = fact.shape[1:]
+        if scalar and shape not in ((), (1,)):
+            raise InputError(
+                "HDF5_SHAPE",
+                f"shape {fact.shape} where one number a step is expected",
+                where=f"{self.path}: {name}",
+            )
+        return ColumnSpec(name=name, dtype=fact.dtype, shape=() if scalar else shape)
+
+    def read(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)``, (stop - start, *stored step shape), native byte order.
+
+        Raises
+        ------
+        InputError
+            ``HDF5_UNREADABLE`` when the bytes cannot be decoded (damage), ``HDF5_VALUE`` when a
+            bool column holds other bytes than 0 and 1.
+        """
+        fact = self.facts[name]
+        assert name in self._admitted and fact.dtype is not None, f"{name} was not admitted"
+        if not 0 <= start <= stop <= fact.rows:
+            raise IndexError(f"rows [{start}, {stop}) of {fact.rows}")
+        try:
+            block = self._dataset(name)[start:stop]
+        except (*LIBRARY_ERRORS, MemoryError) as error:
+            raise unreadable(self.path, error) from error
+        rows = np.ascontiguousarray(block, dtype=fact.dtype.newbyteorder("="))
+        if rows.dtype.kind == "b" and rows.size and rows.view(np.uint8).max() > 1:
+            raise InputError(
+                "HDF5_VALUE",
+                "a bool column holds values other than 0 and 1",
+                where=f"{self.path}: {name}, rows {start} to {stop}",
+                remedy="the file is damaged: get it again",
+            )
+        return rows.view(np.dtype(rows.dtype.str))  # drops h5py's enum metadata
+
+    def preferred_rows(self, name: str) -> int:
+        """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
+        fact = self.facts[name]
+        chunk_rows, row_bytes = _chunk_rows(fact), _row_bytes(fact)
+        rows = max(READ_BYTES // row_bytes // chunk_rows, 1) * chunk_rows
+        return max(1, min(rows, MAX_READ_BYTES // row_bytes))
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        """Return the open dataset, its chunk cache sized for one row of chunks.
+
+        gzip'ed files are often chunked by column, e.g. (6250, 1) for (200000, 11): a read touches
+        every chunk of the row, and without room for all of them each read decodes them again.
+        """
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name][0]
+        if self._file is None:
+            raise ValueError(f"{self.path.name} is closed")
+        fact = self.facts[name]
+        cache = 0
+        access = h5p.create(h5p.DATASET_ACCESS)
+        if fact.chunks:
+            chunk_bytes = math.prod(fact.chunks) * _itemsize(fact)
+            cache = min(_chunk_rows(fact) * _row_bytes(fact) + chunk_bytes, CACHE_BYTES)
+            slots = 100 * max(1, cache // chunk_bytes) + 1
+            access.set_chunk_cache(min(slots, 1_000_003), cache, 1.0)
+        opened = h5py.Dataset(h5d.open(self._file.id, name.encode(), access))
+        while self._open and cache + sum(c for _, c in self._open.values()) > OPEN_CACHE_BYTES:
+            self._open.popitem(last=False)
+        self._open[name] = (opened, cache)
+        return opened
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the root's small scalar attributes: numbers, bools and strings."""
+        if self._file is None:
+            raise ValueError(f"{self.path.name} is closed")
+        found: dict[str, Any] = {}
+        for name in self._file.attrs:
+            try:
+                handle = self._file.attrs.get_id(name)
+                if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                    _keep(found, str(name), self._file.attrs[name])
+            except LIBRARY_ERRORS:
+                continue  # an attribute of an odd type is no reason to refuse the data
+        return found
+
+    def describe(self, prefix: str) -> dict[str, Any]:
+        """Return what lies under `prefix`: small scalars by value, arrays by shape and dtype."""
+        found: dict[str, Any] = {}
+        for name, fact in sorted(self.facts.items()):
+            if not name.startswith(prefix):
+                continue
+            if fact.shape == () and fact.stored_bytes <= MAX_ATTRIBUTE_BYTES and not fact.filters:
+                try:
+                    assert self._file is not None, "describe() before close()"
+                    _keep(found, name, self._file[name][()])
+                except LIBRARY_ERRORS:
+                    continue
+            else:
+                found[name] = f"{fact.type_name} {list(fact.shape or ())}"
+        return found
+
+    def close(self) -> None:
+        """Close the file; reading afterwards raises ValueError."""
+        self._open.clear()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _itemsize(fact: DatasetFacts) -> int:
+    return fact.dtype.itemsize if fact.dtype is not None else 1
+
+
+def _row_bytes(fact: DatasetFacts) -> int:
+    return max(1, math.prod((fact.shape or ())[1:]) * _itemsize(fact))
+
+
+def _chunk_rows(fact: DatasetFacts) -> int:
+    return fact.chunks[0] if fact.chunks else 1
+
+
+def _keep(found: dict[str, Any], name: str, value: Any) -> None:
+    """Store `value` under `name` if it is a plain number, bool or short string."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        found[name] = value[:500]
+    elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        found[name] = value
