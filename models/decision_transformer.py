@@ -1,0 +1,403 @@
+"""The Decision Transformer: Hugging Face's class and weights, with a forward of our own.
+
+A file saved by this class loads in `transformers.DecisionTransformerModel` and the other way
+round, bit for bit.  What differs is the forward: attention through the fused kernels without a
+dense mask when padding is on the right, no heads that the loss does not use, and only the state
+tokens through the last MLP, since actions are predicted there.
+
+Shape legend: B windows, K steps, T = 3K tokens (return, state, action of each step), H hidden
+size, S state elements, A action elements or discrete actions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import DecisionTransformerConfig, DecisionTransformerModel
+from transformers.models.decision_transformer.modeling_decision_transformer import (
+    DecisionTransformerOutput,
+)
+
+from gear_offline.errors import InputError
+from gear_offline.models.blocks import Block, Keep, dense_mask
+from gear_offline.models.checks import check_timesteps, trainable_parameters
+from gear_offline.models.loss import action_loss
+
+__all__ = [
+    "DecisionTransformer",
+    "DecisionTransformerConfig",
+    "DecisionTransformerOutput",
+    "build_model",
+    "check_timesteps",
+    "trainable_parameters",
+]
+
+Attention = Literal["auto", "sdpa", "eager"]
+Padding = Literal["any", "right"]
+
+
+class TrainingBatch(Protocol):
+    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
+
+    @property
+    def actions(self) -> Tensor: ...
+    @property
+    def attention_mask(self) -> Tensor: ...
+    def model_inputs(self) -> dict[str, Tensor]: ...
+
+
+class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
+    """Decision Transformer with the released class's weights, inputs and outputs.
+
+    Two keys of the configuration are ours; the released class carries them along unread:
+    ``discrete_actions`` (bool: actions are integers and the head gives logits) and
+    ``context_length`` (int: K of the training windows, for whoever builds a policy).
+
+    Attributes
+    ----------
+    padding
+        ``"right"`` promises that in every window the real steps come first.  Then causality
+        alone keeps real steps from looking at padding, and no mask is built.  ``"any"``, the
+        default, builds the dense mask whenever an `attention_mask` is given.  The mask's values
+        are never inspected: that would make the host wait for a GPU at each step.  Not saved.
+    attention
+        ``"auto"`` takes PyTorch's fused attention unless attention weights are asked for or the
+        model was loaded with ``attn_implementation="eager"``.  Not saved.
+    discrete
+        Whether actions are integers.
+
+    Notes
+    -----
+    As in the released class all tokens get row 0 of `encoder.wpe`: one learned constant.  Order
+    within a window comes from the timestep embedding, so K may exceed ``n_positions``.
+
+    With discrete actions an integer picks a column of `embed_action.weight`, which equals the
+    released class fed with one-hot vectors: its weights serve both.
+    """
+
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects
+
+    def __init__(self, config: DecisionTransformerConfig) -> None:
+        discrete = bool(getattr(config, "discrete_actions", False))
+        if config.add_cross_attention:
+            raise InputError("MODEL_CONFIG", "add_cross_attention is not part of this model")
+        if discrete and config.action_tanh:
+            raise InputError(
+                "MODEL_CONFIG",
+                "discrete actions need logits, but a tanh would bound them",
+                where="action_tanh",
+                remedy="set action_tanh to false",
+            )
+        super().__init__(config)
+        for block in self.encoder.h:
+            Block.adopt(block)
+        self.discrete = discrete
+        self.padding: Padding = "any"
+        self.attention: Attention = "auto"
+
+    def forward(
+        self,
+        states: Tensor | None = None,
+        actions: Tensor | None = None,
+        rewards: Tensor | None = None,
+        returns_to_go: Tensor | None = None,
+        timesteps: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        *,
+        padding: Padding | None = None,
+        only_actions: bool = False,
+    ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
+        """Predict next states, actions and returns at each step; the released class's signature.
+
+        Parameters
+        ----------
+        states
+            (B, K, S) floating; further dimensions are flattened into S.
+        actions
+            (B, K, A) floating; for discrete actions (B, K) integer or (B, K, A) one-hot.
+        rewards
+            Ignored, as in the released class.
+        returns_to_go
+            (B, K, 1) floating.
+        timesteps
+            (B, K) integer in [0, ``max_ep_len``).  Checked on CPU; on a GPU the check would cost
+            a synchronisation, so check the data once with `check_timesteps`.
+        attention_mask
+            (B, K), non-zero at real steps; None means that all are real.
+        output_hidden_states, output_attentions, return_dict
+            As in the released class; default from the configuration.
+        padding
+            Overrides the attribute `padding` for this call.
+        only_actions
+            Compute `action_preds` and nothing else, which is what the loss needs.  The dropout
+            masks then differ from those of a full pass, for fewer tokens reach the last MLP.
+
+        Returns
+        -------
+        DecisionTransformerOutput
+            Or (state_preds, action_preds, return_preds) if `return_dict` is False.  Predictions
+            at padded steps have no meaning.
+
+        Raises
+        ------
+        InputError
+            ``TIMESTEP_RANGE`` on CPU; ``MODEL_INPUT`` for a missing input.
+        TypeError
+            For keyword arguments that do not exist; the released class ignores them.
+        """
+        config = self.config
+        attentions = config.output_attentions if output_attentions is None else output_attentions
+        with_hidden = (
+            config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        tokens = self._embed(states, actions, returns_to_go, timesteps)
+        mask = self._mask(attention_mask, padding)
+        if only_actions:
+            state_tokens = self._encode(tokens, mask, keep=_state_tokens)
+            return DecisionTransformerOutput(action_preds=self.predict_action(state_tokens))
+        layers: list[Tensor] | None = [] if with_hidden else None
+        weights: list[Tensor] | None = [] if attentions else None
+        hidden = self._encode(tokens, mask, layers=layers, weights=weights)
+        at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
+        state_preds = self.predict_state(at_action)
+        action_preds = self.predict_action(at_state)
+        return_preds = self.predict_return(at_action)
+        if not (config.return_dict if return_dict is None else return_dict):
+            return state_preds, action_preds, return_preds
+        return DecisionTransformerOutput(
+            state_preds=state_preds,
+            action_preds=action_preds,
+            return_preds=return_preds,
+            hidden_states=_as_output(layers),
+            attentions=_as_output(weights),
+            last_hidden_state=hidden,
+        )
+
+    def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
+        """Return the scalar loss of a batch: see `gear_offline.models.loss.action_loss`.
+
+        Under DistributedDataParallel call the wrapper with ``only_actions=True`` and
+        `action_loss` instead, for gradients are only exchanged when its forward ran.
+        """
+        padding = "right" if getattr(batch, "padding", None) == "right" else None
+        output = self(**batch.model_inputs(), padding=padding, only_actions=True)
+        return action_loss(
+            output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid_steps
+        )
+
+    def predict_last_action(
+        self,
+        states: Tensor,
+        actions: Tensor,
+        returns_to_go: Tensor,
+        timesteps: Tensor,
+        last_step: Tensor,
+    ) -> Tensor:
+        """Predict one action a window, at its last real step; windows are padded on the right.
+
+        Parameters
+        ----------
+        states, actions, returns_to_go, timesteps
+            As in `forward`.  The action at the last real step is not looked at.
+        last_step
+            (B,) int64, place of the last real step in its window.
+
+        Returns
+        -------
+        Tensor
+            (B, A): actions, or logits for discrete actions.
+        """
+        tokens = self._embed(states, actions, returns_to_go, timesteps)
+        width = tokens.shape[-1]
+        place = (3 * last_step + 1).view(-1, 1, 1).expand(-1, 1, width)
+        hidden = self._encode(tokens, None, keep=lambda tokens: tokens.gather(1, place))
+        action: Tensor = self.predict_action(hidden)[:, 0]
+        return action
+
+    def _embed(
+        self,
+        states: Tensor | None,
+        actions: Tensor | None,
+        returns_to_go: Tensor | None,
+        timesteps: Tensor | None,
+    ) -> Tensor:
+        """Interleave (return, state, action) of each step: (B, 3K, H)."""
+        if states is None or actions is None or returns_to_go is None or timesteps is None:
+            raise InputError(
+                "MODEL_INPUT", "states, actions, returns_to_go and timesteps are all needed"
+            )
+        if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_timesteps(timesteps, self.config.max_ep_len)
+        states = states.flatten(2)
+        if not states.is_floating_point():
+            states = states.to(self.embed_state.weight.dtype)
+        parts = (
+            self.embed_return(returns_to_go),
+            self.embed_state(states),
+            self._embed_actions(actions),
+        )
+        # stack on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
+        stacked = torch.stack(parts, dim=2) + self.embed_timestep(timesteps).unsqueeze(2)
+        tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
+        dropped: Tensor = self.encoder.drop(tokens)
+        return dropped
+
+    def _embed_actions(self, actions: Tensor) -> Tensor:
+        layer = self.embed_action
+        if actions.is_floating_point():
+            return cast(Tensor, layer(actions))
+        if not self.discrete:
+            raise InputError(
+                "MODEL_INPUT",
+                f"actions are {actions.dtype} but the model's actions are continuous",
+                where="actions",
+                remedy="build the model with discrete=True, or give floating-point actions",
+            )
+        return F.embedding(actions, layer.weight.t()) + layer.bias
+
+    def _mask(self, attention_mask: Tensor | None, padding: Padding | None) -> Tensor | None:
+        if attention_mask is None or (padding or self.padding) == "right":
+            return None
+        return dense_mask(attention_mask)
+
+    def _encode(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        *,
+        layers: list[Tensor] | None = None,
+        weights: list[Tensor] | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """Run the blocks: (B, T, H) -> (B, T or kept, H).
+
+        `layers` and `weights`, if given, receive the hidden states before each block and after
+        the last norm, and the attention weights of each block.
+        """
+        encoder = self.encoder
+        eager = weights is not None or self._eager()
+        recompute = encoder.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        hidden, last = tokens, len(encoder.h) - 1
+        for i, block in enumerate(encoder.h):
+            if layers is not None:
+                layers.append(hidden)
+            inputs = (hidden, mask, eager, keep if i == last else None)
+            if recompute:
+                hidden, seen = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                hidden, seen = block(*inputs)
+            if weights is not None:
+                weights.append(seen)
+        hidden = cast(Tensor, encoder.ln_f(hidden))
+        if layers is not None:
+            layers.append(hidden)
+        return hidden
+
+    def _eager(self) -> bool:
+        if self.attention != "auto":
+            return self.attention == "eager"
+        # Until 5.17 transformers knows eager only for this class, so there it is no one's wish.
+        asked = self.config._attn_implementation == "eager"
+        return asked and DecisionTransformerModel._supports_sdpa
+
+
+def _state_tokens(tokens: Tensor) -> Tensor:
+    """(B, 3K, H) -> (B, K, H): the tokens that predict actions."""
+    return tokens[:, 1::3]
+
+
+def _as_output(parts: list[Tensor] | None) -> Tensor | None:
+    # The released class returns a tuple here and declares a tensor.
+    return None if parts is None else cast(Tensor, tuple(parts))
+
+
+def build_model(
+    *,
+    state_dim: int,
+    action_dim: int,
+    discrete: bool = False,
+    hidden_size: int = 128,
+    layers: int = 3,
+    heads: int = 1,
+    activation: str = "relu",
+    dropout: float = 0.1,
+    max_timestep: int = 1000,
+    context_length: int = 20,
+    action_tanh: bool = True,
+    attention: Attention = "auto",
+) -> DecisionTransformer:
+    """Build a Decision Transformer; the defaults are the paper's locomotion model.
+
+    Parameters
+    ----------
+    state_dim
+        Elements of a state.
+    action_dim
+        Elements of a continuous action, or the number of discrete actions.
+    discrete
+        Actions are integers in [0, `action_dim`); the head gives logits, `action_tanh` is off.
+    max_timestep
+        Rows of the timestep embedding; every timestep must be smaller.
+    context_length
+        Steps of a training window; noted in the configuration.
+    action_tanh
+        Bound continuous actions to (-1, 1).
+    attention
+        See `DecisionTransformer`.
+
+    Raises
+    ------
+    InputError
+        ``MODEL_CONFIG`` for a size below 1, a dropout outside [0, 1), or heads that do not
+        divide `hidden_size`.
+    """
+    sizes = {
+        "state_dim": state_dim,
+        "action_dim": action_dim,
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "heads": heads,
+        "max_timestep": max_timestep,
+        "context_length": context_length,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError("MODEL_CONFIG", f"{size} is less than 1", where=f"model.{name}")
+    if hidden_size % heads:
+        raise InputError(
+            "MODEL_CONFIG",
+            f"{heads} heads do not divide a hidden size of {hidden_size}",
+            where="model.heads",
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise InputError("MODEL_CONFIG", f"{dropout} is not in [0, 1)", where="model.dropout")
+    config = DecisionTransformerConfig(
+        state_dim=state_dim,
+        act_dim=action_dim,
+        hidden_size=hidden_size,
+        max_ep_len=max_timestep,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=1,  # only row 0 is ever used
+        activation_function=activation,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        action_tanh=action_tanh and not discrete,
+        use_cache=False,
+        bos_token_id=None,  # the defaults lie outside the vocabulary and print warnings
+        eos_token_id=None,
+    )
+    config.discrete_actions = discrete
+    config.context_length = context_length
+    model = DecisionTransformer(config)
+    model.attention = attention
+    return model

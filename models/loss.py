@@ -1,0 +1,53 @@
+"""What training minimises: the error of the predicted actions at real steps.
+
+Shape legend: B windows, K steps, A action elements or discrete actions.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def action_loss(
+    predictions: Tensor,
+    actions: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    valid_steps: Tensor | float | None = None,
+) -> Tensor:
+    """Mean loss over the actions of real steps; padded steps neither count nor dilute.
+
+    Squared error for continuous actions (mean over steps and elements, as in the authors' code
+    of the Decision Transformer), cross-entropy for discrete ones.  Needs no host
+    synchronisation: padded positions are multiplied by zero, not indexed away.
+
+    Parameters
+    ----------
+    predictions
+        (B, K, A) floating: actions, or logits when `actions` are integers.
+    actions
+        (B, K, A) floating, or (B, K) integer for discrete actions.
+    attention_mask
+        (B, K), non-zero at real steps; None means that all are real.
+    valid_steps
+        Divisor in place of the number of real steps of this batch.  With several ranks pass the
+        global number divided by the ranks; then the mean of the ranks' gradients is exactly the
+        gradient of the global batch's loss.
+
+    Returns
+    -------
+    Tensor
+        Scalar float32; 0 if no step is real.
+    """
+    predictions = predictions.float()
+    if actions.is_floating_point():
+        error = F.mse_loss(predictions, actions.float(), reduction="none").mean(-1)  # (B, K)
+    else:
+        error = F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")
+    if attention_mask is None:
+        return error.mean() if valid_steps is None else error.sum() / valid_steps
+    real = attention_mask != 0
+    # where, not a product: a padded prediction of Inf or NaN must not reach the sum.
+    total = error.where(real, 0.0).sum()
+    return total / (real.sum().clamp(min=1) if valid_steps is None else valid_steps)

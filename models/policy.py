@@ -1,0 +1,251 @@
+"""Acting with a Decision Transformer: many environments in lock-step, one forward a step.
+
+Shape legend: E environments, K steps of context, S state elements, A action elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer
+
+FloatArray = npt.NDArray[np.floating[Any]]
+STATE_EPSILON = 1e-6  # added to the standard deviation, in the loader and here
+
+
+class Policy:
+    """A Decision Transformer that acts in E environments, each with its own target return.
+
+    Every environment remembers its last K steps in a window that is padded on the right, so one
+    batched forward serves environments that are at different steps.  The target of the next
+    step is the target of this one minus the reward that was received.
+
+    Parameters
+    ----------
+    model
+        Is put into evaluation mode and moved to `device`.
+    state_mean, state_std
+        (S,) statistics that the training data were normalised with:
+        ``(state - mean) / (std + 1e-6)``.  None if the model was trained on raw states.
+    returns_scale
+        Returns-to-go are divided by it before the model sees them, as in training.
+    context_length
+        K, at least 1.
+    device
+        A torch device.
+
+    Notes
+    -----
+    The order is `reset`, then `act` and `observe_reward` by turns.  Timesteps beyond the model's
+    embedding stay at its last row, so episodes may be longer than those of the data.
+    """
+
+    def __init__(
+        self,
+        model: DecisionTransformer,
+        *,
+        state_mean: npt.ArrayLike | None,
+        state_std: npt.ArrayLike | None,
+        returns_scale: float,
+        context_length: int,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if not returns_scale > 0.0:
+            raise InputError("POLICY_CONFIG", f"returns_scale {returns_scale} is not positive")
+        if context_length < 1:
+            raise InputError("POLICY_CONFIG", f"context_length {context_length} is less than 1")
+        if (state_mean is None) != (state_std is None):
+            raise InputError("POLICY_CONFIG", "state_mean and state_std belong together")
+        self.model = model.to(torch.device(device)).eval()  # type: ignore[arg-type, unused-ignore]
+        self.device = torch.device(device)
+        self.context_length = context_length
+        self.returns_scale = float(returns_scale)
+        self.max_timestep = int(model.config.max_ep_len)
+        self.state_dim = int(model.config.state_dim)
+        self.action_dim = int(model.config.act_dim)
+        self.discrete = model.discrete
+        self._mean = _statistic(state_mean, self.state_dim, "state_mean")
+        std = _statistic(state_std, self.state_dim, "state_std")
+        self._scale = None if std is None else std + STATE_EPSILON
+        self._targets: npt.NDArray[np.float64] = np.zeros(0)
+        self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._windows: tuple[Tensor, Tensor, Tensor, Tensor] = self._empty(0)
+
+    @property
+    def environments(self) -> int:
+        """Number of environments that were reset so far."""
+        return int(self._targets.size)
+
+    @property
+    def targets(self) -> FloatArray:
+        """(E,) float64, what is still asked of each environment, in the units of the rewards."""
+        return self._targets.copy()
+
+    def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+        """Forget the history of some environments and ask them for a return.
+
+        Parameters
+        ----------
+        indices
+            (n,) integers; numbers not seen before add environments.
+        targets
+            (n,) or scalar, undiscounted return asked, in the units of the rewards.
+        """
+        chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
+        if chosen.size == 0:
+            return
+        if chosen.min() < 0:
+            raise InputError("POLICY_INPUT", f"environment {chosen.min()} is negative")
+        if int(chosen.max()) >= self.environments:
+            self._grow(int(chosen.max()) + 1 - self.environments)
+        self._targets[chosen] = np.asarray(targets, dtype=np.float64)
+        self._steps[chosen] = 0
+        self._waiting[chosen] = False
+        rows = torch.from_numpy(chosen).to(self.device)
+        for window in self._windows:
+            window[rows] = 0  # old values are hidden by the mask; zeros keep NaN out of it
+
+    @torch.inference_mode()
+    def act(
+        self, observations: npt.ArrayLike, indices: npt.ArrayLike | None = None
+    ) -> npt.NDArray[Any]:
+        """Choose the next action of each environment.
+
+        Parameters
+        ----------
+        observations
+            (n, S) raw observations of the current step.
+        indices
+            (n,) different environments that act; None means all E.  Leaving out those that are
+            done saves their share of the work.
+
+        Returns
+        -------
+        ndarray
+            (n, A) float32, or (n,) int64 for discrete actions.
+
+        Raises
+        ------
+        InputError
+            ``POLICY_INPUT`` for wrong shapes or an environment that still waits for a reward.
+        """
+        chosen = self._chosen(indices)
+        states = np.asarray(observations, dtype=np.float32).reshape(len(chosen), -1)
+        if states.shape[1] != self.state_dim:
+            raise InputError(
+                "POLICY_INPUT",
+                f"observations have {states.shape[1]} elements, the model expects {self.state_dim}",
+            )
+        if self._waiting[chosen].any():
+            raise InputError("POLICY_INPUT", "act was called twice without observe_reward")
+        if self._mean is not None and self._scale is not None:
+            states = (states - self._mean) / self._scale
+        rows = torch.from_numpy(chosen).to(self.device)
+        place = self._append(chosen, rows, states)
+        # Early in the episodes the windows are short: leave out what nobody has filled yet.
+        # On a GPU the shape stays fixed, for captured graphs and compiled code.
+        filled = int(place.max()) + 1 if self.device.type == "cpu" else self.context_length
+        everyone = len(chosen) == self.environments and indices is None
+        inputs = [(window if everyone else window[rows])[:, :filled] for window in self._windows]
+        last = torch.from_numpy(place).to(self.device)
+        prediction = self.model.predict_last_action(
+            inputs[0], inputs[1], inputs[2], inputs[3], last
+        )
+        chosen_actions = prediction.argmax(-1) if self.discrete else prediction
+        self._windows[1][rows, last] = chosen_actions.to(self._windows[1].dtype)
+        self._waiting[chosen] = True
+        self._steps[chosen] += 1
+        if not self.discrete:
+            chosen_actions = chosen_actions.float()
+        return np.asarray(chosen_actions.cpu().numpy())
+
+    def observe_reward(self, rewards: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
+        """Lower what is still asked of each environment by the reward it has given.
+
+        Parameters
+        ----------
+        rewards
+            (n,) rewards of the step that `act` chose.
+        indices
+            As in `act`.
+        """
+        chosen = self._chosen(indices)
+        self._targets[chosen] -= np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
+        self._waiting[chosen] = False
+
+    def _chosen(self, indices: npt.ArrayLike | None) -> npt.NDArray[np.int64]:
+        if indices is None:
+            chosen = np.arange(self.environments, dtype=np.int64)
+        else:
+            chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
+        if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= self.environments:
+            raise InputError(
+                "POLICY_INPUT",
+                f"{chosen.size} environments chosen among {self.environments}",
+                remedy="reset an environment before acting in it",
+            )
+        return chosen
+
+    def _append(
+        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.int64]:
+        """Write the current step into the windows; return its place (n,) in each."""
+        steps = self._steps[chosen]
+        full = chosen[steps >= self.context_length]
+        if full.size:
+            moved = torch.from_numpy(full).to(self.device)
+            for window in self._windows:
+                window[moved] = window[moved].roll(-1, dims=1)
+        place = np.minimum(steps, self.context_length - 1)
+        at = torch.from_numpy(place).to(self.device)
+        returns = (self._targets[chosen] / self.returns_scale).astype(np.float32)
+        window_states, window_actions, window_returns, window_timesteps = self._windows
+        window_states[rows, at] = torch.from_numpy(states).to(self.device)
+        window_actions[rows, at] = 0  # not chosen yet; causality hides this slot anyway
+        window_returns[rows, at] = torch.from_numpy(returns).to(self.device)[:, None]
+        timesteps = np.minimum(steps, self.max_timestep - 1)
+        window_timesteps[rows, at] = torch.from_numpy(timesteps).to(self.device)
+        return place
+
+    def _empty(self, environments: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Windows of states, actions, returns-to-go and timesteps, (environments, K, ...)."""
+        shape, device = (environments, self.context_length), self.device
+        if self.discrete:
+            actions = torch.zeros(shape, dtype=torch.int64, device=device)
+        else:
+            actions = torch.zeros((*shape, self.action_dim), device=device)
+        return (
+            torch.zeros((*shape, self.state_dim), device=device),
+            actions,
+            torch.zeros((*shape, 1), device=device),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+        )
+
+    def _grow(self, added: int) -> None:
+        pairs = zip(self._windows, self._empty(added), strict=True)
+        states, actions, returns, timesteps = (torch.cat(pair) for pair in pairs)
+        self._windows = states, actions, returns, timesteps
+        self._targets = np.concatenate([self._targets, np.zeros(added)])
+        self._steps = np.concatenate([self._steps, np.zeros(added, np.int64)])
+        self._waiting = np.concatenate([self._waiting, np.zeros(added, np.bool_)])
+
+
+def _statistic(
+    values: npt.ArrayLike | None, size: int, name: str
+) -> npt.NDArray[np.float32] | None:
+    if values is None:
+        return None
+    array = np.asarray(values, dtype=np.float32).reshape(-1)
+    if array.size != size or not np.isfinite(array).all():
+        raise InputError(
+            "POLICY_CONFIG",
+            f"{name} has {array.size} elements or is not finite, the model expects {size} states",
+        )
+    return array
