@@ -6,7 +6,8 @@ what happens when a vector environment resets itself and the first N finished ep
 
 Environments are stepped one after the other in this process, as Gymnasium's ``SyncVectorEnv``
 does; the policy sees all of them as one batch.  ``SyncVectorEnv`` itself would go on stepping
-environments whose episodes are all done, and its automatic reset does not take seeds.
+environments whose episodes are all done, and its automatic reset does not take seeds; here the
+batch shrinks when the list runs out.
 Subprocesses cost more than they bring: on two cores ``AsyncVectorEnv`` is slower than the plain
 loop on nearly every MuJoCo environment.
 
@@ -16,7 +17,8 @@ Shape legend: E environments (slots), n episodes, S state size, A action size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,37 +34,43 @@ FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a ti
 
 
 class ActingPolicy(Protocol):
-    """What the runner asks of a policy: it acts for E environments at once."""
+    """What the runner asks of a policy: it acts for several environments (slots) at once."""
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None:
         """Begin a new episode in the slots `indices` (m,), asked for the returns `targets` (m,)."""
         ...
 
-    def act(self, observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the actions for `observations` (E, S): (E, A) float or (E,) integers."""
+    def act(
+        self, observations: npt.NDArray[Any], indices: Int64Array | None = None
+    ) -> npt.NDArray[Any]:
+        """Return the actions for `observations` (m, S) of the slots `indices` (m,).
+
+        (m, A) floating, or (m,) integers for discrete actions.
+        """
         ...
 
-    def observe_reward(self, rewards: Float64Array) -> None:
-        """Take the rewards (E,) of the actions just returned."""
+    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None:
+        """Take the rewards (m,) of the actions just returned for the slots `indices`."""
         ...
 
 
 class RandomPolicy:
     """Uniformly random actions, drawn from the action space with its own generator."""
 
-    def __init__(self, action_space: gymnasium.Space[Any], environments: int, *, seed: int) -> None:
+    def __init__(self, action_space: gymnasium.Space[Any], *, seed: int) -> None:
         self._space = action_space
-        self._environments = environments
         action_space.seed(seed)
 
     def reset(self, indices: Int64Array, targets: Float64Array) -> None:
         """Nothing to forget."""
 
-    def act(self, observations: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return E actions, whatever the observations."""
-        return np.stack([np.asarray(self._space.sample()) for _ in range(self._environments)])
+    def act(
+        self, observations: npt.NDArray[Any], indices: Int64Array | None = None
+    ) -> npt.NDArray[Any]:
+        """Return one action a row, whatever the observations."""
+        return np.stack([np.asarray(self._space.sample()) for _ in observations])
 
-    def observe_reward(self, rewards: Float64Array) -> None:
+    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None:
         """Nothing to learn."""
 
 
@@ -96,7 +104,7 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         ``ENVIRONMENT_PACKAGE`` when the simulator behind it is not installed.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet_simulator():
             # v4 is asked for on purpose where it is closer to D4RL's environments than v5
             warnings.filterwarnings("ignore", message=".*is out of date.*")
             # the checker repeats for every step what the first episode already proves
@@ -115,6 +123,22 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         ) from error
 
 
+@contextmanager
+def _quiet_simulator() -> Iterator[None]:
+    # compiling HalfCheetah's model makes MuJoCo's C code print a deprecation at every `make`
+    try:
+        import mujoco
+    except ImportError:
+        yield
+        return
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        yield
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
@@ -130,11 +154,11 @@ def space_sizes(environment: gymnasium.Env[Any, Any]) -> tuple[int, int, bool]:
         ``ENVIRONMENT_SPACE`` unless observations are one flat Box and actions Box or Discrete.
     """
     seen, acted = environment.observation_space, environment.action_space
-    flat = isinstance(seen, gymnasium.spaces.Box) and len(seen.shape) == 1
-    if flat and isinstance(acted, gymnasium.spaces.Box) and len(acted.shape) == 1:
-        return int(np.prod(seen.shape or ())), int(acted.shape[0]), False
-    if flat and isinstance(acted, gymnasium.spaces.Discrete):
-        return int(np.prod(seen.shape or ())), int(acted.n), True
+    if isinstance(seen, gymnasium.spaces.Box) and len(seen.shape) == 1:
+        if isinstance(acted, gymnasium.spaces.Box) and len(acted.shape) == 1:
+            return int(seen.shape[0]), int(acted.shape[0]), False
+        if isinstance(acted, gymnasium.spaces.Discrete):
+            return int(seen.shape[0]), int(acted.n), True
     raise InputError(
         "ENVIRONMENT_SPACE",
         f"spaces {seen} and {acted} are not supported",
@@ -157,7 +181,7 @@ def run_episodes(
     Parameters
     ----------
     policy
-        Acts for ``min(environments, n)`` slots at once.
+        Acts for up to ``min(environments, n)`` slots at once.
     environment_id
         Gymnasium id.
     seeds, targets
@@ -181,7 +205,7 @@ def run_episodes(
     made = [make_environment(environment_id) for _ in range(slots)]
     try:
         run = _Run(policy, made, seeds, targets, max_steps, on_episode)
-        while run.active.any():
+        while (run.playing >= 0).any():
             run.step()
         return Episodes(returns=run.returns, lengths=run.lengths, terminated=run.terminated)
     finally:
@@ -217,10 +241,6 @@ class _Run:
         self.next_episode = 0
         self.begin(range(len(environments)))
 
-    @property
-    def active(self) -> BoolArray:
-        return np.asarray(self.playing >= 0, dtype=np.bool_)
-
     def begin(self, slots: Sequence[int]) -> None:
         """Give the next episodes of the list to the idle `slots`."""
         fresh = []
@@ -237,34 +257,35 @@ class _Run:
             self.policy.reset(np.asarray(fresh, np.int64), np.asarray(asked, np.float64))
 
     def step(self) -> None:
-        """One step of every slot that plays; slots without an episode get zeros and no step."""
-        actions = self.actions()
-        rewards = np.zeros(len(self.environments), dtype=np.float64)
+        """One step of every slot that still plays."""
+        active = np.flatnonzero(self.playing >= 0)
+        actions = self.bounded(self.policy.act(self.observations[active], active))
+        rewards = np.zeros(active.size, dtype=np.float64)
         ended = []
-        for slot in np.flatnonzero(self.playing >= 0).tolist():
+        for row, slot in enumerate(active.tolist()):
             episode = int(self.playing[slot])
-            seen, reward, terminated, truncated, _ = self.environments[slot].step(actions[slot])
+            seen, reward, terminated, truncated, _ = self.environments[slot].step(actions[row])
             self.observations[slot] = seen
-            rewards[slot] = reward
+            rewards[row] = reward
             self.returns[episode] += float(reward)
             self.lengths[episode] += 1
             if terminated or truncated or self.lengths[episode] >= self.max_steps:
                 self.terminated[episode] = terminated
                 ended.append(slot)
-        self.policy.observe_reward(rewards)
+        self.policy.observe_reward(rewards, active)
         if ended:
             self.on_episode(len(ended))
             self.begin(ended)
 
-    def actions(self) -> npt.NDArray[Any]:
-        """The policy's actions, clipped to the bounds of a Box."""
-        actions = np.asarray(self.policy.act(self.observations))
-        if not np.isfinite(actions[self.active]).all():
+    def bounded(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return finite `actions`, clipped to the bounds of a Box."""
+        if not np.isfinite(actions).all():
             raise InputError(
                 "POLICY_NONFINITE",
                 "the policy returned an action that is NaN or infinite",
                 remedy="the weights have probably diverged: train with a lower learning rate",
             )
         if isinstance(self.space, gymnasium.spaces.Box):
-            return np.clip(actions, self.space.low, self.space.high).astype(self.space.dtype)
+            clipped = np.clip(actions, self.space.low, self.space.high)
+            return np.asarray(clipped, dtype=self.space.dtype)
         return actions

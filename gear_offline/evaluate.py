@@ -1,0 +1,373 @@
+"""Play a trained policy in its environment and say what it achieved for each asked return.
+
+Every target return gets the same episodes: episode ``e`` is reset with ``seed + e`` whatever the
+target, so that a difference between two targets is not a difference of start states.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from gear_offline.episode_runner import (
+    ActingPolicy,
+    RandomPolicy,
+    make_environment,
+    run_episodes,
+    space_sizes,
+)
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation_report import EvaluationReport, TargetResult, evaluation_table
+from gear_offline.manifest import Manifest
+from gear_offline.progress import progress
+from gear_offline.scores import ReferenceScores, reference_scores
+
+FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
+
+if TYPE_CHECKING:
+    from gear_offline.recipe import Recipe
+
+
+def resolve_reference(
+    environment_id: str, reference: str | ReferenceScores | None = None
+) -> ReferenceScores | None:
+    """Return the scores to normalise by.
+
+    A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
+    called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
+
+    Raises
+    ------
+    InputError
+        ``REFERENCE_UNKNOWN`` when `reference` is a name without scores.
+    """
+    own = reference_scores(environment_id)
+    if reference is None:
+        return own
+    found = reference_scores(reference) if isinstance(reference, str) else reference
+    if found is None:
+        raise InputError(
+            "REFERENCE_UNKNOWN",
+            f"no reference scores under the name {reference!r}",
+            where="evaluate.reference",
+            remedy="use a D4RL name such as hopper-medium-v2, or leave it empty",
+        )
+    exact = own is not None and not own.indicative
+    if exact or found.indicative:
+        return found
+    return replace(found, indicative=True, note=own.note if own is not None else FOREIGN)
+
+
+def evaluate_policy(
+    policy: ActingPolicy,
+    *,
+    environment_id: str,
+    targets: Sequence[float],
+    episodes: int,
+    environments: int = 20,
+    seed: int = 0,
+    reference: str | ReferenceScores | None = None,
+    max_steps: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play `episodes` episodes for each of `targets` and report what came of them.
+
+    Parameters
+    ----------
+    policy
+        Batched policy; it is given up to ``environments * len(targets)`` slots.
+    environment_id
+        Gymnasium id.
+    targets
+        Asked returns, in the environment's units.
+    episodes
+        Episodes of each target; episode e is reset with ``seed + e``.
+    environments
+        Environments side by side for each target.
+    reference
+        D4RL name or scores to normalise by; default: those of the environment's family.
+    max_steps
+        Cut episodes after so many steps; default: the environment's limit.
+
+    Raises
+    ------
+    InputError
+        ``EVALUATE_OPTION``, ``REFERENCE_UNKNOWN``, and those of `run_episodes`.
+    UnavailableError
+        ``ENVIRONMENT_PACKAGE`` when the simulator is not installed.
+    """
+    _check_options(targets, episodes, environments)
+    scores = resolve_reference(environment_id, reference)
+    asked = [float(target) for _ in range(episodes) for target in targets]
+    seeds = [seed + episode for episode in range(episodes) for _ in targets]
+    started = time.perf_counter()
+    with progress(len(asked), f"evaluate {environment_id}", unit="episodes", quiet=quiet) as tick:
+        played = run_episodes(
+            policy,
+            environment_id=environment_id,
+            seeds=seeds,
+            targets=asked,
+            environments=environments * len(targets),
+            max_steps=max_steps,
+            on_episode=tick,
+        )
+    results = tuple(
+        TargetResult(
+            target=float(target),
+            returns=played.returns[index :: len(targets)],
+            lengths=played.lengths[index :: len(targets)],
+            terminated=played.terminated[index :: len(targets)],
+        )
+        for index, target in enumerate(targets)
+    )
+    return EvaluationReport(
+        environment=environment_id,
+        reference=scores,
+        results=results,
+        seed=seed,
+        environments=environments,
+        seconds=time.perf_counter() - started,
+        versions=_versions(),
+    )
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    targets: Sequence[float] | None = None,
+    episodes: int | None = None,
+    environment: str | None = None,
+    checkpoint: str = "last",
+    seed: int | None = None,
+    device: str = "auto",
+    quiet: bool = False,
+) -> EvaluationReport:
+    """Evaluate a run; write ``evaluation.json`` and the plot of achieved against asked return.
+
+    Parameters
+    ----------
+    run
+        Run directory, or one checkpoint of it.
+    targets, episodes, environment, seed
+        Default: the recipe's.
+    checkpoint
+        ``"last"``, ``"best"`` (the highest mean return that was seen while training, over its
+        targets) or a step number.  Ignored when `run` is a checkpoint itself.
+    device
+        ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    InputError
+        Those of `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not
+        the model's; those of reading a checkpoint.
+    UnavailableError
+        ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
+    """
+    from gear_offline.checkpoint import load_policy_parts, read_state
+    from gear_offline.models.policy import Policy
+    from gear_offline.plots import plot_asked_vs_achieved
+
+    folder = find_checkpoint(Path(run), checkpoint)
+    model, state_mean, state_std, returns_scale, context_length, recipe = load_policy_parts(folder)
+    settings, where = recipe.evaluate, resolve_device(device)
+    environment_id = _chosen(
+        environment, settings.environment, "environment", "say it: --environment Hopper-v5"
+    )
+    check_sizes(model, environment_id)
+    policy = Policy(
+        model,
+        state_mean=state_mean,
+        state_std=state_std,
+        returns_scale=returns_scale,
+        context_length=context_length,
+        device=where,
+    )
+    report = evaluate_policy(
+        policy,
+        environment_id=environment_id,
+        targets=_chosen(targets, settings.targets, "targets", "say them: --targets 3600,1800"),
+        episodes=episodes or settings.episodes or 10,  # 0 means: not while training
+        environments=settings.environments,
+        seed=settings.seed if seed is None else seed,
+        reference=settings.reference,
+        quiet=quiet,
+    )
+    home = run_of(folder)
+    report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
+    report.write(home / "evaluation.json")
+    plot_asked_vs_achieved(
+        home / "plots" / "asked_vs_achieved.png", report.to_json(), **_data_levels(recipe)
+    )
+    return report
+
+
+def find_checkpoint(run: Path, which: str = "last") -> Path:
+    """Return the checkpoint folder `which` (``last``, ``best`` or a step number) of `run`.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_MISSING``.
+    """
+    from gear_offline.checkpoint import list_checkpoints
+
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        return run.resolve()  # one checkpoint; what is wrong with it, its reader says
+    found = list_checkpoints(folder)
+    if which == "best" and (folder / "best").exists():
+        return (folder / "best").resolve()
+    if which == "last" and found:
+        return found[-1][1].resolve()
+    for step, path in found:
+        if which == str(step):
+            return path.resolve()
+    steps = ", ".join(str(step) for step, _ in found) or "none"
+    raise InputError(
+        "CHECKPOINT_MISSING",
+        f"no checkpoint {which!r}",
+        where=str(folder),
+        remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
+    )
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+
+
+def _data_levels(recipe: Recipe) -> dict[str, float]:
+    """Return the mean and best return of the data where it is still there."""
+    if recipe.data.path is None or not Path(recipe.data.path).is_dir():
+        return {}
+    returns = Manifest.read(Path(recipe.data.path)).returns
+    return {"data_mean": returns.mean, "data_best": returns.max} if returns.count else {}
+
+
+def _chosen(value: Any, default: Any, name: str, remedy: str) -> Any:
+    if (found := default if value is None else value) is not None:
+        return found
+    raise InputError(
+        "EVALUATE_OPTION",
+        f"neither the command nor the run says which {name} to use",
+        where=f"evaluate.{name}",
+        remedy=remedy,
+    )
+
+
+def check_sizes(model: Any, environment_id: str) -> None:
+    """Refuse an environment whose observations or actions are not the model's.
+
+    Raises
+    ------
+    InputError
+        ``ENVIRONMENT_MISMATCH``, and those of making an environment.
+    """
+    probe = make_environment(environment_id)
+    try:
+        states, actions, discrete = space_sizes(probe)
+    finally:
+        probe.close()
+    here = (states, actions, discrete)
+    wanted = (model.config.state_dim, model.config.act_dim, bool(model.discrete))
+    if here != wanted:
+        kinds = {True: "discrete actions", False: "action values"}
+        raise InputError(
+            "ENVIRONMENT_MISMATCH",
+            f"{environment_id} has {states} observation values and {actions} {kinds[discrete]}, "
+            f"the model {wanted[0]} and {wanted[1]} {kinds[wanted[2]]}",
+            where="evaluate.environment",
+            remedy="evaluate in the environment that the data came from",
+        )
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the torch device that `device` (``auto``, ``cpu``, ``cuda``, ``cuda:1``) names.
+
+    Raises
+    ------
+    UnavailableError
+        ``DEVICE`` when CUDA is asked for and is not here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE", f"device {device} is not here", remedy="use --device cpu; see doctor"
+        )
+    return torch.device(device)
+
+
+def _check_options(targets: Sequence[float], episodes: int, environments: int) -> None:
+    if not targets or not all(math.isfinite(target) for target in targets):
+        raise InputError(
+            "EVALUATE_OPTION",
+            f"target returns {list(targets)} are not usable",
+            where="evaluate.targets",
+            remedy="give at least one finite number, e.g. 3600",
+        )
+    for name, value in (("episodes", episodes), ("environments", environments)):
+        if value < 1:
+            raise InputError(
+                "EVALUATE_OPTION",
+                f"{value} {name} cannot be played",
+                where=f"evaluate.{name}",
+                remedy="give a number of at least 1",
+            )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("gymnasium", "mujoco", "torch", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def random_return(
+    environment: str, *, episodes: int = 20, seed: int = 0, max_steps: int | None = None
+) -> TargetResult:
+    """Play uniformly random actions; the baseline that any policy should beat.
+
+    Returns
+    -------
+    TargetResult
+        With target NaN: nothing was asked.
+    """
+    _check_options((0.0,), episodes, 1)
+    probe = make_environment(environment)
+    try:
+        space_sizes(probe)
+        policy = RandomPolicy(probe.action_space, seed=seed)
+    finally:
+        probe.close()
+    played = run_episodes(
+        policy,
+        environment_id=environment,
+        seeds=range(seed, seed + episodes),
+        targets=[math.nan] * episodes,
+        environments=1,
+        max_steps=max_steps,
+    )
+    return TargetResult(
+        target=math.nan,
+        returns=played.returns,
+        lengths=played.lengths,
+        terminated=played.terminated,
+    )
+
+
+def print_report(report: EvaluationReport, *, console: Console | None = None) -> None:
+    """Print the report as a table, one row a target."""
+    (console or Console()).print(evaluation_table(report))

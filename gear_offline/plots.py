@@ -1,0 +1,281 @@
+"""The three pictures of a run: learning curve, returns of the data, achieved against asked.
+
+Each function takes numbers, writes one PNG of 1080 x 675 pixels and returns its path.  Colours
+are those of Okabe and Ito, which people with the common kinds of colour blindness can tell apart;
+what a line means stands beside it rather than in a legend.  Titles say what was found.
+
+Shape legend: E episodes, n points of a curve, m episodes of one target.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
+INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
+SIZE_INCHES, DPI = (7.2, 4.5), 150
+
+
+def _figure() -> Figure:
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
+    axes.set_facecolor("white")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GREY)
+    axes.tick_params(colors=GREY, labelcolor=INK, labelsize=10, length=3)
+    axes.set_xlabel(x, fontsize=10.5, color=INK)
+    axes.set_ylabel(y, fontsize=10.5, color=INK)
+    if grid:
+        axes.grid(axis=grid, color=FAINT, linewidth=0.7)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def _titles(figure: Figure, title: str, subtitle: str) -> None:
+    """Write the finding and, below it, what it was found in, flush with the left edge."""
+    engine = figure.get_layout_engine()
+    if isinstance(engine, ConstrainedLayoutEngine):
+        engine.set(rect=(0.0, 0.0, 1.0, 0.885))
+    figure.text(0.013, 0.945, title, fontsize=13, fontweight="bold", color=INK)
+    figure.text(0.013, 0.896, subtitle, fontsize=9.5, color=GREY)
+
+
+def _thousands(axis: Any) -> None:
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def short(value: float) -> str:
+    """Return `value` with separators, and decimals only where it is small."""
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.3g}"
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, format="png", dpi=DPI)
+    os.replace(partial, path)
+    return path
+
+
+def plot_data_returns(
+    path: Path, returns: npt.ArrayLike, lengths: npt.ArrayLike, *, name: str
+) -> Path:
+    """Draw how the returns of the data are spread, over episodes and over steps.
+
+    Parameters
+    ----------
+    returns
+        (E,) returns of the episodes.
+    lengths
+        (E,) steps of the episodes.
+    name
+        What the data is called.
+    """
+    values, steps = np.asarray(returns, np.float64), np.asarray(lengths, np.float64)
+    keep = np.isfinite(values)
+    values, steps = values[keep], steps[keep]
+    mean, best, half = float(values.mean()), float(values.max()), float(np.median(values))
+    edges = np.histogram_bin_edges(values, bins=40)
+    figure = _figure()
+    axes = figure.add_subplot()
+    percent = [100 * np.histogram(values, edges, weights=w / w.sum())[0] for w in
+               (np.ones_like(steps), steps)]  # fmt: skip
+    axes.bar(edges[:-1], percent[0], width=np.diff(edges), align="edge", color=SKY, alpha=0.85,
+             edgecolor="white", linewidth=0.6)  # fmt: skip
+    axes.stairs(percent[1], edges, color=INK, linewidth=1.5)
+    top = float(max(p.max() for p in percent)) * 1.15
+    for value, text, colour in ((mean, "mean", ORANGE), (best, "best", GREEN)):
+        axes.axvline(value, color=colour, linewidth=1.8, ymax=0.92)
+        side = "right" if value > edges[0] + 0.8 * (edges[-1] - edges[0]) else "left"
+        axes.text(value, top * 0.93, f"{text} {short(value)}", color=colour, fontsize=10.5,
+                  ha=side, va="bottom", fontweight="bold")  # fmt: skip
+    axes.set_ylim(0, top)
+    _dress(axes, x="return of an episode", y="share (%)")
+    _thousands(axes.xaxis)
+    _titles(
+        figure,
+        f"Half of the episodes return less than {short(half)}, the best {short(best)}",
+        f"{name}: {values.size:,} episodes, {int(steps.sum()):,} steps.  "
+        "Bars: share of episodes; line: share of steps.",
+    )
+    return _save(figure, path)
+
+
+def plot_learning_curve(
+    path: Path,
+    *,
+    steps: npt.ArrayLike,
+    losses: npt.ArrayLike,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    name: str,
+) -> Path:
+    """Draw training loss and evaluation returns over optimiser steps.
+
+    Parameters
+    ----------
+    steps, losses
+        (n,) each.
+    evaluations
+        Each ``{"step": int, "targets": [{"target", "mean", "ci95"}, ...]}``.
+    name
+        What the run is called.
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
+    figure = _figure()
+    panels = figure.subplots(2 if evaluations else 1, 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].plot(x, y, color=BLUE, linewidth=1.8)
+    _dress(panels[0], y="training loss")
+    if y.size and y.min() > 0 and y.max() / y.min() > 20:
+        panels[0].set_yscale("log")
+    else:
+        panels[0].set_ylim(bottom=0)
+    found = f"loss {short(y[0])} to {short(y[-1])}" if y.size else "no losses yet"
+    title = f"{found[0].upper()}{found[1:]} in {int(x[-1]) if x.size else 0:,} steps"
+    if evaluations:
+        best = _plot_returns(panels[1], evaluations)
+        title = f"{title}; best mean return {short(best)}"
+    _dress(panels[-1], x="optimiser step", y="mean return" if evaluations else "training loss")
+    _thousands(panels[-1].xaxis)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(8))
+    _titles(figure, title, f"{name}: mean loss of the logged steps")
+    figure.align_ylabels(list(panels))
+    return _save(figure, path)
+
+
+def _plot_returns(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> float:
+    """Draw one line a target; returns the highest mean."""
+    targets = sorted({float(t["target"]) for row in evaluations for t in row["targets"]})
+    shades, ends, best = SERIES, [], -np.inf
+    for index, target in enumerate(reversed(targets)):
+        points = [
+            (row["step"], t["mean"], t.get("ci95") or (None, None))
+            for row in evaluations
+            for t in row["targets"]
+            if float(t["target"]) == target
+        ]
+        colour = shades[index % len(shades)]
+        at, mean = np.array([p[0] for p in points]), np.array([p[1] for p in points], np.float64)
+        low = np.array([p[1] if p[2][0] is None else p[2][0] for p in points], np.float64)
+        high = np.array([p[1] if p[2][1] is None else p[2][1] for p in points], np.float64)
+        axes.fill_between(at, low, high, color=colour, alpha=0.13, linewidth=0)
+        axes.plot(at, mean, color=colour, linewidth=1.8, marker="o", markersize=4.5)
+        ends.append((float(mean[-1]), f"asked {short(target)}", colour, float(at[-1])))
+        best = max(best, float(mean.max()))
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    _label_ends(axes, ends)
+    _thousands(axes.yaxis)
+    axes.set_title(
+        "evaluation: mean return and 95 % interval", loc="left", fontsize=9.5, color=GREY
+    )
+    return best
+
+
+def _label_ends(
+    axes: Axes, ends: list[tuple[float, str, str, float]], *, gap: float = 0.125
+) -> None:
+    """Write each line's name behind its last point, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    last = -np.inf
+    for value, text, colour, at in sorted(ends):
+        last = max(value, last + gap * (high - low))
+        axes.annotate(
+            text, (at, value), xytext=(1.012, (last - low) / (high - low)),
+            textcoords="axes fraction", color=colour, fontsize=10, va="center", linespacing=1.1,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def plot_asked_vs_achieved(
+    path: Path,
+    evaluation: Mapping[str, Any],
+    *,
+    data_mean: float | None = None,
+    data_best: float | None = None,
+) -> Path:
+    """Draw the achieved return over the asked one, with every episode and the 95 % interval.
+
+    Parameters
+    ----------
+    evaluation
+        What `EvaluationReport.to_json` returns.
+    data_mean, data_best
+        Mean and highest return of the data's episodes, drawn as levels.
+    """
+    rows = sorted(evaluation["targets"], key=lambda row: float(row["target"]))
+    asked = np.array([row["target"] for row in rows], np.float64)
+    means = np.array([row["mean"] for row in rows], np.float64)
+    figure = _figure()
+    axes = figure.add_subplot()
+    reach = 1.07 * max(asked.max(), data_best or 0.0)
+    ceiling = 1.06 * max(reach, *(max(row["returns"]) for row in rows))
+    axes.plot([0, ceiling], [0, ceiling], color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
+    ends = [(min(reach, ceiling), "achieved\n= asked", GREY, reach)]
+    for level, text, colour in (
+        (data_mean, "mean of the\ndata", ORANGE),
+        (data_best, "best of the\ndata", GREEN),
+    ):
+        if level is not None:
+            axes.axhline(level, color=colour, linewidth=1.5)
+            ends.append((level, f"{text} {short(level)}", colour, reach))
+    spread = 0.008 * reach
+    for row in rows:
+        returns = np.asarray(row["returns"], np.float64)
+        shift = np.linspace(-1, 1, returns.size) * spread if returns.size > 1 else np.zeros(1)
+        axes.scatter(row["target"] + shift, returns, s=11, color=BLUE, alpha=0.28, linewidth=0)
+    bars = np.array(
+        [[0.0, 0.0] if row["ci95"][0] is None else np.abs(np.array(row["ci95"]) - row["mean"])
+         for row in rows]
+    ).T  # fmt: skip
+    axes.errorbar(
+        asked, means, yerr=bars, color=BLUE, linewidth=2, marker="o", markersize=7, capsize=4,
+        markeredgecolor="white", zorder=4,
+    )  # fmt: skip
+    axes.set_xlim(0, reach)
+    axes.set_ylim(min(0.0, 1.05 * min(min(row["returns"]) for row in rows)), ceiling)
+    _label_ends(axes, ends, gap=0.12)
+    _dress(axes, x="asked return", y="achieved return")
+    _thousands(axes.xaxis)
+    _thousands(axes.yaxis)
+    count = min(len(row["returns"]) for row in rows)
+    place = f" at step {evaluation['step']:,}" if evaluation.get("step") is not None else ""
+    _titles(
+        figure,
+        asked_finding(asked, means),
+        f"{evaluation.get('run') or 'policy'}{place} in {evaluation['environment']}: mean and 95 % "
+        f"interval of {count} episodes for each asked return",
+    )
+    return _save(figure, path)
+
+
+def asked_finding(asked: npt.ArrayLike, means: npt.ArrayLike) -> str:
+    """Return in one line what achieved returns `means` (n,) say about following `asked` (n,)."""
+    order = np.argsort(np.asarray(asked, np.float64))
+    wanted = np.asarray(asked, np.float64)[order]
+    got = np.asarray(means, np.float64)[order]
+    if wanted.size < 2:
+        return f"Asked for {short(wanted[0])}, it achieves {short(got[0])}"
+    span = f"{short(got[0])} to {short(got[-1])} for {short(wanted[0])} to {short(wanted[-1])}"
+    if (np.diff(got) > 0).all():
+        return f"Asked for more, it achieves more: {span}"
+    if got[-1] > got[0]:
+        return f"It follows the asked return in part: {span}"
+    return f"It does not follow the asked return: {span}"
