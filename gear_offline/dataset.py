@@ -1,0 +1,315 @@
+"""Open a dataset of GEAR shards: verify it, know its episodes, read rows across shards.
+
+Shape legend: N steps, E episodes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.errors import InputError
+from gear_offline.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array, TableSpec
+from gear_offline.shards import (
+    EPISODE_COLUMNS,
+    REMEDY_DAMAGED,
+    TensorLayout,
+    byte_view,
+    open_directory,
+    read_into,
+    stored_form,
+)
+from gear_offline.statistics import ColumnStatistics, Float64Array
+from gear_offline.verification import VerificationReport as VerificationReport
+from gear_offline.verification import (
+    check_header,
+    read_checked,
+    shard_file,
+    thread_count,
+    verify_shards,
+)
+from gear_offline.verification import verify_dataset as verify_dataset
+
+if TYPE_CHECKING:
+    from gear_offline.scores import ReferenceScores
+
+PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Dataset:
+    """A dataset on disk.  Holds no open file: it can be sent to other processes.
+
+    Attributes
+    ----------
+    path
+        Dataset directory.
+    manifest
+        What it says about itself.
+    episodes
+        Episode index over all steps.
+    terminated, truncated
+        (E,) bool, how each episode ended.
+    returns
+        (E,) float64, undiscounted sum of `rewards` of each episode.
+    verified
+        Whether every block of every shard matched its digest when the dataset was opened.
+    """
+
+    path: Path
+    manifest: Manifest
+    episodes: EpisodeIndex
+    terminated: BoolArray
+    truncated: BoolArray
+    returns: Float64Array
+    verified: bool
+    _identity: tuple[int, int] = field(repr=False)
+
+    @property
+    def spec(self) -> TableSpec:
+        """Columns, steps and episodes."""
+        return self.manifest.spec
+
+    @property
+    def statistics(self) -> Mapping[str, ColumnStatistics]:
+        """Per column: count, mean, std, min and max over all steps."""
+        return self.manifest.statistics
+
+    @property
+    def environment_id(self) -> str | None:
+        """Gymnasium id of the environment, ``None`` when unknown."""
+        return self.manifest.environment_id
+
+    @property
+    def reference_scores(self) -> ReferenceScores | None:
+        """Scores of a random and an expert policy, ``None`` when unknown."""
+        from gear_offline.scores import ReferenceScores
+
+        found = self.manifest.reference_scores
+        return None if found is None else ReferenceScores(**found)
+
+    @property
+    def first_steps(self) -> Int64Array:
+        """(shards + 1,) int64: first global step of each shard, and N at the end."""
+        return np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+
+    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column` in memory of their own.
+
+        Parameters
+        ----------
+        column
+            A column of the source.
+        start, stop
+            Global steps, ``0 <= start <= stop <= N``.
+        check
+            Read whole blocks and compare their digests: bytes that changed since the dataset was
+            opened are refused.  Costs reading up to a block more on either side.
+
+        Returns
+        -------
+        ndarray
+            (stop - start, *shape), the column's dtype.
+
+        Raises
+        ------
+        InputError
+            ``COLUMN_MISSING``, ``STEP_RANGE``, ``DATASET_CHANGED``, ``SHARD_DIGEST``,
+            ``FILE_MISSING``, ``FILE_KIND``, ``FILE_SIZE``, ``DATASET_READ``.
+        """
+        spec = self.spec[column]
+        if not 0 <= start <= stop <= self.spec.steps:
+            raise InputError(
+                "STEP_RANGE",
+                f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
+                where=f"column {column}",
+            )
+        dtype, shape = stored_form(spec)
+        found = np.empty((stop - start, *shape), dtype)
+        firsts = self.first_steps
+        first = int(np.searchsorted(firsts, start, side="right")) - 1
+        parts: list[tuple[int, int, npt.NDArray[Any]]] = []
+        with self._opened() as directory:
+            for index in range(max(first, 0), len(self.manifest.shards)):
+                low, high = max(start, int(firsts[index])), min(stop, int(firsts[index + 1]))
+                if low >= high:
+                    break
+                target = found[low - start : high - start]
+                parts.append((index, low - int(firsts[index]), target))
+            # Reading and digesting release the interpreter lock; shards are independent.
+            threads = thread_count(None) if found.nbytes >= PARALLEL_BYTES else 1
+            with ThreadPoolExecutor(max_workers=threads) as pool:
+                jobs = [pool.submit(self._read_rows, directory, p, column, check) for p in parts]
+            for job in jobs:
+                job.result()
+        return found.view(spec.dtype).reshape(stop - start, *spec.shape)
+
+    @overload
+    def column(self, name: str, *, mode: Literal["read"] = "read") -> npt.NDArray[Any]: ...
+    @overload
+    def column(self, name: str, *, mode: Literal["mmap"]) -> list[npt.NDArray[Any]]: ...
+
+    def column(
+        self, name: str, *, mode: Literal["read", "mmap"] = "read"
+    ) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
+        """Return a whole column.
+
+        Parameters
+        ----------
+        mode
+            ``"read"``: one array (N, *shape) in memory of its own.  Digests are compared on the way
+            if the dataset was opened with ``verify=True``, so that a file that changed since is
+            refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory is
+            used as pages are touched.  A file that another process cuts short while it is
+            mapped ends this process with SIGBUS: map only files that nothing writes to.
+        """
+        if mode == "read":
+            return self.read(name, 0, self.spec.steps, check=self.verified)
+        spec = self.spec[name]
+        found = []
+        with self._opened() as directory:
+            for index, shard in enumerate(self.manifest.shards):
+                tensor = self._tensor(index, name)
+                with (
+                    shard_file(directory, shard, self.path) as handle,
+                    os.fdopen(os.dup(handle), "rb") as file,
+                ):
+                    flat = np.memmap(
+                        file,
+                        dtype=np.uint8,
+                        mode="r",
+                        offset=shard.header_bytes + tensor.start,
+                        shape=(tensor.bytes,),
+                    )
+                found.append(flat.view(spec.dtype).reshape(shard.steps, *spec.shape))
+        return found
+
+    def _tensor(self, index: int, name: str) -> TensorLayout:
+        tensors = self.manifest.tensors(self.manifest.shards[index])
+        return next(t for t in tensors if t.name == name)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        directory = open_directory(self.path)
+        try:
+            if _identity(directory) != self._identity:
+                raise InputError(
+                    "DATASET_CHANGED",
+                    "the dataset was replaced since it was opened",
+                    where=str(self.path),
+                    remedy="open it again",
+                )
+            yield directory
+        finally:
+            os.close(directory)
+
+    def _read_rows(
+        self, directory: int, part: tuple[int, int, npt.NDArray[Any]], column: str, check: bool
+    ) -> None:
+        """Fill an array from a shard's tensor; `part` is (shard, first row in it, array)."""
+        index, row, target = part
+        shard = self.manifest.shards[index]
+        tensor = self._tensor(index, column)
+        data = byte_view(target)
+        start = tensor.start + row * (len(data) // len(target))
+        with shard_file(directory, shard, self.path) as handle:
+            if check:
+                block_bytes = self.manifest.block_bytes
+                read_checked(handle, shard, tensor, block_bytes, self.path, start, data)
+            else:
+                where = str(self.path / shard.name)
+                read_into(handle, data, shard.header_bytes + start, where=where)
+
+
+def _identity(directory: int) -> tuple[int, int]:
+    found = os.fstat(directory)
+    return found.st_dev, found.st_ino
+
+
+def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
+    """Open the dataset directory at `path`.
+
+    Parameters
+    ----------
+    path
+        Directory that `convert` made.
+    verify
+        Compare every block of every shard with its digest.  With ``False`` the manifest, the
+        shards' headers and the per-episode tensors are still checked.
+    threads
+        Shards checked at once, default one per core up to 8.
+
+    Raises
+    ------
+    InputError
+        As `verify_dataset`; also ``DATASET_CONTENT`` when per-episode tensors contradict the
+        manifest.
+    """
+    path = Path(path)
+    directory = open_directory(path)
+    try:
+        manifest = Manifest.read_from(directory, path)
+        if verify:
+            verify_shards(directory, manifest, path, threads=threads)
+        parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
+        for shard in manifest.shards:
+            for name, part in _read_episodes(directory, manifest, shard, path).items():
+                parts[name].append(part)
+        identity = _identity(directory)
+    finally:
+        os.close(directory)
+    values = {name: np.concatenate(found) for name, found in parts.items()}
+    for array in values.values():
+        array.setflags(write=False)
+    _check_episodes(manifest, values, path)
+    return Dataset(
+        path=path,
+        manifest=manifest,
+        episodes=EpisodeIndex(lengths=values["episode_lengths"]),
+        terminated=values["episode_terminated"],
+        truncated=values["episode_truncated"],
+        returns=values["episode_returns"],
+        verified=verify,
+        _identity=identity,
+    )
+
+
+def _read_episodes(
+    directory: int, manifest: Manifest, shard: ShardRecord, path: Path
+) -> dict[str, npt.NDArray[Any]]:
+    """Read a shard's per-episode tensors, always compared with their digests."""
+    found: dict[str, npt.NDArray[Any]] = {}
+    tensors = {t.name: t for t in manifest.tensors(shard)}
+    with shard_file(directory, shard, path) as handle:
+        check_header(handle, manifest, shard, path)
+        for column in EPISODE_COLUMNS:
+            tensor = tensors[column.name]
+            raw = np.empty(tensor.bytes, np.uint8)
+            data = byte_view(raw)
+            read_checked(handle, shard, tensor, manifest.block_bytes, path, tensor.start, data)
+            if tensor.dtype == np.bool_ and raw.max(initial=0) > 1:
+                raise _contradiction(path / shard.name, f"{column.name} is not 0 or 1 everywhere")
+            found[column.name] = raw.view(tensor.dtype)
+    lengths = found["episode_lengths"]
+    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
+        raise _contradiction(path / shard.name, f"lengths do not add up to {shard.steps} steps")
+    return found
+
+
+def _check_episodes(manifest: Manifest, values: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
+    for key in ("terminated", "truncated"):
+        if int(values[f"episode_{key}"].sum()) != getattr(manifest, key):
+            raise _contradiction(path / MANIFEST_NAME, f"{key} episodes are counted otherwise")
+
+
+def _contradiction(where: Path, what: str) -> InputError:
+    return InputError("DATASET_CONTENT", what, where=str(where), remedy=REMEDY_DAMAGED)

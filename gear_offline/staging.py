@@ -1,0 +1,210 @@
+"""A directory that appears whole or not at all, beside what other processes do to the same target.
+
+Everything is made in a hidden directory beside the target and renamed into place.  A lock file
+beside the target, held with flock, keeps a second writer out; the kernel drops the lock when its
+holder dies, so leftovers of a killed run are known to be dead and the next run sweeps them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gear_offline.errors import GearError, InputError
+from gear_offline.manifest import MANIFEST_NAME, is_member_name
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def write_error(error: OSError, where: str) -> GearError:
+    """Wrap an operating-system error met while writing: ``OUTPUT_SPACE`` or ``OUTPUT_WRITE``."""
+    if error.errno in _NO_SPACE:
+        return GearError(
+            "OUTPUT_SPACE",
+            f"no space left: {error.strerror}",
+            where=where,
+            remedy="free space or choose another place; what was written has been removed",
+        )
+    return GearError(
+        "OUTPUT_WRITE",
+        f"cannot write: {error.strerror or error}",
+        where=where,
+        remedy="check that the place exists and that you may write there",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staging:
+    """A place to build a dataset.
+
+    Attributes
+    ----------
+    target
+        Where the dataset will appear, resolved.
+    path
+        Hidden directory beside the target; write here.
+    """
+
+    target: Path
+    path: Path
+
+    def publish(self) -> None:
+        """Make the finished directory durable and move it to the target in one step.
+
+        Raises
+        ------
+        InputError
+            ``TARGET_EXISTS`` when something appeared at the target meanwhile.
+        """
+        _fsync_directory(self.path)
+        if _is_empty_or_absent(self.target):
+            try:
+                os.rename(self.path, self.target)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise _exists(self.target) from error
+                raise
+        elif not _exchange(self.path, self.target):
+            # No atomic exchange on this file system: a kill between the two renames leaves the
+            # old dataset under its hidden name, and the next run puts it back.
+            os.rename(self.target, _hidden(self.target, "old"))
+            os.rename(self.path, self.target)
+        _fsync_directory(self.target.parent)
+
+
+@contextmanager
+def staging(target: Path, *, overwrite: bool) -> Iterator[Staging]:
+    """Lock `target`, sweep what killed runs left, and offer a fresh directory to build in.
+
+    The directory is removed on leaving, unless `Staging.publish` moved it away.
+
+    Raises
+    ------
+    InputError
+        ``TARGET_BUSY`` while another process writes to the same target, ``TARGET_EXISTS`` and
+        ``TARGET_KIND`` when the target may not be replaced.
+    GearError
+        ``OUTPUT_WRITE``, ``OUTPUT_SPACE``.
+    """
+    target = target.resolve()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock_path = _hidden(target, "lock")
+        lock = _lock(lock_path, target)
+    except OSError as error:
+        raise write_error(error, str(target)) from error
+    place = Staging(target=target, path=_hidden(target, f"part-{secrets.token_hex(6)}"))
+    try:
+        _sweep(target)
+        _check_target(target, overwrite=overwrite)
+        place.path.mkdir()
+        yield place
+    except OSError as error:
+        raise write_error(error, str(target)) from error
+    finally:
+        for leftover in (place.path, _hidden(target, "old")):
+            shutil.rmtree(leftover, ignore_errors=True)
+        # Unlinked while still held: whoever opened it meanwhile sees that the name is gone.
+        with suppress(OSError):
+            lock_path.unlink()
+        os.close(lock)
+
+
+def _hidden(target: Path, what: str) -> Path:
+    return target.with_name(f".{target.name}.gear-{what}")
+
+
+def _lock(path: Path, target: Path) -> int:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False)):
+                return lock
+        except FileNotFoundError:
+            pass  # its holder finished and removed it between our open and our lock
+        except BlockingIOError as error:
+            os.close(lock)
+            raise InputError(
+                "TARGET_BUSY",
+                "another process is writing this dataset",
+                where=str(target),
+                remedy="wait for it, or choose another target",
+            ) from error
+        except OSError:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _sweep(target: Path) -> None:
+    """Remove leftovers of killed runs; put back an old dataset caught between two renames."""
+    old = _hidden(target, "old")
+    if old.is_dir() and not os.path.lexists(target):
+        os.rename(old, target)
+    prefix = _hidden(target, "part-").name
+    for name in os.listdir(target.parent):
+        if name.startswith(prefix) or name == old.name:
+            shutil.rmtree(target.parent / name)
+
+
+def _is_empty_or_absent(target: Path) -> bool:
+    if not os.path.lexists(target):
+        return True
+    return target.is_dir() and not os.listdir(target)
+
+
+def _exists(target: Path) -> InputError:
+    return InputError(
+        "TARGET_EXISTS",
+        "the target exists",
+        where=str(target),
+        remedy="choose another target, or allow overwriting (--overwrite)",
+    )
+
+
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that is not ours to replace: only a dataset and nothing but one is."""
+    if _is_empty_or_absent(target):
+        return
+    names = os.listdir(target) if target.is_dir() else []
+    if MANIFEST_NAME not in names or not all(map(is_member_name, names)):
+        raise InputError(
+            "TARGET_KIND",
+            "the target exists and is not a dataset of ours alone",
+            where=str(target),
+            remedy="choose another target; only a dataset directory is ever overwritten",
+        )
+    if not overwrite:
+        raise _exists(target)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; ``False`` where the file system or C library cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = (os.fsencode(first), os.fsencode(second))
+    if renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def _fsync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

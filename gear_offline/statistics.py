@@ -1,0 +1,268 @@
+"""Statistics gathered while rows stream by: moments of columns, spread of episode returns.
+
+Everything is float64.  A column's moments are computed over blocks that fit the cache, two passes
+a block (mean, then squared distances from that mean), and blocks are merged with the formula of
+Chan, Golub and LeVeque (1979).  So a large common offset costs no accuracy, and parts computed
+by different processes merge to a result that depends on the order of the parts only.
+
+Shape legend: N rows (steps), D elements of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.schema import Int64Array
+
+Float64Array = npt.NDArray[np.float64]
+
+BLOCK_ELEMENTS = 1 << 16  # 512 KiB of float64: stays in a core's second-level cache
+TILE_ELEMENTS = 1 << 12  # widest piece of a row handled at once, so that tiles keep 16 rows
+LANE_ELEMENTS = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
+HISTOGRAM_BINS = 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ColumnStatistics:
+    """Summary of one column over all steps.
+
+    Attributes
+    ----------
+    count
+        Steps the column has.
+    nonfinite
+        NaN and infinite elements, over all steps.  They take no part in the other fields.
+    mean, std, min, max
+        float64, shape of one stored step.  `std` is the population's (divided by the count, not
+        by count - 1).  NaN where an element has no finite value at all.
+    """
+
+    count: int
+    nonfinite: int
+    mean: Float64Array
+    std: Float64Array
+    min: Float64Array
+    max: Float64Array
+
+
+class Moments:
+    """Running moments of a column, element by element.
+
+    Parameters
+    ----------
+    shape
+        Shape of one row.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+        width = prod(self.shape)
+        self.rows = 0
+        self.counts: Int64Array = np.zeros(width, np.int64)  # (D,) finite values seen
+        self.mean: Float64Array = np.zeros(width)
+        self.squares: Float64Array = np.zeros(width)  # (D,) sum of (x - mean)^2
+        self.low: Float64Array = np.full(width, np.inf)
+        self.high: Float64Array = np.full(width, -np.inf)
+
+    def update(self, rows: npt.NDArray[Any]) -> int | None:
+        """Add `rows`, (N, *shape) of a real dtype.
+
+        Returns
+        -------
+        int or None
+            The first row that holds NaN or an infinity, ``None`` if there is none.
+        """
+        flat = rows.reshape(rows.shape[0], -1)
+        if flat.dtype == np.bool_:
+            flat = flat.view(np.uint8)
+        count, width = flat.shape
+        self.rows += count
+        first_bad: int | None = None
+        with np.errstate(all="ignore"):
+            for left in range(0, width, TILE_ELEMENTS):
+                tile = flat[:, left : left + TILE_ELEMENTS]
+                bad = self._update_tile(tile, left)
+                if bad is not None:
+                    first_bad = bad if first_bad is None else min(bad, first_bad)
+        return first_bad
+
+    def _update_tile(self, tile: npt.NDArray[Any], left: int) -> int | None:
+        count, width = tile.shape
+        fold = max(1, LANE_ELEMENTS // width)
+        step = max(fold, BLOCK_ELEMENTS // width // fold * fold)
+        span = slice(left, left + width)
+        first_bad: int | None = None
+        for start in range(0, count, step):
+            block = np.ascontiguousarray(tile[start : start + step])
+            low = _reduce(np.minimum, block, fold).astype(np.float64)
+            high = _reduce(np.maximum, block, fold).astype(np.float64)
+            # NaN survives minimum and maximum, so two finite results mean a finite block.
+            if np.isfinite(low).all() and np.isfinite(high).all():
+                wide = block.astype(np.float64)
+                mean = _reduce(np.add, wide, fold) / len(wide)
+                self._merge(span, len(wide), mean, _squares(wide, mean, fold), low, high)
+                continue
+            finite = np.isfinite(block)
+            if first_bad is None:
+                first_bad = start + int(np.argmin(finite.all(axis=1)))
+            self._merge(span, *_masked(block, finite))
+        return first_bad
+
+    def _merge(
+        self,
+        span: slice,
+        count: int | Int64Array,
+        mean: Float64Array,
+        squares: Float64Array,
+        low: Float64Array,
+        high: Float64Array,
+    ) -> None:
+        before = self.counts[span]
+        total = before + count
+        share = np.divide(count, total, out=np.zeros(total.shape), where=total > 0)
+        delta = mean - self.mean[span]
+        self.squares[span] += squares + delta * delta * (before * share)
+        self.mean[span] += delta * share
+        self.counts[span] = total
+        np.minimum(self.low[span], low, out=self.low[span])
+        np.maximum(self.high[span], high, out=self.high[span])
+
+    def merge(self, other: Moments) -> None:
+        """Add what `other` saw; its rows come after this one's."""
+        self.rows += other.rows
+        with np.errstate(all="ignore"):
+            self._merge(slice(None), other.counts, other.mean, other.squares, other.low, other.high)
+
+    def result(self) -> ColumnStatistics:
+        """Return the summary of everything added so far."""
+        seen = self.counts > 0
+        with np.errstate(all="ignore"):
+            std = np.sqrt(self.squares / np.maximum(self.counts, 1))
+        pick = [
+            np.where(seen, values, np.nan).reshape(self.shape)
+            for values in (self.mean, std, self.low, self.high)
+        ]
+        return ColumnStatistics(
+            count=self.rows,
+            nonfinite=self.rows * self.counts.size - int(self.counts.sum()),
+            mean=pick[0],
+            std=pick[1],
+            min=pick[2],
+            max=pick[3],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the running state, exact; `from_json` restores it."""
+        return {
+            "shape": list(self.shape),
+            "rows": self.rows,
+            "counts": self.counts.tolist(),
+            "parts": [a.tolist() for a in (self.mean, self.squares, self.low, self.high)],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Moments:
+        """Restore the state that `to_json` returned."""
+        found = cls(tuple(value["shape"]))
+        found.rows = int(value["rows"])
+        found.counts = np.asarray(value["counts"], np.int64)
+        parts = [np.asarray(part, np.float64) for part in value["parts"]]
+        found.mean, found.squares, found.low, found.high = parts
+        return found
+
+
+def _reduce(ufunc: np.ufunc, block: npt.NDArray[Any], fold: int) -> npt.NDArray[Any]:
+    """Reduce (N, D) over N; `fold` rows are laid side by side first, which vectorises narrow D."""
+    whole = len(block) // fold * fold
+    if fold == 1 or whole == 0:
+        return np.asarray(ufunc.reduce(block, axis=0))
+    width = block.shape[1]
+    lanes = ufunc.reduce(block[:whole].reshape(-1, fold * width), axis=0)
+    found = ufunc.reduce(lanes.reshape(fold, width), axis=0)
+    if whole < len(block):
+        found = ufunc(found, ufunc.reduce(block[whole:], axis=0))
+    return np.asarray(found)
+
+
+def _squares(wide: Float64Array, mean: Float64Array, fold: int) -> Float64Array:
+    """Return (D,) sums of squared distances from `mean`; overwrites `wide`."""
+    width = wide.shape[1]
+    whole = len(wide) // fold * fold
+    for part, centre in (
+        (wide[:whole].reshape(-1, fold * width), np.tile(mean, fold)),
+        (wide[whole:], mean),
+    ):
+        part -= centre
+        part *= part
+    return _reduce(np.add, wide, fold)
+
+
+def _masked(
+    block: npt.NDArray[Any], finite: npt.NDArray[np.bool_]
+) -> tuple[Int64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
+    """Return counts, mean, squares, low, high (each (D,)) of the finite elements of a block."""
+    counts = finite.sum(axis=0, dtype=np.int64)
+    wide = np.where(finite, block, 0).astype(np.float64)
+    mean = wide.sum(axis=0) / np.maximum(counts, 1)
+    squares = (np.where(finite, wide - mean, 0.0) ** 2).sum(axis=0)
+    low = np.where(finite, wide, np.inf).min(axis=0)
+    high = np.where(finite, wide, -np.inf).max(axis=0)
+    return counts, mean, squares, low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """Summary and histogram of one number per episode.
+
+    Attributes
+    ----------
+    count
+        Episodes whose number is finite; the other fields cover these.
+    mean, std, min, max
+        float64; NaN when `count` is 0.
+    edges
+        Ascending histogram edges, one more than `counts`; empty when `count` is 0.
+    counts
+        Episodes per histogram bin, the last bin closed on both sides.
+    """
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+def distribution(values: npt.ArrayLike, *, bins: int = HISTOGRAM_BINS) -> Distribution:
+    """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out."""
+    found = np.asarray(values, np.float64)
+    found = found[np.isfinite(found)]
+    if not found.size:
+        nan = float("nan")
+        return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, edges=(), counts=())
+    low, high = float(found.min()), float(found.max())
+    edges, counts = np.asarray([low, high]), np.asarray([found.size])
+    if low < high and np.isfinite(high - low):
+        # NumPy refuses a range that spans too few floats for that many bins: then keep one bin.
+        with suppress(ValueError):
+            counts, edges = np.histogram(found, bins=bins, range=(low, high))
+    with np.errstate(all="ignore"):
+        mean, std = float(found.mean()), float(found.std())
+    return Distribution(
+        count=int(found.size),
+        mean=mean,
+        std=std,
+        min=low,
+        max=high,
+        edges=tuple(map(float, edges)),
+        counts=tuple(map(int, counts)),
+    )

@@ -1,0 +1,139 @@
+"""Small helpers that tests share: a source in memory, and a dataset made from it.
+
+Shape legend: N steps, E episodes, S observation size, A action size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.sources.base import SourceInfo
+
+Columns = Mapping[str, npt.NDArray[Any]]
+
+
+class ArraySource:
+    """A source over arrays in memory.
+
+    Parameters
+    ----------
+    columns
+        Name to (N, *shape).
+    lengths
+        (E,) steps of each episode.
+    terminated, truncated
+        (E,) bool; by default all episodes terminate but the last, which is truncated.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        lengths: Sequence[int],
+        *,
+        terminated: Sequence[bool] | None = None,
+        truncated: Sequence[bool] | None = None,
+        environment_id: str | None = None,
+        reference_name: str | None = None,
+        rows_per_read: int = 1,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._columns = {name: np.asarray(values) for name, values in columns.items()}
+        self._rows = rows_per_read
+        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
+        count = self.episodes.episodes
+        ends = [True] * (count - 1) + [False]
+        self.terminated: BoolArray = np.asarray(ends if terminated is None else terminated, bool)
+        self.truncated: BoolArray = np.asarray(
+            ~self.terminated if truncated is None else truncated, bool
+        )
+        self.spec = TableSpec(
+            columns=tuple(
+                ColumnSpec(name=name, dtype=values.dtype, shape=values.shape[1:])
+                for name, values in self._columns.items()
+            ),
+            steps=self.episodes.steps,
+            episodes=count,
+        )
+        self.info = SourceInfo(
+            uri="memory",
+            format="memory",
+            rule="given",
+            environment_id=environment_id,
+            reference_name=reference_name,
+            attributes=attributes or {},
+        )
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        return self._columns[column][start:stop].copy()
+
+    def preferred_rows(self, column: str) -> int:
+        return self._rows
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def hopper_columns(
+    steps: int, *, seed: int = 0, state_dim: int = 11, action_dim: int = 3
+) -> dict[str, npt.NDArray[Any]]:
+    """Return random columns that look like D4RL's hopper files, all (steps, ...)."""
+    generator = np.random.default_rng(seed)
+    return {
+        "observations": generator.normal(size=(steps, state_dim)).astype(np.float32),
+        "actions": generator.uniform(-1, 1, size=(steps, action_dim)).astype(np.float32),
+        "rewards": generator.normal(1.0, 0.5, size=steps).astype(np.float32),
+        "terminals": np.zeros(steps, bool),
+        "timeouts": np.zeros(steps, bool),
+    }
+
+
+def make_dataset(
+    path: Path,
+    lengths: Sequence[int],
+    *,
+    columns: Columns | None = None,
+    seed: int = 0,
+    state_dim: int = 11,
+    action_dim: int = 3,
+    shard_bytes: int = 1 << 20,
+    environment_id: str | None = "Hopper-v5",
+    reference_name: str | None = None,
+    verify: bool = True,
+) -> Dataset:
+    """Convert random hopper-like episodes (or `columns`) to a dataset in `path`/dataset; open it.
+
+    The last step of each episode bears `terminals`, but `timeouts` in the last episode.
+    """
+    steps = int(sum(lengths))
+    if columns is None:
+        found = hopper_columns(steps, seed=seed, state_dim=state_dim, action_dim=action_dim)
+        ends = np.cumsum(lengths) - 1
+        found["terminals"][ends[:-1]] = True
+        found["timeouts"][ends[-1]] = True
+        columns = found
+    source = ArraySource(
+        columns, lengths, environment_id=environment_id, reference_name=reference_name
+    )
+    target = path / "dataset"
+    convert(source, target, shard_bytes=shard_bytes, quiet=True)
+    return open_dataset(target, verify=verify)
