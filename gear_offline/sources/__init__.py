@@ -9,7 +9,10 @@ from gear_offline.sources.base import Source, SourceInfo, iter_episodes
 
 __all__ = ["Source", "SourceInfo", "iter_episodes", "open_source"]
 
-ACCEPTED = "a .hdf5 or .h5 file, d4rl:NAME, minari:ID, or the directory of a Minari dataset"
+ACCEPTED = (
+    "a .hdf5 or .h5 file, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
+    "(minari:mujoco/hopper/medium-v0), or the directory of a Minari dataset"
+)
 
 
 def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
@@ -33,13 +36,34 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
     ------
     InputError
         ``SOURCE_UNKNOWN`` for anything else, and the readers' own codes.
+    UnavailableError
+        ``D4RL_DOWNLOAD``, ``PYARROW_MISSING``.
     """
-    from gear_offline.sources.generic import open_hdf5
-
+    # Readers are imported when they are used: h5py is not needed to import this package.
     text = str(uri)
+    scheme, _, name = text.partition(":")
+    if isinstance(uri, str) and scheme == "d4rl" and name:
+        from gear_offline.sources.d4rl_files import locate
+        from gear_offline.sources.generic import open_hdf5
+
+        return open_hdf5(locate(name), uri=text, name=name, rule=rule)
+    if isinstance(uri, str) and scheme == "minari" and name:
+        from gear_offline.sources.minari import open_minari
+        from gear_offline.sources.minari_metadata import find_directory
+
+        return open_minari(find_directory(name), uri=text, rule=rule)
     path = Path(uri)
-    if path.is_file() or path.suffix.lower() in (".hdf5", ".h5"):
+    if path.is_dir():
+        from gear_offline.sources.minari import open_minari
+        from gear_offline.sources.minari_metadata import data_directory
+
+        if data_directory(path) is not None:
+            return open_minari(path, uri=None, rule=rule)
+    elif path.exists() or path.suffix.lower() in (".hdf5", ".h5"):
+        from gear_offline.sources.generic import open_hdf5
+
         return open_hdf5(path, uri=path.name, name=path.name, rule=rule)
-    raise InputError(
-        "SOURCE_UNKNOWN", f"{text!r} is not a source", remedy=f"accepted are {ACCEPTED}"
-    )
+    what = f"{text!r} is not a source"
+    if path.is_dir():
+        what = f"the directory {text!r} holds no Minari dataset"
+    raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")

@@ -63,13 +63,13 @@ FAMILIES = (
     ),
     Family(
         name="adroit-pen",
-        pattern=_WORD + r"pen(?:$|[^a-z])|adroithandpen",
+        pattern=_WORD + r"pen(?:$|[^a-z])",
         rule="terminals|timeouts",
         rule_without_timeouts="terminals|steps=100",
     ),
     Family(
         name="adroit",
-        pattern=_WORD + r"(?:door|hammer|relocate)(?:$|[^a-z])|adroithand",
+        pattern=_WORD + r"(?:door|hammer|relocate)(?:$|[^a-z])",
         rule="terminals|timeouts",
         rule_without_timeouts="terminals|steps=200",
     ),
@@ -115,13 +115,15 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
         ``COLUMN_MISSING``, ``RULE_UNKNOWN``, ``RULE_FLAG`` and the ``HDF5_*`` codes.
     """
     attributes = rows.attributes()
-    environment = attributes.get("env_id")
-    environment = environment if isinstance(environment, str) and environment else None
+    environment = gymnasium_id(attributes.get("env_id"))
     layout = find_columns(rows, (*REQUIRED, "terminals"), OPTIONAL)
-    family, evidence = detect_family(rows, layout, name, environment)
+    family, evidence = detect_family(rows, layout, name, attributes.get("env_id"))
     own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
     dataset = dataset_of_file(name)
-    reference = environment if environment and reference_scores(environment) else dataset
+    if environment:
+        reference = environment if reference_scores(environment) else None
+    else:
+        reference = dataset or dataset_of_file(str(attributes.get("env_id", "")))
     info = SourceInfo(
         uri=uri,
         format="d4rl",
@@ -147,15 +149,26 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     return source
 
 
-def detect_family(
-    rows: Hdf5Rows, layout: Layout, name: str, environment: str | None
-) -> tuple[Family, str]:
-    """Return the family and what told it: the name, then ``env_id``, then the content."""
-    stem = Path(name).stem.lower()
-    for text, evidence in ((stem, "name"), ((environment or "").lower(), "env_id")):
+def gymnasium_id(value: Any) -> str | None:
+    """Return `value` if it is the id of a Gymnasium environment (they begin with a capital)."""
+    found = isinstance(value, str) and re.fullmatch(r"(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*", value)
+    return str(value) if found else None
+
+
+def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tuple[Family, str]:
+    """Return the family and what told it: the name, then ``env_id``, then the content.
+
+    A Gymnasium id says that the file was collected with today's flags, which need no repair: only
+    D4RL's own files give terminals another meaning.
+    """
+    for text, evidence in ((Path(name).stem, "name"), (str(env_id or ""), "env_id")):
         for family in FAMILIES:
-            if text and re.search(family.pattern, text):
+            if text and re.search(family.pattern, text.lower()):
+                if gymnasium_id(env_id) and family.name != "mujoco":
+                    return _BY_NAME["d4rl"], "env_id"
                 return family, evidence
+    if gymnasium_id(env_id):
+        return _BY_NAME["d4rl"], "env_id"
     shapes = {n: (rows.facts[n].shape or ())[1:] for n in layout.columns}
     spaces = (shapes["observations"], shapes["actions"])
     if "infos" in shapes and "timeouts" not in shapes:

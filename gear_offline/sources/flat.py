@@ -105,6 +105,19 @@ def find_columns(
     return Layout(columns=tuple(chosen), rows=count, left_out=left_out)
 
 
+def terminal_flags(rule: Rule, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that say whether an episode's last row terminated it.
+
+    They are the rule's own, or else (a rule on timeouts alone) the counterpart of its time flag.
+    """
+    own = tuple(flag for flag in rule.flags if flag in TERMINAL_FLAGS)
+    if own:
+        return own
+    pairs = {"timeouts": "terminals", "truncations": "terminations"}
+    wanted = [pairs[flag] for flag in rule.flags] or TERMINAL_FLAGS
+    return tuple(flag for flag in wanted if flag in columns)
+
+
 def _some(names: Any, limit: int = 12) -> str:
     listed = sorted(names)
     return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
@@ -154,23 +167,18 @@ class FlatSource:
         self.info = info
 
     def _flag_blocks(self, rule: Rule, layout: Layout) -> Iterator[tuple[BoolArray, BoolArray]]:
-        terminal = next((f for f in TERMINAL_FLAGS if f in layout.columns), None)
-        if rule.flags and not {*rule.flags} & {*TERMINAL_FLAGS}:
-            # The terminal flag of the same family as the rule's time flag.
-            pair = {"timeouts": "terminals", "truncations": "terminations"}
-            terminal = next((pair[f] for f in rule.flags if pair[f] in layout.columns), terminal)
-        for flag in rule.flags:
-            terminal = flag if flag in TERMINAL_FLAGS else terminal
-        names = {*rule.flags, *([terminal] if terminal else [])}
+        """Yield (n,) bool rows that end an episode, and rows on which the environment terminated."""
+        terminals = terminal_flags(rule, layout.columns)
+        names = {*rule.flags, *terminals}
         block = max((self._rows.preferred_rows(n) for n in names), default=1 << 20)
         for start in range(0, layout.rows, block):
             stop = min(start + block, layout.rows)
-            flags = {name: self._read_flag(name, start, stop) for name in names}
-            ending = np.zeros(stop - start, dtype=np.bool_)
-            for name in rule.flags:
-                ending |= flags[name]
+            flags = {name: self._read_flag(name, start, stop) for name in sorted(names)}
             none = np.zeros(stop - start, dtype=np.bool_)
-            yield ending, flags[terminal] if terminal else none
+            yield (
+                np.logical_or.reduce([none, *(flags[n] for n in rule.flags)]),
+                np.logical_or.reduce([none, *(flags[n] for n in terminals)]),
+            )
 
     def _read_flag(self, name: str, start: int, stop: int) -> BoolArray:
         """Return rows of a flag column as (n,) bool; any number but 0 is true."""

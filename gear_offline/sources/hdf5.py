@@ -21,9 +21,9 @@ from gear_offline.schema import ColumnSpec
 from gear_offline.sources.hdf5_guard import (
     DEFAULT_LIMITS,
     LIBRARY_ERRORS,
+    ColumnCheck,
     DatasetFacts,
     Limits,
-    check_columns,
     open_file,
     unreadable,
     walk,
@@ -67,11 +67,12 @@ class Hdf5Rows:
             raise
 
     def admit(self, names: Iterable[str]) -> list[str]:
-        """Check the columns `names` for reading; returns warnings (see `check_columns`)."""
-        wanted = list(names)
-        warnings = check_columns(self.facts, wanted, self.path, limits=self._limits)
-        self._admitted.update(wanted)
-        return warnings
+        """Check the columns `names` for reading; returns warnings (see `ColumnCheck`)."""
+        check = ColumnCheck(self.path, limits=self._limits)
+        for name in names:
+            check.add(self.facts[name])
+            self._admitted.add(name)
+        return check.warnings
 
     def spec(self, name: str, *, scalar: bool = False) -> ColumnSpec:
         """Return the column's spec; with `scalar`, (N, 1) counts as one number a step.
@@ -105,19 +106,7 @@ class Hdf5Rows:
         assert name in self._admitted and fact.dtype is not None, f"{name} was not admitted"
         if not 0 <= start <= stop <= fact.rows:
             raise IndexError(f"rows [{start}, {stop}) of {fact.rows}")
-        try:
-            block = self._dataset(name)[start:stop]
-        except (*LIBRARY_ERRORS, MemoryError) as error:
-            raise unreadable(self.path, error) from error
-        rows = np.ascontiguousarray(block, dtype=fact.dtype.newbyteorder("="))
-        if rows.dtype.kind == "b" and rows.size and rows.view(np.uint8).max() > 1:
-            raise InputError(
-                "HDF5_VALUE",
-                "a bool column holds values other than 0 and 1",
-                where=f"{self.path}: {name}, rows {start} to {stop}",
-                remedy="the file is damaged: get it again",
-            )
-        return rows.view(np.dtype(rows.dtype.str))  # drops h5py's enum metadata
+        return read_rows(self._dataset(name), start, stop, dtype=fact.dtype, path=self.path)
 
     def preferred_rows(self, name: str) -> int:
         """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
@@ -187,6 +176,25 @@ class Hdf5Rows:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def read_rows(
+    dataset: h5py.Dataset, start: int, stop: int, *, dtype: np.dtype[Any], path: Path
+) -> npt.NDArray[Any]:
+    """Return rows ``[start, stop)`` of `dataset`, native byte order; see `Hdf5Rows.read`."""
+    try:
+        block = dataset[start:stop]
+    except (*LIBRARY_ERRORS, MemoryError) as error:
+        raise unreadable(path, error) from error
+    rows = np.ascontiguousarray(block, dtype=dtype.newbyteorder("="))
+    if rows.dtype.kind == "b" and rows.size and rows.view(np.uint8).max() > 1:
+        raise InputError(
+            "HDF5_VALUE",
+            "a bool column holds values other than 0 and 1",
+            where=f"{path}: {dataset.name}, rows {start} to {stop}",
+            remedy="the file is damaged: get it again",
+        )
+    return rows.view(np.dtype(rows.dtype.str))  # drops h5py's enum metadata
 
 
 def _itemsize(fact: DatasetFacts) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +31,7 @@ ALLOWED_FILTERS = {
 }
 LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
 _COPY_REMEDY = "copy the data into plain datasets of one file, e.g. with h5repack"
-_PLUGIN_LOCK = threading.Lock()
+_PLUGIN_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,16 @@ def unreadable(path: Path, error: BaseException) -> InputError:
 
 
 def walk(file: h5py.File, *, limits: Limits = DEFAULT_LIMITS) -> dict[str, DatasetFacts]:
-    """Return the datasets of `file` by name, without following a link or reading content.
+    """Return the datasets of `file` by name; see `scan`."""
+    with no_plugins():
+        return {fact.name: fact for fact in scan(file, limits=limits)}
+
+
+def scan(file: h5py.File, *, limits: Limits = DEFAULT_LIMITS) -> Iterator[DatasetFacts]:
+    """Yield the datasets of `file`, without following a link or reading content.
+
+    A group's datasets come before those of its subgroups, and one subgroup is finished before the
+    next begins.  Run it under `no_plugins`.
 
     Raises
     ------
@@ -161,22 +170,21 @@ def walk(file: h5py.File, *, limits: Limits = DEFAULT_LIMITS) -> dict[str, Datas
     """
     path = Path(file.filename)
     try:
-        with no_plugins():
-            return _walk(file, path, limits)
+        yield from _scan(file, path, limits)
     except InputError:
         raise
     except LIBRARY_ERRORS as error:
         raise unreadable(path, error) from error
 
 
-def _walk(file: h5py.File, path: Path, limits: Limits) -> dict[str, DatasetFacts]:
-    found: dict[str, DatasetFacts] = {}
+def _scan(file: h5py.File, path: Path, limits: Limits) -> Iterator[DatasetFacts]:
     root = h5g.open(file.id, b"/")
     seen = {h5o.get_info(root).addr}
-    pending: list[tuple[str, Any, int]] = [("", root, 0)]
+    pending: list[tuple[str, bytes, int]] = [("", b"/", 0)]
     objects = 0
     while pending:
-        prefix, group, depth = pending.pop()
+        prefix, group_path, depth = pending.pop()
+        group = h5g.open(file.id, group_path)
         objects += group.get_num_objs()
         if objects > limits.objects or depth > limits.depth:
             raise InputError(
@@ -193,14 +201,13 @@ def _walk(file: h5py.File, path: Path, limits: Limits) -> dict[str, DatasetFacts
                 _refuse("HDF5_LINK", "a soft, external or user-defined link", path, name)
             item = h5o.open(group, raw)
             if isinstance(item, h5d.DatasetID):
-                found[name] = _dataset_facts(item, path, name)
+                yield _dataset_facts(item, path, name)
             elif isinstance(item, h5g.GroupID):
                 address = h5o.get_info(item).addr
                 if address in seen:
                     _refuse("HDF5_LINK", "a second link to one group", path, name)
                 seen.add(address)
-                pending.append((f"{name}/", item, depth + 1))
-    return found
+                pending.append((f"{name}/", group_path + raw + b"/", depth + 1))
 
 
 def _refuse(code: str, what: str, path: Path, name: str) -> None:
@@ -251,51 +258,59 @@ def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
     return np.dtype(dtype.str), dtype.name
 
 
-def check_columns(
-    facts: Mapping[str, DatasetFacts],
-    names: Iterable[str],
-    path: Path,
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-) -> list[str]:
-    """Check that the datasets `names` can be read safely and hold what they claim.
+class ColumnCheck:
+    """Checks that datasets can be read safely and hold what they claim.
 
-    Returns
-    -------
-    list of str
-        Warnings: columns with parts that were never written.
+    Parameters
+    ----------
+    path
+        The file.
+    limits
+        What it may claim.
 
-    Raises
-    ------
-    InputError
-        ``HDF5_DTYPE``, ``HDF5_FILTER``, ``HDF5_SHAPE``.
+    Attributes
+    ----------
+    warnings
+        Columns with parts that were never written.
     """
-    file_bytes = path.stat().st_size
-    warnings: list[str] = []
-    distinct: dict[int, DatasetFacts] = {}
-    claimed = 0
-    for name in names:
-        fact = facts[name]
-        _check_column(fact, path, file_bytes, limits)
-        distinct[fact.address] = fact
-        claimed += fact.claimed_bytes
+
+    def __init__(self, path: Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.path = path
+        self.warnings: list[str] = []
+        self._limits = limits
+        self._file_bytes = path.stat().st_size
+        self._addresses: set[int] = set()
+        self._stored_bytes = 0
+        self._claimed_bytes = 0
+
+    def add(self, fact: DatasetFacts) -> None:
+        """Check one dataset, and the sum of all so far.
+
+        Raises
+        ------
+        InputError
+            ``HDF5_DTYPE``, ``HDF5_FILTER``, ``HDF5_SHAPE``.
+        """
+        _check_column(fact, self.path, self._file_bytes, self._limits)
         if fact.unwritten_bytes:
-            warnings.append(
-                f"column {name}: {fact.unwritten_bytes} bytes were never written and read as the "
-                "fill value"
+            self.warnings.append(
+                f"column {fact.name}: {fact.unwritten_bytes} bytes were never written and read as "
+                "the fill value"
             )
-    if (
-        sum(f.stored_bytes for f in distinct.values()) > file_bytes
-        or claimed > limits.allowance_bytes + limits.expansion * file_bytes
-    ):
-        raise InputError(
-            "HDF5_SHAPE",
-            f"the columns claim {claimed} bytes, more than a file of {file_bytes} bytes can hold",
-            where=str(path),
-            remedy="the file is damaged or made to exhaust memory; if it is genuine, store it "
-            "without compression",
-        )
-    return warnings
+        self._claimed_bytes += fact.claimed_bytes
+        if fact.address not in self._addresses:
+            self._addresses.add(fact.address)
+            self._stored_bytes += fact.stored_bytes
+        most = self._limits.allowance_bytes + self._limits.expansion * self._file_bytes
+        if self._stored_bytes > self._file_bytes or self._claimed_bytes > most:
+            raise InputError(
+                "HDF5_SHAPE",
+                f"the columns claim {self._claimed_bytes} bytes, more than a file of "
+                f"{self._file_bytes} bytes is trusted to hold",
+                where=str(self.path),
+                remedy="the file is damaged or made to exhaust memory; if it is genuine, store it "
+                "without compression",
+            )
 
 
 def _check_column(fact: DatasetFacts, path: Path, file_bytes: int, limits: Limits) -> None:
