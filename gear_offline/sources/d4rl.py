@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gear_offline.scores import dataset_of_file, reference_scores
 from gear_offline.sources.base import SourceInfo
@@ -17,7 +18,7 @@ from gear_offline.sources.flat import FlatSource, Layout, find_columns
 from gear_offline.sources.hdf5 import Hdf5Rows
 
 REQUIRED = ("observations", "actions", "rewards")
-OPTIONAL = ("next_observations", "timeouts")
+OPTIONAL = ("next_observations", "terminals", "timeouts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,7 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     """
     attributes = rows.attributes()
     environment = gymnasium_id(attributes.get("env_id"))
-    layout = find_columns(rows, (*REQUIRED, "terminals"), OPTIONAL)
+    layout = find_columns(rows, REQUIRED, OPTIONAL)
     family, evidence = detect_family(rows, layout, name, attributes.get("env_id"))
     own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
     dataset = dataset_of_file(name)
@@ -186,11 +187,12 @@ def _warnings(source: FlatSource, family: Family, name: str, overridden: bool) -
     lengths = source.episodes.lengths
     finished = lengths[:-1] if source.tail_steps else lengths
     limit = family.step_limit
+    own = "terminals" if family.name == "mujoco" else "timeouts"
     if limit and int(lengths.max()) > limit:
         found.append(
             f"{int((lengths > limit).sum())} episodes are longer than the {limit} steps of "
             f"{family.name} (the longest has {int(lengths.max())}): flags may be missing; "
-            f"rule='terminals|steps={limit}' would cut them"
+            f"rule='{own}|steps={limit}' would cut them"
         )
     if family.name == "mujoco" and limit and "timeouts" in source.spec:
         cut = ~source.terminated[: finished.size] & (finished < limit)

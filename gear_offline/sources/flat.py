@@ -167,7 +167,7 @@ class FlatSource:
         self.info = info
 
     def _flag_blocks(self, rule: Rule, layout: Layout) -> Iterator[tuple[BoolArray, BoolArray]]:
-        """Yield (n,) bool rows that end an episode, and rows on which the environment terminated."""
+        """Yield (n,) bool: rows that end an episode, rows that bear the terminal flag."""
         terminals = terminal_flags(rule, layout.columns)
         names = {*rule.flags, *terminals}
         block = max((self._rows.preferred_rows(n) for n in names), default=1 << 20)
