@@ -66,10 +66,20 @@ class CollectSettings(Section):
     """Gymnasium id, e.g. Pendulum-v1."""
     policy: Text = "random"
     """Who acts, as `gear-offline collect --policy` takes it."""
+    quality: Text | None = None
+    """With policy ars: expert, medium, replay, medium-expert or mixed."""
+    mix: dict[Text, PositiveFloat] | None = None
+    """In place of a quality: parts and their shares of the steps."""
     steps: Positive = 10_000
-    """Steps to record."""
+    """Steps to record; the last episode is recorded to its end."""
+    action_noise: Annotated[float, Field(ge=0.0)] = 0.0
+    """Gaussian noise on the policy's actions, in half ranges of the action."""
+    train_steps: Positive | None = None
+    """Most environment steps of making the policy; null: the maker's own limit."""
+    gate: float | None = None
+    """Least mean return the best policy must have recorded; else nothing is written."""
     seed: Seed = 0
-    """Seed of the environments and of the policy's noise."""
+    """Seed of the environments and of the policy's making."""
 
 
 class DataSettings(Section):
@@ -182,7 +192,7 @@ class EvaluateSettings(Section):
     reference: Text | None = None
     """D4RL name whose reference scores normalise returns; null: the dataset's own."""
     targets: tuple[float, ...] | None = Field(default=None, strict=False)
-    """Returns to ask for; null: the best return in the data and half of it."""
+    """Returns to ask for; null: the best return in the data and the mean one."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation."""
     environments: Positive = 20

@@ -1,0 +1,397 @@
+"""Checkpoints: everything a run needs to go on bit for bit, verified when read, never half there.
+
+A checkpoint is a directory ``step-00010000``:
+
+- ``config.json``, ``model.safetensors``: the model as Hugging Face's ``save_pretrained`` writes
+  it; the released Decision Transformer class reads both;
+- ``training.safetensors``: optimiser moments, random-number states and unlogged losses;
+- ``state.json``: step, loader state, normalisation, versions, the recipe, size and xxh3-128
+  digest of the other files, and a digest of itself.
+
+It is written beside its final place, synced and renamed, so a killed run leaves whole checkpoints
+and a ``.partial-...`` directory that the next run removes.  No file is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gear_offline.errors import InputError
+from gear_offline.recipe import Recipe
+from gear_offline.run_directory import sync_directory
+
+if TYPE_CHECKING:
+    from gear_offline.models.decision_transformer import DecisionTransformer
+
+FORMAT = "gear-offline checkpoint"
+FORMAT_VERSION = 1
+CONFIG, MODEL = "config.json", "model.safetensors"
+TRAINING, STATE = "training.safetensors", "state.json"
+MAX_STATE_BYTES = 256 << 20
+_NAME = re.compile(r"step-([0-9]{8,19})")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """What a checkpoint holds besides the model.
+
+    Attributes
+    ----------
+    step
+        Optimiser steps done.
+    recipe
+        The resolved recipe.
+    tensors
+        Optimiser moments, random-number states and unlogged losses, by name.
+    loader
+        `GearLoader.state_dict` after `step` batches.
+    state_mean, state_std
+        (S,) float64 statistics the observations were normalised with; None when they were not.
+    seconds
+        Wall time of the run so far.
+    """
+
+    step: int
+    recipe: Recipe
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    loader: Mapping[str, Any]
+    state_mean: npt.NDArray[np.float64] | None
+    state_std: npt.NDArray[np.float64] | None
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint:
+    """A checkpoint that was read and whose every byte was verified.
+
+    Attributes
+    ----------
+    path
+        Its directory.
+    config
+        The model's configuration.
+    model
+        Parameters of the model, on the CPU.
+    state
+        Everything else.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    model: Mapping[str, Tensor] = field(repr=False)
+    state: TrainingState
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the checkpoints in `folder` as (step, path), oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    named = [(match, path) for path in found if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match.group(1)), path) for match, path in named if path.is_dir())
+
+
+def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
+    """Write a checkpoint into `folder` and return its directory.
+
+    An existing checkpoint of the same step is replaced.  When this returns, the checkpoint
+    survives a power loss; if it is killed, what was there before is still there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / checkpoint_name(state.step)
+    partial = folder / f".partial-{final.name}"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    model.save_pretrained(partial)
+    save_file(dict(state.tensors), partial / TRAINING)
+    files = {name: _measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
+    (partial / STATE).write_bytes(_seal(_document(state, files)))
+    for path in partial.iterdir():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    sync_directory(partial)
+    if final.exists():  # a damaged one that a resumed run has passed again
+        _remove(final)
+    os.rename(partial, final)
+    sync_directory(folder)
+    return final
+
+
+def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
+    normalisation = None
+    if state.state_mean is not None and state.state_std is not None:
+        normalisation = {"mean": state.state_mean.tolist(), "std": state.state_std.tolist()}
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": state.step,
+        "loader": dict(state.loader),
+        "normalisation": normalisation,
+        "returns_scale": state.recipe.loader.returns_scale,
+        "context_length": state.recipe.loader.context_length,
+        "seconds": state.seconds,
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        "recipe": state.recipe.to_dict(),
+        "files": dict(files),
+    }
+
+
+def _seal(document: Mapping[str, Any]) -> bytes:
+    """Return the one spelling of `document` that is valid, its digest in it."""
+    plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+    digest = xxhash.xxh3_128_hexdigest(plain.encode())
+    return json.dumps(
+        {**document, "digest": digest}, indent=1, sort_keys=True, allow_nan=False
+    ).encode()
+
+
+def _measure(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(16 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def damaged(path: Path, what: str) -> InputError:
+    """Return the error ``CHECKPOINT_DAMAGED`` for the checkpoint at `path`."""
+    return InputError(
+        "CHECKPOINT_DAMAGED",
+        f"the checkpoint is damaged: {what}",
+        where=str(path),
+        remedy="use another checkpoint of the run",
+    )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the verified ``state.json`` of a checkpoint directory.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, or ``CHECKPOINT_VERSION`` for one that a
+        newer gear-offline wrote.
+    """
+    try:
+        with open(path / STATE, "rb") as file:
+            raw = file.read(MAX_STATE_BYTES + 1)
+    except OSError as error:
+        raise InputError(
+            "CHECKPOINT_MISSING", f"no checkpoint: {error.strerror}", where=str(path / STATE)
+        ) from error
+    try:
+        document = json.loads(raw)
+        if document["format"] != FORMAT:
+            raise damaged(path, f"{STATE} is not a checkpoint's")
+        document.pop("digest")
+        if _seal(document) != raw:
+            raise damaged(path, f"{STATE} does not match its digest")
+        if document["format_version"] > FORMAT_VERSION:
+            raise InputError(
+                "CHECKPOINT_VERSION",
+                f"the checkpoint has format version {document['format_version']}, this "
+                f"gear-offline reads up to {FORMAT_VERSION}",
+                where=str(path),
+                remedy="use a newer gear-offline",
+            )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise damaged(path, f"{STATE} is not readable") from error
+    found: dict[str, Any] = document
+    return found
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint directory and verify every byte of it.
+
+    Files are read once into memory; what was verified is what is used.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``.
+    """
+    document = read_state(path)
+    try:
+        content = {
+            name: _read_verified(path, name, document["files"][name])
+            for name in (CONFIG, MODEL, TRAINING)
+        }
+        normalisation = document["normalisation"]
+        mean, std = (
+            np.array(normalisation[key], dtype=np.float64) if normalisation else None
+            for key in ("mean", "std")
+        )
+        return Checkpoint(
+            path=path,
+            config=json.loads(content[CONFIG]),
+            model=load_tensors(content[MODEL]),
+            state=TrainingState(
+                step=document["step"],
+                recipe=Recipe.parse(document["recipe"], where=str(path / STATE)),
+                tensors=load_tensors(content[TRAINING]),
+                loader=document["loader"],
+                state_mean=mean,
+                state_std=std,
+                seconds=document["seconds"],
+            ),
+        )
+    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise damaged(path, f"it lacks or misnames something ({error})") from error
+
+
+def _read_verified(path: Path, name: str, expected: Mapping[str, Any]) -> bytes:
+    try:
+        raw = (path / name).read_bytes()
+    except OSError as error:
+        raise damaged(path, f"{name}: {error.strerror}") from error
+    if len(raw) != expected["bytes"] or xxhash.xxh3_128_hexdigest(raw) != expected["xxh3_128"]:
+        raise damaged(path, f"{name} does not match its digest")
+    return raw
+
+
+def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint in `folder` that is whole; None when there is none at all.
+
+    Parameters
+    ----------
+    say
+        Is told of each damaged checkpoint that was passed over.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_DAMAGED`` when there are checkpoints and none is whole.
+    """
+    found = list_checkpoints(folder)
+    for _, path in reversed(found):
+        try:
+            return read_checkpoint(path)
+        except InputError as error:
+            if error.code == "CHECKPOINT_VERSION":
+                raise
+            say(f"passing over {path.name}: {error.what}")
+    if found:
+        raise InputError(
+            "CHECKPOINT_DAMAGED",
+            "none of the checkpoints is whole",
+            where=str(folder),
+            remedy="remove that directory to begin the run again",
+        )
+    return None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith((".partial-", ".removed-")):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def prune(folder: Path, *, keep: int, best: int | None) -> None:
+    """Keep the newest `keep` checkpoints and that of step `best`; point the link ``best`` to it."""
+    found = list_checkpoints(folder)
+    steps = {step for step, _ in found}
+    if best in steps:
+        link = folder / ".partial-best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint_name(int(best or 0)))
+        os.replace(link, folder / "best")
+    for step, path in found[:-keep]:
+        if step != best:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one that is half removed is no checkpoint any more."""
+    aside = path.with_name(f".removed-{path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+
+
+class PolicyParts(NamedTuple):
+    """What it takes to act: the model in evaluation mode and how its inputs were scaled."""
+
+    model: DecisionTransformer
+    state_mean: npt.NDArray[np.float64] | None
+    state_std: npt.NDArray[np.float64] | None
+    returns_scale: float
+    context_length: int
+    recipe: Recipe
+
+
+def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
+    """Read the model of a checkpoint, or of the newest whole checkpoint of a run directory.
+
+    Parameters
+    ----------
+    run_or_checkpoint
+        Run directory, a checkpoint of it, or its ``checkpoints/best``.
+
+    Returns
+    -------
+    PolicyParts
+        (model, state_mean, state_std, returns_scale, context_length, recipe); the statistics are
+        (S,) float64, or None when the states were not normalised.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``.
+    """
+    path = Path(run_or_checkpoint)
+    if (path / "checkpoints").is_dir() and not (path / STATE).exists():
+        newest = newest_checkpoint(path / "checkpoints", lambda message: None)
+        if newest is None:
+            raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
+    else:
+        newest = read_checkpoint(path.resolve())
+    state = newest.state
+    return PolicyParts(
+        model=restore_model(newest),
+        state_mean=state.state_mean,
+        state_std=state.state_std,
+        returns_scale=state.recipe.loader.returns_scale,
+        context_length=state.recipe.loader.context_length,
+        recipe=state.recipe,
+    )
+
+
+def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:
+    """Build the model that a checkpoint holds, in evaluation mode, on the CPU."""
+    from gear_offline.models.decision_transformer import (
+        DecisionTransformer,
+        DecisionTransformerConfig,
+    )
+
+    model = DecisionTransformer(DecisionTransformerConfig.from_dict(dict(checkpoint.config)))
+    model.attention = checkpoint.state.recipe.model.attention
+    try:
+        model.load_state_dict(dict(checkpoint.model))
+    except RuntimeError as error:
+        raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
+    model.train(False)
+    return model

@@ -1,0 +1,238 @@
+"""What learns: model, optimiser, batches and random numbers, one step at a time.
+
+Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
+state, so that a learner that takes them over goes on bit for bit.
+
+Shape legend: n steps since the last report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import GearError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.policy import Policy
+from gear_offline.optimizer import Optimizer
+from gear_offline.preparation import ModelSizes
+from gear_offline.recipe import Recipe
+from gear_offline.selection import make_selection
+from gear_offline.statistics import Float64Array
+
+
+def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return the autocast type (None: float32 throughout) and a line that says why.
+
+    On CPUs ``auto`` is float32: without bfloat16 instructions autocast only adds work, and with
+    them a recipe should still give the same weights as on the next machine.
+    """
+    if precision == "fp32":
+        return None, "float32, as the recipe says"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "bfloat16 autocast, float32 weights"
+        if precision == "bf16":
+            return torch.bfloat16, "bfloat16 autocast as the recipe says, emulated by this GPU"
+        return None, "float32: this GPU has no bfloat16"
+    native = bool(torch.cpu._is_avx512_bf16_supported())
+    if precision == "bf16":
+        remark = "" if native else "; this CPU has no instructions for it and will be slow"
+        return torch.bfloat16, f"bfloat16 autocast as the recipe says{remark}"
+    return None, "float32" + ("; train.precision=bf16 may be faster on this CPU" if native else "")
+
+
+class Learner:
+    """A model in training.
+
+    Call it under the torch seed of the run: building the model draws from torch's generator, and
+    so does dropout afterwards.
+
+    Parameters
+    ----------
+    recipe
+        Resolved: see `gear_offline.preparation.resolve`.
+    sizes
+        Of states and actions.
+    dataset
+        Where batches come from.
+    device
+        Where to train.
+
+    Attributes
+    ----------
+    step
+        Optimiser steps done.
+    """
+
+    def __init__(
+        self, recipe: Recipe, sizes: ModelSizes, dataset: Dataset, device: torch.device
+    ) -> None:
+        self.recipe, self.device = recipe, device
+        self.precision, self.precision_reason = resolve_precision(recipe.train.precision, device)
+        self.model = build_model(
+            state_dim=sizes.state_dim,
+            action_dim=sizes.action_dim,
+            discrete=sizes.discrete,
+            context_length=recipe.loader.context_length,
+            **recipe.model.model_dump(),
+        )
+        trainable_parameters(self.model)  # freezes what the loss never reaches
+        self.model.to(device)  # type: ignore[arg-type, unused-ignore]
+        self.model.train()
+        self.optimizer = Optimizer(self.model, recipe.optimizer, steps=recipe.train.steps)
+        selection = recipe.selection
+        self.loader = GearLoader(
+            dataset,
+            **recipe.loader.model_dump(),
+            selection=make_selection(selection.strategy, dataset, **selection.options),
+            seed=recipe.seed,
+            device=device,
+        )
+        self._batches = iter(self.loader)
+        self.state_mean: Float64Array | None = None
+        self.state_std: Float64Array | None = None
+        if recipe.loader.normalize_states:
+            statistics = dataset.statistics["observations"]
+            self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
+        self.step = 0
+        self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
+        self._filled = self._timed = 0
+        self._rate = self._busy_seconds = self._wait_seconds = 0.0
+
+    @property
+    def unreported(self) -> int:
+        """Steps since the last report."""
+        return self._filled
+
+    def advance(self) -> None:
+        """Do one optimiser step.
+
+        Raises
+        ------
+        GearError
+            ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
+            not waited for at each step, at the next `report` or `check`.
+        """
+        began = time.perf_counter()
+        batch = next(self._batches)
+        waited = time.perf_counter()
+        with torch.autocast(
+            self.device.type, dtype=self.precision, enabled=self.precision is not None
+        ):
+            loss = self.model.loss(batch)
+        self.optimizer.zero_gradients()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = self.optimizer.clip()
+        row = self._window[self._filled]
+        row[0], row[1] = loss.detach(), norm
+        self._filled += 1
+        if self.device.type == "cpu":
+            self.check()
+        self._rate = self.optimizer.update(self.step)
+        self.step += 1
+        self._timed += 1
+        self._wait_seconds += waited - began
+        self._busy_seconds += time.perf_counter() - began
+
+    def check(self) -> None:
+        """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
+        not finite."""
+        rows = self._window[: self._filled]
+        if self.device.type == "cpu":
+            rows = rows[-1:]  # those before were checked in their own step
+        wrong = (~torch.isfinite(rows)).nonzero()
+        if wrong.numel() == 0:
+            return
+        row, column = (int(v) for v in wrong[0])
+        # The window ends with the last step; on the CPU that one is not counted in `step` yet.
+        last = self.step + 1 if self.device.type == "cpu" else self.step
+        step = last - (rows.shape[0] - 1 - row)
+        raise GearError(
+            "LOSS_NONFINITE",
+            f"the {'gradient norm' if column else 'loss'} of step {step} is "
+            f"{float(rows[row, column])}",
+            where=self.recipe.name,
+            remedy="checkpoints before it are kept: lower optimizer.learning_rate, or look for "
+            "outliers with `gear-offline inspect`",
+        )
+
+    def report(self) -> dict[str, float]:
+        """Return means over the steps since the last report, and begin anew."""
+        began = time.perf_counter()
+        self.check()
+        values: Float64Array = self._window[: self._filled].cpu().double().numpy()  # (n, 2)
+        busy = self._busy_seconds + time.perf_counter() - began
+        steps = max(self._timed, 1)  # fewer than the window has when the run was resumed in it
+        loss, norm = (float(v) for v in np.mean(values, axis=0))
+        found = {
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": self._rate,
+            "step_seconds": busy / steps,
+            "data_wait_share": self._wait_seconds / busy,
+            "samples_per_second": steps * self.recipe.loader.batch_size / busy,
+        }
+        self._filled = self._timed = 0
+        self._busy_seconds = self._wait_seconds = 0.0
+        return found
+
+    def policy(self) -> Policy:
+        """Return the model as it stands, ready to act; call `resume_training` afterwards."""
+        return Policy(
+            self.model,
+            state_mean=self.state_mean,
+            state_std=self.state_std,
+            returns_scale=self.recipe.loader.returns_scale,
+            context_length=self.recipe.loader.context_length,
+            device=self.device,
+        )
+
+    def resume_training(self) -> None:
+        """Undo what acting changed: dropout is on again."""
+        self.model.train()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs besides parameters and loader, by name."""
+        self.check()
+        found = self.optimizer.state()
+        found["random/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            found["random/cuda"] = torch.cuda.get_rng_state(self.device)
+        found["window"] = self._window[: self._filled].clone()
+        return found
+
+    def load(
+        self,
+        *,
+        step: int,
+        model: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        loader: Mapping[str, Any],
+    ) -> None:
+        """Take over the state of another learner of the same recipe.
+
+        Raises
+        ------
+        KeyError, RuntimeError
+            The tensors are not those of such a learner.
+        """
+        self.model.load_state_dict(dict(model))
+        self.optimizer.load_state(tensors)
+        self.loader.load_state_dict(dict(loader))
+        self._batches = iter(self.loader)
+        torch.set_rng_state(tensors["random/cpu"])
+        if self.device.type == "cuda" and "random/cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
+        window = tensors["window"]
+        self._filled = window.shape[0]
+        self._window[: self._filled] = window
+        self.step = step

@@ -1,0 +1,179 @@
+"""What a run measures: JSON lines that survive a kill, and TensorBoard beside them.
+
+A line is written with one system call, so a killed run leaves whole lines and at most one torn
+last line, which readers ignore and a resumed run removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gear_offline.errors import InputError
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a JSON-lines file, without a torn last line; [] when missing.
+
+    Raises
+    ------
+    InputError
+        ``METRICS_DAMAGED`` for a line that is not a record with a step, other than a torn last.
+    """
+    return [record for record, _ in _records(path)]
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each record and the offset of its line's first byte."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    offset = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                "METRICS_DAMAGED",
+                "a line is not a record with a step",
+                where=f"{path} line {number}",
+                remedy="remove that line",
+            ) from error
+        yield record, offset
+        offset += len(line)
+
+
+def truncate_records(path: Path, *, last_step: int) -> int:
+    """Cut records after `last_step` and a torn last line; return how many records remain."""
+    if not path.exists():
+        return 0
+    kept = 0
+    end = path.read_bytes().rfind(b"\n") + 1
+    for record, offset in _records(path):
+        if record["step"] > last_step:
+            end = offset
+            break
+        kept += 1
+    os.truncate(path, end)
+    return kept
+
+
+class JsonLines:
+    """Appends records to a file, one whole line a system call.
+
+    Parameters
+    ----------
+    path
+        Created when missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o644)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record; NaN and infinity become null."""
+        line = json.dumps(finite(record), allow_nan=False).encode() + b"\n"
+        written = os.write(self._file, line)
+        if written != len(line):
+            raise OSError(f"wrote {written} of {len(line)} bytes: is the disk full?")
+
+    def sync(self) -> None:
+        """Make what was written survive a power loss."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities replaced by None, for strict JSON."""
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+class Metrics:
+    """The metrics and evaluations of a run.
+
+    Parameters
+    ----------
+    folder
+        Run directory.
+    step
+        Optimiser step the run stands at; later records, left by a killed run, are removed.
+    tensorboard
+        Also write event files to ``folder/tensorboard``.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
+        self._paths = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
+        for path in self._paths:
+            truncate_records(path, last_step=step)
+        self._metrics, self._evaluations = (JsonLines(path) for path in self._paths)
+        self.evaluations = read_records(self._paths[1])
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step hides the events of the steps that are about to be repeated.
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=step + 1 if step else None
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record training `values` at `step`."""
+        self._metrics.append({"step": step, **values})
+        for name, value in values.items():
+            self._event(f"train/{name}", value, step)
+
+    def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record an evaluation; `record` is JSON-able and has ``score`` (higher is better)."""
+        whole = {**record, "step": step}
+        self._evaluations.append(whole)
+        self.evaluations.append(whole)
+        for target in record.get("targets", ()):
+            self._event(f"evaluate/return_{target['target']:g}", target["mean"], step)
+            if target.get("normalized") is not None:
+                self._event(f"evaluate/score_{target['target']:g}", target["normalized"], step)
+
+    def _event(self, name: str, value: float, step: int) -> None:
+        if self._board is not None:
+            self._board.add_scalar(name, value, step)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether there is an evaluation of `step`."""
+        return any(record["step"] == step for record in self.evaluations)
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The evaluation with the highest score, the latest of equals; None before any."""
+        scored = [r for r in self.evaluations if r.get("score") is not None]
+        return max(scored, key=lambda r: (float(r["score"]), r["step"])) if scored else None
+
+    def sync(self) -> None:
+        """Make everything so far survive a power loss."""
+        self._metrics.sync()
+        self._evaluations.sync()
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._evaluations.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None

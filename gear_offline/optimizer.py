@@ -1,0 +1,105 @@
+"""The optimiser: AdamW, clipping by norm, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gear_offline.recipe import OptimizerSettings
+
+
+def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> float:
+    """Return the learning rate of one step.
+
+    The warm-up is the paper's code: step 0 already moves, with ``1 / warmup_steps`` of the rate.
+
+    Parameters
+    ----------
+    step
+        Optimiser steps done before this one.
+    steps
+        Optimiser steps of the run; where ``linear`` and ``cosine`` reach zero.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    left = max(0.0, (steps - step) / max(1, steps - warmup))
+    if settings.schedule == "linear":
+        return settings.learning_rate * left
+    return settings.learning_rate * 0.5 * (1.0 - math.cos(math.pi * left))
+
+
+class Optimizer:
+    """AdamW over all trainable parameters, decayed alike, as the paper's code does.
+
+    Parameters
+    ----------
+    model
+        Parameters without ``requires_grad`` are left out.
+    settings
+        The recipe's ``optimizer`` section.
+    steps
+        Optimiser steps of the run.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, *, steps: int) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._settings, self._steps = settings, steps
+        self._adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def clip(self) -> Tensor:
+        """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
+        limit = self._settings.clip_norm
+        return nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
+
+    def update(self, step: int) -> float:
+        """Apply the gradients of step `step` (counted from 0) and return its learning rate."""
+        rate = learning_rate(step, self._settings, steps=self._steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        return rate
+
+    def zero_gradients(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors."""
+        found = {}
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for kind, value in self._adamw.state[parameter].items():
+                found[f"optimizer/{kind}/{name}"] = value
+        return found
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned; other names in `tensors` are ignored.
+
+        Raises
+        ------
+        KeyError
+            A tensor is missing or too many.
+        """
+        state: dict[int, dict[str, Tensor]] = {}
+        numbers = {name: number for number, name in enumerate(self._names)}
+        for key, value in tensors.items():
+            section, _, rest = key.partition("/")
+            if section == "optimizer":
+                kind, _, name = rest.partition("/")
+                state.setdefault(numbers[name], {})[kind] = value
+        if state and sorted(state) != list(range(len(numbers))):
+            raise KeyError("optimizer state of some parameters")
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,197 @@
+"""From a recipe to data that is there and a recipe that says everything in numbers.
+
+A recipe may leave to the data what belongs to the data: the environment, the returns to ask for,
+the longest episode.  `resolve` fills these in, so that a run directory speaks for itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.progress import say
+from gear_offline.recipe import CollectSettings, Recipe
+from gear_offline.scores import reference_scores
+
+
+def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
+    """Open the recipe's dataset, making it first when it does not exist.
+
+    Raises
+    ------
+    InputError
+        ``DATA_MISSING`` when it does not exist and the recipe does not say how to make it, and
+        the errors of collecting, converting and opening.
+    """
+    if recipe.data.path is None:
+        raise InputError(
+            "DATA_MISSING",
+            "the recipe names no data",
+            where="data.path",
+            remedy="set data.path to a dataset, and data.source to a file to convert into it",
+        )
+    path = Path(recipe.data.path)
+    if not path.exists():
+        source = recipe.data.source
+        if recipe.data.collect is not None:
+            source = str(_collect(recipe.data.collect, path.with_name(path.name + ".hdf5"), quiet))
+        if source is None:
+            raise InputError(
+                "DATA_MISSING",
+                f"no dataset at {path} (relative to {Path.cwd()})",
+                where="data.path",
+                remedy="make it with `gear-offline convert`, or say what to convert: data.source",
+            )
+        say(f"converting {source} to {path}", quiet=quiet)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        convert(source, path, quiet=quiet)
+    return open_dataset(path, verify=recipe.data.verify)
+
+
+def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
+    """Record the recipe's own data; a file that is there already is used."""
+    from gear_offline.collect import collect
+
+    if file.exists():
+        say(f"using {file}, which was collected before", quiet=quiet)
+        return file
+    say(f"collecting {settings.steps:,} steps of {settings.environment} in {file}", quiet=quiet)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    options = settings.model_dump(exclude={"environment"})
+    collect(settings.environment, file, **options, quiet=quiet)
+    return file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What the model needs to know of states and actions.
+
+    Attributes
+    ----------
+    state_dim
+        Numbers in an observation.
+    action_dim
+        Numbers in an action, or the number of discrete actions.
+    discrete
+        Whether actions are integers.
+    """
+
+    state_dim: int
+    action_dim: int
+    discrete: bool
+
+
+def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
+    """Fill in what the recipe leaves to the data, and check that recipe and data fit.
+
+    Doing it again to the result changes nothing.
+
+    Raises
+    ------
+    InputError
+        ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``.
+    UnavailableError
+        ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made.
+    """
+    from gear_offline.episode_runner import make_environment, space_sizes
+
+    sizes = _sizes(dataset)
+    environment = recipe.evaluate.environment or dataset.environment_id
+    longest = int(dataset.episodes.lengths.max())
+    if environment is not None and recipe.evaluate.episodes > 0:
+        try:
+            probe = make_environment(environment)
+        except (InputError, UnavailableError) as error:
+            if recipe.evaluate.environment is not None:
+                raise
+            say(f"no evaluation: {error}", quiet=quiet)
+            environment = None
+        else:
+            with probe:
+                state_dim, action_dim, discrete = space_sizes(probe)
+                limit = probe.spec.max_episode_steps if probe.spec is not None else None
+            there = ModelSizes(state_dim=state_dim, action_dim=action_dim, discrete=discrete)
+            sizes = _agreed(sizes, there, environment)
+            longest = max(longest, limit or 0)
+    changes: dict[str, Any] = {
+        "evaluate__environment": environment,
+        "evaluate__reference": recipe.evaluate.reference or _reference(dataset),
+    }
+    if recipe.evaluate.targets is None:
+        returns = dataset.manifest.returns
+        changes["evaluate__targets"] = [returns.max, returns.mean]
+    if recipe.model.max_timestep is None:
+        changes["model__max_timestep"] = max(longest, recipe.loader.context_length)
+    if sizes.discrete and recipe.model.action_tanh:
+        changes["model__action_tanh"] = False  # logits are not bounded
+    resolved = recipe.replace(**changes)
+    _check(resolved, dataset, sizes)
+    return resolved, sizes
+
+
+def _reference(dataset: Dataset) -> str | None:
+    scores = dataset.reference_scores
+    return scores.name if scores is not None and reference_scores(scores.name) else None
+
+
+def _sizes(dataset: Dataset) -> ModelSizes:
+    """Return the sizes that the columns show; of discrete actions those that occur."""
+    observations, actions = dataset.spec["observations"], dataset.spec["actions"]
+    discrete = actions.dtype.kind in "iub"
+    highest = int(dataset.statistics["actions"].max.max()) + 1 if discrete else 0
+    return ModelSizes(
+        state_dim=prod(observations.shape),
+        action_dim=highest if discrete else prod(actions.shape),
+        discrete=discrete,
+    )
+
+
+def _agreed(data: ModelSizes, environment: ModelSizes, name: str) -> ModelSizes:
+    """Return the environment's sizes, which may have actions that never occur in the data."""
+    same = (data.state_dim, data.discrete) == (environment.state_dim, environment.discrete)
+    if same and (
+        data.action_dim == environment.action_dim
+        or (data.discrete and data.action_dim < environment.action_dim)
+    ):
+        return environment
+    kind = {True: "discrete actions", False: "action values"}
+    raise InputError(
+        "ENVIRONMENT_MISMATCH",
+        f"{name} has {environment.state_dim} observation values and {environment.action_dim} "
+        f"{kind[environment.discrete]}, the data {data.state_dim} and {data.action_dim} "
+        f"{kind[data.discrete]}",
+        where="evaluate.environment",
+        remedy="name the environment that the data came from, or set evaluate.episodes=0",
+    )
+
+
+def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
+    """Refuse what training would stumble over much later, or quietly get wrong."""
+    from gear_offline.models.checks import beyond_tanh
+
+    longest = int(dataset.episodes.lengths.max())
+    rows = recipe.model.max_timestep or 0
+    if longest > rows:
+        raise InputError(
+            "TIMESTEP_RANGE",
+            f"model.max_timestep must be at least the longest episode ({longest:,}), got {rows:,}",
+            where=str(dataset.path),
+            remedy=f"set model.max_timestep={longest}, or null to take it from the data",
+        )
+    if recipe.model.action_tanh and not sizes.discrete:
+        statistics = dataset.statistics["actions"]
+        outside = beyond_tanh(statistics.min.ravel(), statistics.max.ravel())
+        if outside:
+            low, high = statistics.min.ravel()[outside], statistics.max.ravel()[outside]
+            raise InputError(
+                "ACTION_RANGE",
+                f"actions reach {low.min():g} .. {high.max():g}, but model.action_tanh bounds "
+                "what the model can predict to -1 .. 1",
+                where=str(dataset.path),
+                remedy="set model.action_tanh=false",
+            )

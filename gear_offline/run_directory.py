@@ -1,0 +1,170 @@
+"""The directory of one training run: what lies where, who may write it, and how files get in.
+
+::
+
+    runs/hopper-medium-s0/
+      recipe.yaml          every option, with what was taken from the data filled in
+      metrics.jsonl        one line every train.log_every steps
+      evaluations.jsonl    one line an evaluation
+      tensorboard/         the same for TensorBoard
+      checkpoints/         step-00010000/ ..., and best, a link to one of them
+      plots/
+      summary.json         when the run is complete
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gear_offline.errors import InputError
+from gear_offline.recipe import Recipe
+
+LOCK = ".lock"
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power loss."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that a reader, or a crash, finds all of it or none."""
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_directory(path.parent)
+
+
+def default_run_path(recipe: Recipe) -> Path:
+    """Return ``runs/NAME-sSEED`` under the current directory."""
+    return Path("runs") / f"{recipe.name}-s{recipe.seed}"
+
+
+class RunDirectory:
+    """A run directory held for writing; a context manager.
+
+    The lock is the kernel's (``flock``): it ends with the process, however that ends.
+
+    Parameters
+    ----------
+    path
+        Created when missing.
+    resume
+        Accept a run that is already there.
+
+    Raises
+    ------
+    InputError
+        ``RUN_EXISTS`` when there is a run and `resume` is false, ``RUN_LOCKED`` when another
+        process writes it, ``RUN_DIRECTORY`` when the place cannot be a run directory.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        self._check(resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InputError(
+                "RUN_DIRECTORY", f"cannot make the run directory: {error.strerror}", where=str(path)
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise InputError(
+                "RUN_LOCKED",
+                "another process is writing this run",
+                where=str(path),
+                remedy="wait for it, or train into another directory",
+            ) from None
+        try:
+            self._check(resume)  # another process may have begun a run before we had the lock
+        except InputError:
+            self.close()
+            raise
+
+    def _check(self, resume: bool) -> None:
+        """Refuse a directory that is not ours to write."""
+        if self.path.exists() and not self.path.is_dir():
+            raise InputError("RUN_DIRECTORY", "not a directory", where=str(self.path))
+        content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        content -= {LOCK, ".recipe.yaml.partial"}
+        if not content:
+            return
+        if not resume:
+            raise InputError(
+                "RUN_EXISTS",
+                "there is a run already",
+                where=str(self.path),
+                remedy="go on with --resume, or train into another directory",
+            )
+        if not self.recipe_path.is_file():
+            raise InputError(
+                "RUN_DIRECTORY",
+                "the directory is not empty and holds no run",
+                where=str(self.path),
+                remedy="train into another directory",
+            )
+
+    @property
+    def recipe_path(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations_path(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Store the resolved recipe."""
+        write_whole(self.recipe_path, recipe.to_yaml().encode())
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Store ``summary.json``."""
+        write_whole(self.summary_path, json.dumps(summary, indent=2, allow_nan=False).encode())
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
+
+REDRAW_SECONDS = 0.1
+
+
+class TrainingDisplay:
+    """Step, loss, speed, time left and last score of a run, on stderr.
+
+    Parameters
+    ----------
+    name
+        What is trained.
+    steps, done
+        Optimiser steps of the run, and those done before.
+    quiet
+        Show nothing.
+    """
+
+    def __init__(self, name: str, *, steps: int, done: int, quiet: bool) -> None:
+        self._name, self._steps, self._first, self._quiet = name, steps, done, quiet
+        self._started = self._drawn = self._printed = time.monotonic()
+        self._loss: float | None = None
+        self._score: str | None = None
+        self._paused_seconds = 0.0
+        self._bar: Progress | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(name, total=steps, completed=done, facts="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False)
+        else:
+            say(message, quiet=self._quiet)
+
+    def step(self, done: int) -> None:
+        """Move the bar; cheap enough for every step."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        if now - self._drawn >= REDRAW_SECONDS:
+            self._drawn = now
+            self._bar.update(self._task, completed=done, facts=self._facts(done))
+
+    def log(self, done: int, loss: float) -> None:
+        """Take the mean loss of the last steps; print a plain line when it is time."""
+        self._loss = loss
+        now = time.monotonic()
+        last = done >= self._steps
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, facts=self._facts(done))
+        elif last or now - self._printed >= PLAIN_INTERVAL_SECONDS:
+            self._printed = now
+            say(f"step {done:,} of {self._steps:,}  {self._facts(done)}", quiet=self._quiet)
+
+    def evaluating(self, seconds: float | None = None) -> None:
+        """Note that an evaluation begins, or that it took `seconds`."""
+        if seconds is not None:
+            self._paused_seconds += seconds
+        if self._bar is not None:
+            text = self._name if seconds is not None else f"{self._name}: evaluating"
+            self._bar.update(self._task, description=text)
+
+    def score(self, text: str) -> None:
+        """Show the last evaluation."""
+        self._score = text
+
+    def _facts(self, done: int) -> str:
+        busy = time.monotonic() - self._started - self._paused_seconds
+        rate = (done - self._first) / busy if busy > 0 else 0.0
+        facts = [f"{rate:,.1f} steps/s"] if done > self._first else []
+        if self._loss is not None:
+            facts.insert(0, f"loss {self._loss:.4g}")
+        if rate > 0 and done < self._steps:
+            facts.append(f"left {timedelta(seconds=round((self._steps - done) / rate))}")
+        if self._score is not None:
+            facts.append(self._score)
+        return "  ".join(facts)
