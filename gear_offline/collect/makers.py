@@ -1,0 +1,260 @@
+"""What a file is made of: makers, each with a policy and a share of the steps.
+
+A quality is a mix of parts.  Parts of a training are ``replay`` (the training's own rollouts),
+``expert`` (its best policy), ``medium`` and ``level:X`` (the policy whose return was nearest to a
+third, or to X, of the best one's).  ``random`` needs no training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gear_offline.collect.ars import Iteration, Snapshot, Training
+from gear_offline.collect.environment import EnvironmentFacts
+from gear_offline.collect.policy import Policy, RandomPolicy
+from gear_offline.collect.rollout import EpisodePlan
+from gear_offline.collect.streams import RECORD, reset_seed
+from gear_offline.errors import InputError
+
+MEDIUM_LEVEL = 1 / 3
+QUALITIES: dict[str, dict[str, float]] = {
+    "random": {"random": 1.0},
+    "medium": {"medium": 1.0},
+    "expert": {"expert": 1.0},
+    "replay": {"replay": 1.0},
+    "medium-expert": {"medium": 0.5, "expert": 0.5},
+    "mixed": {"replay": 0.4, "level:0.25": 0.15, "level:0.5": 0.15, "expert": 0.3},
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Maker:
+    """One part of a file.
+
+    Attributes
+    ----------
+    name
+        ``random``, ``replay``, ``medium``, ``expert``, ``level:X`` or ``policy``.
+    algorithm
+        What made its policy.
+    steps
+        Steps that it should give.
+    action_noise
+        As in `EpisodePlan`.
+    policy
+        None for ``replay``, whose every episode has another one.
+    plans
+        Its episodes; endless, except for ``replay``.
+    trained_return
+        Mean return of the policy when it was evaluated in training, if it was.
+    """
+
+    name: str
+    algorithm: str
+    steps: int
+    action_noise: float
+    policy: Policy | None
+    plans: Iterator[EpisodePlan]
+    trained_return: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerReport:
+    """What a maker has recorded; returns are sums of the stored rewards."""
+
+    name: str
+    algorithm: str
+    episodes: int
+    steps: int
+    mean_return: float
+    std_return: float
+    min_return: float
+    max_return: float
+    action_noise: float
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def report(maker: Maker, returns: list[float], steps: int) -> MakerReport:
+    """Summarise the `returns` of the episodes that `maker` recorded."""
+    return MakerReport(
+        name=maker.name,
+        algorithm=maker.algorithm,
+        episodes=len(returns),
+        steps=steps,
+        mean_return=float(np.mean(returns)),
+        std_return=float(np.std(returns)),
+        min_return=min(returns),
+        max_return=max(returns),
+        action_noise=maker.action_noise,
+    )
+
+
+def check_mix(mix: Mapping[str, float]) -> dict[str, float]:
+    """Return `mix` scaled to a sum of 1.
+
+    Raises
+    ------
+    InputError
+        ``COLLECT_MIX`` for an unknown part or a share that is not positive.
+    """
+    for part, share in mix.items():
+        known = part in {"random", "replay", "medium", "expert"} or _level(part) is not None
+        if not known or not (math.isfinite(share) and share > 0):
+            raise InputError(
+                "COLLECT_MIX",
+                f"part {part!r} with share {share!r} is not usable",
+                remedy="parts are random, replay, medium, expert and level:X with 0 < X <= 1;"
+                " shares are positive",
+            )
+    if not mix:
+        raise InputError("COLLECT_MIX", "the mix has no parts", remedy="name at least one")
+    total = math.fsum(mix.values())
+    return {part: share / total for part, share in mix.items()}
+
+
+def _level(part: str) -> float | None:
+    kind, _, text = part.partition(":")
+    try:
+        level = float(text)
+    except ValueError:
+        return None
+    return level if kind == "level" and 0 < level <= 1 else None
+
+
+def policy_maker(
+    policy: Policy, *, name: str, seed: int, number: int, steps: int, action_noise: float
+) -> Maker:
+    """Return the maker that plays `policy` on and on."""
+
+    def plans() -> Iterator[EpisodePlan]:
+        for episode in itertools.count():
+            path = (seed, RECORD, number, episode)
+            yield EpisodePlan(
+                policy=policy,
+                reset_seed=reset_seed(*path),
+                noise_path=path,
+                action_noise=action_noise,
+                maker=number,
+            )
+
+    return Maker(
+        name=name,
+        algorithm=policy.algorithm,
+        steps=steps,
+        action_noise=action_noise,
+        policy=policy,
+        plans=plans(),
+    )
+
+
+def random_policy(facts: EnvironmentFacts) -> RandomPolicy:
+    """Return the uniform policy of an environment."""
+    return RandomPolicy(facts.low, facts.high, facts.actions)
+
+
+def mix_makers(
+    mix: Mapping[str, float],
+    *,
+    facts: EnvironmentFacts,
+    training: Training | None,
+    steps: int,
+    seed: int,
+    action_noise: float,
+) -> list[Maker]:
+    """Return the makers of a checked `mix`, with `steps` shared out among them.
+
+    Action noise is for the policies; random and replayed episodes have none.
+    """
+    makers: list[Maker] = []
+    for number, (part, share) in enumerate(mix.items()):
+        wanted = max(1, round(share * steps))
+        if part == "random":
+            policy: Policy = random_policy(facts)
+            makers.append(
+                policy_maker(
+                    policy, name=part, seed=seed, number=number, steps=wanted, action_noise=0.0
+                )
+            )
+            continue
+        assert training is not None, "only random data needs no training"
+        if part == "replay":
+            makers.append(_replay_maker(training, number=number, steps=wanted))
+            continue
+        snapshot = _snapshot(training, part)
+        makers.append(
+            policy_maker(
+                snapshot.policy,
+                name=part,
+                seed=seed,
+                number=number,
+                steps=wanted,
+                action_noise=action_noise,
+            )
+        )
+    return makers
+
+
+def _snapshot(training: Training, part: str) -> Snapshot:
+    if part == "expert":
+        return training.best
+    level = MEDIUM_LEVEL if part == "medium" else _level(part)
+    assert level is not None, "the mix has been checked"
+    return training.near(level * training.best.mean_return)
+
+
+def _replay_maker(training: Training, *, number: int, steps: int) -> Maker:
+    chosen = choose_rollouts(training, steps)
+
+    def plans() -> Iterator[EpisodePlan]:
+        for iteration, rollouts in chosen:
+            played = training.rollout_plans(iteration, maker=number)
+            yield from (played[r] for r in rollouts)
+
+    return Maker(
+        name="replay",
+        algorithm=f"{training.best.policy.algorithm}, training rollouts",
+        steps=steps,
+        action_noise=0.0,
+        policy=None,
+        plans=plans(),
+    )
+
+
+def choose_rollouts(training: Training, steps: int) -> list[tuple[Iteration, list[int]]]:
+    """Return training rollouts, evenly spaced in time, that add up to at least `steps`.
+
+    They come from the attempt that found the best policy, up to where it did; from all attempts
+    if those are too few; and are all rollouts if even those are.
+    """
+    best = training.best
+    pool = [
+        i for i in training.iterations if i.attempt == best.attempt and i.number < best.iteration
+    ]
+    if sum(int(i.lengths.sum()) for i in pool) < steps:
+        pool = training.iterations
+    lengths = np.concatenate([i.lengths for i in pool])
+    fraction = min(1.0, steps / int(lengths.sum()))
+    while True:
+        # Rollout j is taken where the line j * fraction passes an integer.
+        marks = np.floor(np.arange(len(lengths) + 1) * fraction)
+        taken = np.diff(marks) > 0
+        if fraction >= 1.0 or int(lengths[taken].sum()) >= steps:
+            break
+        fraction = min(1.0, fraction * 1.02)
+    chosen: list[tuple[Iteration, list[int]]] = []
+    first = 0
+    for iteration in pool:
+        count = len(iteration.lengths)
+        rollouts = np.flatnonzero(taken[first : first + count]).tolist()
+        first += count
+        if rollouts:
+            chosen.append((iteration, rollouts))
+    return chosen

@@ -1,0 +1,90 @@
+"""What `collect` was asked to do, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gear_offline.collect import stable_baselines
+from gear_offline.collect.makers import QUALITIES, check_mix
+from gear_offline.collect.workers import usable_cores
+from gear_offline.errors import InputError
+
+PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
+MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The arguments of `collect`, as documented there, after `check_request`."""
+
+    environment: str
+    out: Path
+    policy: str
+    mix: Mapping[str, float]
+    steps: int
+    exact_steps: bool
+    environments: int
+    processes: int
+    action_noise: float
+    seed: int
+    train_steps: int | None
+    target: float | None
+    gate: float | None
+    save_policy: Path | None
+    overwrite: bool
+    quiet: bool
+
+    @property
+    def trained_elsewhere(self) -> bool:
+        """Whether an RL library trains the policy."""
+        return self.policy.partition(":")[0] in stable_baselines.LIBRARIES
+
+
+def requested_mix(
+    policy: str, quality: str | None, mix: Mapping[str, float] | None
+) -> Mapping[str, float]:
+    """Return the shares that `quality` or `mix` ask for."""
+    if quality is not None and mix is not None:
+        raise InputError("COLLECT_OPTION", "quality and mix exclude each other", where="mix")
+    if policy != "ars":
+        if mix is not None or quality is not None:
+            raise InputError(
+                "COLLECT_OPTION",
+                f"policy {policy!r} has one quality only",
+                where="quality",
+                remedy="leave quality and mix out, or use policy 'ars'",
+            )
+        return {"random" if policy == "random" else "policy": 1.0}
+    if mix is None:
+        try:
+            mix = QUALITIES[quality or "expert"]
+        except KeyError:
+            raise InputError(
+                "COLLECT_OPTION",
+                f"no quality {quality!r}",
+                where="quality",
+                remedy=f"use one of {', '.join(QUALITIES)}",
+            ) from None
+    return check_mix(mix)
+
+
+def check_request(*, processes: int | None, **options: Any) -> Request:
+    least = {"steps": 1, "environments": 1, "seed": 0, "action_noise": 0.0, "train_steps": 1}
+    for name, minimum in (*least.items(), ("processes", 1)):
+        value = processes if name == "processes" else options[name]
+        if value is not None and not (math.isfinite(value) and value >= minimum):
+            raise InputError("COLLECT_OPTION", f"got {value}, need at least {minimum}", where=name)
+    small = options["policy"] != "ars" and options["steps"] < PARALLEL_STEPS
+    request = Request(processes=1, **options)
+    if request.save_policy is not None and request.policy != "ars":
+        raise InputError(
+            "COLLECT_OPTION", "only a policy trained by 'ars' can be saved", where="save_policy"
+        )
+    if request.trained_elsewhere or (processes is None and small):
+        processes = 1  # a library's model stays in the process that trained it
+    chosen = processes or min(usable_cores(), MAX_PROCESSES)
+    return Request(processes=chosen, **options)

@@ -1,0 +1,214 @@
+"""Write episodes as an HDF5 file in D4RL's layout: streamed, and whole or not there at all.
+
+Rows go to a temporary file beside the target, which takes the target's name only when it is
+complete and on disk.  A temporary file is locked while its writer lives; the next writer of the
+same target removes those that are not.
+
+Shape legend: T steps of an episode, E episodes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.collect.rollout import Episode
+from gear_offline.errors import GearError, InputError
+
+CHUNK_ROWS = 4096  # and rows that are held before they are written
+# Level 4 makes the file 2 % smaller than level 1 and takes twice as long (docs/collect.md).
+GZIP_LEVEL = 1
+METADATA = "metadata"
+
+AnyArray = npt.NDArray[Any]
+
+
+class D4rlWriter:
+    """Writes episodes one after the other; a context manager.
+
+    Leaving the context without `finish` removes everything.
+
+    Parameters
+    ----------
+    path
+        The file to make.
+    overwrite
+        Replace `path` if it exists.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_EXISTS`` when `path` exists and may not be replaced, ``OUTPUT_FOLDER`` when its
+        folder does not exist.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path, self.overwrite = path, overwrite
+        if not path.parent.is_dir():
+            raise InputError(
+                "OUTPUT_FOLDER", "folder does not exist", where=f"{path.parent}", remedy="make it"
+            )
+        self._refuse_existing()
+        _sweep(path)
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        self._lock = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # HDF5's own lock would conflict with ours, which also covers the time after closing.
+            self._file = h5py.File(self._temporary, "w", locking=False)
+        except BaseException:
+            self._remove()
+            raise
+        self._held: dict[str, list[AnyArray]] = {}
+        self._held_rows = 0
+        self.steps = 0
+        self.makers: list[int] = []
+        self.seeds: list[int] = []
+        self.returns: list[float] = []
+
+    def append(self, episode: Episode, *, rows: int | None = None) -> None:
+        """Add `episode`, or only its first `rows` rows: then its last row bears no flag."""
+        steps = episode.steps if rows is None else min(rows, episode.steps)
+        part = {name: column[:steps] for name, column in episode.columns.items()}
+        if self._held and set(part) != set(self._held):
+            raise GearError("COLLECT_COLUMNS", "episodes of one file must have the same columns")
+        for name, column in part.items():
+            self._held.setdefault(name, []).append(column)
+        self._held_rows += steps
+        self.steps += steps
+        self.makers.append(episode.maker)
+        self.seeds.append(episode.reset_seed)
+        self.returns.append(float(part["rewards"].sum(dtype=np.float64)))
+        if self._held_rows >= CHUNK_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        for name, parts in self._held.items():
+            if not parts:
+                continue
+            rows = np.concatenate(parts)
+            if name not in self._file:
+                self._file.create_dataset(
+                    name,
+                    shape=(0, *rows.shape[1:]),
+                    maxshape=(None, *rows.shape[1:]),
+                    chunks=(CHUNK_ROWS, *rows.shape[1:]),
+                    dtype=rows.dtype,
+                    compression="gzip",
+                    compression_opts=GZIP_LEVEL,
+                )
+            dataset = self._file[name]
+            start = dataset.shape[0]
+            dataset.resize(start + len(rows), axis=0)
+            dataset[start:] = rows
+            parts.clear()
+        self._held_rows = 0
+
+    def finish(
+        self,
+        attributes: Mapping[str, Any],
+        metadata: Mapping[str, AnyArray | str],
+    ) -> None:
+        """Complete the file and give it its name.
+
+        Parameters
+        ----------
+        attributes
+            Attributes of the file; mappings and lists are stored as JSON.
+        metadata
+            Written below ``metadata/``; strings as bytes, as D4RL does.
+        """
+        self._flush()
+        for key, value in attributes.items():
+            structured = isinstance(value, (Mapping, list, tuple))
+            self._file.attrs[key] = json.dumps(value) if structured else value
+        details: dict[str, AnyArray | str] = {
+            "episode_maker": np.array(self.makers, dtype=np.int32),
+            "episode_reset_seed": np.array(self.seeds, dtype=np.int64),
+            **metadata,
+        }
+        for name, content in details.items():
+            stored = np.bytes_(content.encode()) if isinstance(content, str) else content
+            self._file.create_dataset(f"{METADATA}/{name}", data=stored)
+        self._file.close()
+        os.fsync(self._lock)
+        self._publish()
+
+    def _publish(self) -> None:
+        if self.overwrite:
+            self._temporary.replace(self.path)
+        else:
+            try:
+                os.link(self._temporary, self.path)  # unlike a rename, it never replaces a file
+            except FileExistsError:
+                self._refuse_existing()
+            except OSError:  # a file system without hard links
+                self._refuse_existing()
+                self._temporary.rename(self.path)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _refuse_existing(self) -> None:
+        if self.path.is_dir() or (not self.overwrite and os.path.lexists(self.path)):
+            raise InputError(
+                "OUTPUT_EXISTS",
+                "output exists",
+                where=str(self.path),
+                remedy="choose another name, or ask to overwrite the file",
+            )
+
+    def _remove(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file:
+            self._file.close()
+        self._remove()
+
+    @property
+    def mean_return(self) -> float:
+        """Mean of the episodes' stored returns; NaN without episodes."""
+        return math.fsum(self.returns) / len(self.returns) if self.returns else math.nan
+
+
+def _sweep(path: Path) -> None:
+    """Remove temporary files of killed writers of `path`."""
+    prefix, suffix = f".{path.name}.", ".partial"
+    for other in path.parent.iterdir():
+        token = other.name.removeprefix(prefix).removesuffix(suffix)
+        if other.name != f"{prefix}{token}{suffix}" or len(token) != 8 or other.is_symlink():
+            continue
+        try:
+            lock = os.open(other, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            other.unlink(missing_ok=True)
+        except OSError:
+            pass  # its writer lives
+        finally:
+            os.close(lock)
