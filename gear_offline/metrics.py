@@ -130,9 +130,7 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             # purge_step hides the events of the steps that are about to be repeated.
-            self._board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=step + 1 if step else None
-            )
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record training `values` at `step`."""

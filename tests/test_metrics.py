@@ -1,0 +1,112 @@
+"""Metrics: whole lines after a kill, no step twice after a resume, strict JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError
+from gear_offline.metrics import JsonLines, Metrics, finite, read_records, truncate_records
+
+
+def test_records_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    lines.append({"step": 1, "loss": 0.1 + 0.2})
+    lines.append({"step": 2, "loss": math.nan, "parts": [1.0, math.inf, {"x": -math.inf}]})
+    lines.close()
+    assert read_records(path) == [
+        {"step": 1, "loss": 0.1 + 0.2},
+        {"step": 2, "loss": None, "parts": [1.0, None, {"x": None}]},
+    ]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_missing_is_empty(tmp_path: Path) -> None:
+    assert read_records(tmp_path / "none.jsonl") == []
+    assert truncate_records(tmp_path / "none.jsonl", last_step=3) == 0
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    steps=st.lists(st.integers(1, 20), unique=True).map(sorted),
+    last=st.integers(0, 21),
+    torn=st.integers(0, 30),
+)
+def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
+    tmp_path: Path, steps: list[int], last: int, torn: int
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    lines = JsonLines(path)
+    for step in steps:
+        lines.append({"step": step, "loss": step / 7})
+    lines.close()
+    whole = path.read_bytes()
+    cut = max(0, len(whole) - torn)
+    path.write_bytes(whole[:cut])
+    survivors = whole[:cut].count(b"\n")
+    assert [r["step"] for r in read_records(path)] == steps[:survivors]
+
+    expected = [step for step in steps[:survivors] if step <= last]
+    assert truncate_records(path, last_step=last) == len(expected)
+    lines = JsonLines(path)
+    lines.append({"step": last + 1, "loss": 0.5})
+    lines.close()
+    assert [r["step"] for r in read_records(path)] == [*expected, last + 1]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1}', '{"step": "x"}', "null"])
+def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
+    with pytest.raises(InputError, match=r"metrics.jsonl line 2") as caught:
+        read_records(path)
+    assert caught.value.code == "METRICS_DAMAGED"
+
+
+def test_best_is_the_highest_score_and_the_latest_of_equals(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, tensorboard=False)
+    assert metrics.best is None
+    for step, score in ((10, 1.0), (20, 3.0), (30, 3.0), (40, math.nan), (50, 2.0)):
+        metrics.evaluation(step, finite({"score": score}))
+    assert metrics.best is not None
+    assert metrics.best["step"] == 30
+    assert metrics.evaluated(40)
+    assert not metrics.evaluated(41)
+    metrics.close()
+    again = Metrics(tmp_path, step=25, tensorboard=False)
+    assert again.best is not None
+    assert (again.best["step"], [e["step"] for e in again.evaluations]) == (20, [10, 20])
+    again.close()
+
+
+def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path)
+    metrics.log(5, {"loss": 0.5})
+    metrics.log(10, {"loss": 0.25})
+    target = {"target": 3600.0, "mean": 7.0, "normalized": 1.5}
+    metrics.evaluation(10, {"score": 7.0, "targets": [target]})
+    metrics.sync()
+    metrics.close()
+    resumed = Metrics(tmp_path, step=5)
+    resumed.log(10, {"loss": 0.125})
+    resumed.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 0.5), (10, 0.125)]
+    assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
+    assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}

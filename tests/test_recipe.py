@@ -1,0 +1,280 @@
+"""Recipes: every shipped one is sound, every mistake is one error that shows the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from gear_offline.errors import InputError
+from gear_offline.recipe import (
+    Recipe,
+    copy_recipe,
+    list_recipes,
+    load_recipe,
+    validate_recipe,
+)
+from gear_offline.recipe_errors import dotted_fields, section_model
+from gear_offline.recipe_files import RECIPES, recipe_paths
+from gear_offline.strict_yaml import parse_yaml
+
+SHIPPED = sorted(RECIPES.rglob("*.yaml"))
+LOCOMOTION = [
+    f"{body}-{quality}"
+    for body in ("hopper", "halfcheetah", "walker2d")
+    for quality in ("medium", "medium-replay", "medium-expert")
+]
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(value, dict) and prefix != "selection.options.":
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}{key}.")
+    else:
+        yield prefix.rstrip(".")
+
+
+def test_the_shipped_recipes_are_found() -> None:
+    assert len(SHIPPED) >= 12
+    assert [entry.path for entry in list_recipes()] == [recipe_paths()[p.stem] for p in SHIPPED]
+    assert set(LOCOMOTION) | {"paper", "demo", "smoke"} <= set(recipe_paths())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_each_shipped_recipe_is_sound(path: Path) -> None:
+    recipe = validate_recipe(path.stem)
+    assert recipe.name == path.stem
+    assert recipe.description
+    assert len(recipe.description) <= 80
+    assert recipe == load_recipe(path)
+    content = parse_yaml(path.read_text(), where=path.name)
+    if "base" in content:
+        base = load_recipe(content.pop("base")).to_dict()
+        changed = set(leaves(content)) - {"name", "description"}
+        if path.stem in LOCOMOTION:
+            assert len(changed) <= 5, "a variant is its base plus at most five changed fields"
+        assert base != recipe.to_dict()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_recipe_survives_its_own_yaml(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(recipe.to_yaml())
+    assert load_recipe(copy) == recipe
+    assert recipe.to_yaml() == load_recipe(copy).to_yaml()
+
+
+def test_paper_spells_out_the_defaults() -> None:
+    paper = load_recipe("paper")
+    assert paper == Recipe(name="paper", description=paper.description)
+
+
+def test_the_papers_hyper_parameters() -> None:
+    """Chen et al. 2021, table 8, and gym/experiment.py of the public code."""
+    targets = {"hopper": (3600, 1800), "halfcheetah": (12000, 6000), "walker2d": (5000, 2500)}
+    for name in LOCOMOTION:
+        recipe = load_recipe(name)
+        assert (recipe.loader.context_length, recipe.loader.batch_size) == (20, 64)
+        assert (recipe.model.layers, recipe.model.heads, recipe.model.hidden_size) == (3, 1, 128)
+        assert (recipe.model.activation, recipe.model.dropout) == ("relu", 0.1)
+        assert recipe.optimizer.learning_rate == recipe.optimizer.weight_decay == 1e-4
+        assert (recipe.optimizer.clip_norm, recipe.optimizer.warmup_steps) == (0.25, 10_000)
+        assert (recipe.train.steps, recipe.loader.returns_scale) == (100_000, 1000.0)
+        assert recipe.evaluate.targets == targets[name.split("-")[0]]
+        assert recipe.data.source == f"d4rl:{name}-v2"
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "said"),
+    [
+        ("train.step=3", "RECIPE_UNKNOWN_KEY", "did you mean 'train.steps'"),
+        ("batch_size=3", "RECIPE_UNKNOWN_KEY", "did you mean 'loader.batch_size'"),
+        ("learning_rate=1", "RECIPE_UNKNOWN_KEY", "did you mean 'optimizer.learning_rate'"),
+        ("modle.layers=2", "RECIPE_UNKNOWN_KEY", "did you mean 'model'"),
+        ("loader.batch_sice=2", "RECIPE_UNKNOWN_KEY", "did you mean 'loader.batch_size'"),
+        ("model.xyz=2", "RECIPE_UNKNOWN_KEY", "options here: hidden_size"),
+        ("train.steps=many", "RECIPE_TYPE", "train.steps must be a whole number, got 'many'"),
+        ("train.steps='10'", "RECIPE_TYPE", "train.steps must be a whole number, got '10'"),
+        ("train.steps=1.5", "RECIPE_TYPE", "train.steps must be a whole number"),
+        ("train.steps.x=3", "RECIPE_TYPE", "train.steps must be a whole number"),
+        ("seed=true", "RECIPE_TYPE", "seed must be a whole number, got True"),
+        ("selection=3", "RECIPE_TYPE", "selection must be a section"),
+        ("evaluate.targets=[a]", "RECIPE_TYPE", "evaluate.targets.0 must be a number"),
+        ("loader.normalize_states=1", "RECIPE_TYPE", "must be true or false"),
+        ("train.steps=0", "RECIPE_VALUE", "train.steps must be greater than or equal to 1"),
+        ("loader.context_length=0", "RECIPE_VALUE", "loader.context_length"),
+        ("model.dropout=1", "RECIPE_VALUE", "model.dropout must be less than 1"),
+        ("optimizer.learning_rate=.nan", "RECIPE_VALUE", "a finite number"),
+        ("optimizer.betas=[1,2,3]", "RECIPE_VALUE", "a list of at most 2 items"),
+        ("train.precision=bf61", "RECIPE_VALUE", "did you mean 'bf16'"),
+        ("train.device=gpu", "RECIPE_VALUE", "auto, cpu, cuda or cuda:N"),
+        ("name=../x", "RECIPE_VALUE", "letters, digits"),
+        ("seed=9223372036854775808", "RECIPE_VALUE", "seed must be less than"),
+        ("model.heads=3", "RECIPE_VALUE", "multiple of model.heads"),
+        ("train.steps=100", "RECIPE_VALUE", "optimizer.warmup_steps must not exceed train.steps"),
+        ("model.max_timestep=5", "RECIPE_VALUE", "at least loader.context_length"),
+        ("evaluate.targets=[]", "RECIPE_VALUE", "at least one return"),
+        ("data.collect.environment=Hopper-v5", "RECIPE_VALUE", "exclude each other"),
+        ("data.path=null", "RECIPE_VALUE", "no place"),
+        ("seed=[1", "RECIPE_SYNTAX", "override seed"),
+        ("train.steps", "RECIPE_OVERRIDE", "key=value"),
+        ("=3", "RECIPE_OVERRIDE", "key=value"),
+        ("train..steps=3", "RECIPE_OVERRIDE", "key=value"),
+    ],
+)
+def test_each_mistake_is_one_error(override: str, code: str, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        load_recipe("hopper-medium", [override])
+    assert caught.value.code == code
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_counted() -> None:
+    with pytest.raises(InputError, match=r"\(and 1 more\)"):
+        load_recipe("paper", ["train.steps=x", "seed=y"])
+
+
+def test_overrides_set_nested_values() -> None:
+    recipe = load_recipe(
+        "hopper-medium",
+        [
+            "train.steps=2e4",
+            "train.steps=20000",
+            "optimizer.learning_rate=5e-4",
+            "evaluate.targets=[1, 2.5]",
+            "evaluate.environment=",
+            "selection.options.alpha=0.5",
+            "loader={batch_size: 7}",
+        ],
+    )
+    assert recipe.train.steps == 20_000
+    assert recipe.optimizer.learning_rate == 5e-4
+    assert recipe.evaluate.targets == (1.0, 2.5)
+    assert recipe.evaluate.environment is None
+    assert recipe.selection.options == {"alpha": 0.5}
+    assert (recipe.loader.batch_size, recipe.loader.context_length) == (7, 20)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_base_is_a_name_or_a_file_beside(tmp_path: Path) -> None:
+    write(tmp_path / "one.yaml", "base: hopper-medium\nselection: {options: {a: 1, b: 2}}\nseed: 4")
+    child = write(tmp_path / "two.yaml", "base: one.yaml\nselection: {options: {c: 3}}")
+    recipe = load_recipe(child)
+    assert recipe.name == "two", "a recipe is named after its file unless it says otherwise"
+    assert recipe.seed == 4
+    assert recipe.evaluate.environment == "Hopper-v4"
+    assert recipe.selection.options == {"c": 3}, "options belong to their strategy"
+
+
+@pytest.mark.parametrize(
+    ("texts", "code", "said"),
+    [
+        ({"a": "base: a.yaml"}, "RECIPE_BASE", "round"),
+        ({"a": "base: b.yaml", "b": "base: a.yaml"}, "RECIPE_BASE", "round"),
+        ({"a": "base: papr"}, "RECIPE_NOT_FOUND", "did you mean 'paper'"),
+        ({"a": "base: 3"}, "RECIPE_TYPE", "base must be text"),
+        ({"a": "- 1"}, "RECIPE_SYNTAX", "key: value"),
+        ({"a": ""}, "RECIPE_SYNTAX", "key: value"),
+        ({"a": "\xff"}, "RECIPE_SYNTAX", "UTF-8"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    tmp_path: Path, texts: dict[str, str], code: str, said: str
+) -> None:
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        load_recipe(tmp_path / "a.yaml")
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("name", ["hoper-medium", "missing.yaml", "no/such/file.yaml"])
+def test_a_recipe_that_is_not_there(name: str) -> None:
+    with pytest.raises(InputError, match="recipes ls") as caught:
+        load_recipe(name)
+    assert caught.value.code == "RECIPE_NOT_FOUND"
+
+
+def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = copy_recipe("hopper-medium", tmp_path / "mine.yaml")
+    copied, original = load_recipe(mine), load_recipe("hopper-medium")
+    assert copied.name == "mine"
+    assert {**copied.to_dict(), "name": ""} == {**original.to_dict(), "name": ""}
+    with pytest.raises(InputError) as caught:
+        copy_recipe("hopper-medium", mine)
+    assert caught.value.code == "RECIPE_EXISTS"
+    monkeypatch.chdir(tmp_path)
+    assert copy_recipe("paper") == Path("paper.yaml")
+    assert load_recipe("./paper.yaml") == load_recipe("paper")
+
+
+def test_an_unknown_strategy_is_refused_before_the_data_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "base: paper\nselection: {strategy: uniform_step}")
+    with pytest.raises(InputError, match="did you mean 'uniform_steps'") as caught:
+        validate_recipe(path)
+    assert caught.value.code == "SELECTION_UNKNOWN"
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = load_recipe("paper")
+    with pytest.raises(ValidationError):
+        recipe.train.steps = 3
+    changed = recipe.replace(train__steps=20_000, seed=3)
+    assert (changed.train.steps, changed.seed, recipe.train.steps) == (20_000, 3, 100_000)
+
+
+def test_every_option_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    options = list(dotted_fields(Recipe))
+    assert len(options) > 40
+    for option in options:
+        *_, section, leaf = ["", *option.split(".")]
+        assert f"`{leaf}`" in page, f"docs/recipes.md does not mention {option}"
+        assert section in page
+
+
+def test_every_option_has_a_text() -> None:
+    def check(model: type[BaseModel]) -> int:
+        count = 0
+        for name, field in model.model_fields.items():
+            section = section_model(field.annotation)
+            assert section or field.description, f"{model.__name__}.{name} has no text"
+            count += 1 if section is None else check(section)
+        return count
+
+    assert check(Recipe) == len(list(dotted_fields(Recipe)))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(
+        st.sampled_from(list(dotted_fields(Recipe))),
+        st.integers() | st.text(max_size=5) | st.floats(),
+        max_size=3,
+    )
+)
+def test_any_values_are_accepted_or_refused_with_a_code(values: dict[str, Any]) -> None:
+    nested: dict[str, Any] = {"name": "x"}
+    for option, value in values.items():
+        place = nested
+        *sections, leaf = option.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    try:
+        recipe = Recipe.parse(nested)
+    except InputError as error:
+        assert error.code.startswith("RECIPE_")
+    else:
+        assert Recipe.parse(parse_yaml(recipe.to_yaml(), where="x")) == recipe

@@ -1,0 +1,89 @@
+"""The run directory: whole files, one writer, and no run is overwritten by accident."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gear_offline.errors import InputError
+from gear_offline.recipe import load_recipe
+from gear_offline.run_directory import RunDirectory, default_run_path, write_whole
+
+
+def code_of(path: Path, *, resume: bool) -> str:
+    try:
+        RunDirectory(path, resume=resume).close()
+    except InputError as error:
+        return error.code
+    return ""
+
+
+def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "x"
+    with RunDirectory(path) as run:
+        run.write_recipe(load_recipe("paper"))
+        assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
+    assert code_of(path, resume=False) == "RUN_EXISTS"
+    assert code_of(path, resume=True) == ""
+
+
+def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
+    assert code_of(tmp_path, resume=False) == ""
+    assert (tmp_path / ".lock").exists()
+    assert code_of(tmp_path, resume=False) == "", "killed before it wrote anything"
+
+
+def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert code_of(tmp_path, resume=False) == "RUN_EXISTS"
+    assert code_of(tmp_path, resume=True) == "RUN_DIRECTORY"
+    assert code_of(tmp_path / "thesis.txt", resume=False) == "RUN_DIRECTORY"
+    assert code_of(tmp_path / "thesis.txt" / "run", resume=False) == "RUN_DIRECTORY"
+    assert sorted(os.listdir(tmp_path)) == ["thesis.txt"]
+
+
+def test_one_writer_also_across_processes(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "a"):
+        assert code_of(tmp_path / "a", resume=True) == "RUN_LOCKED"
+        program = (
+            "import sys; from pathlib import Path\n"
+            "from gear_offline.run_directory import RunDirectory\n"
+            "from gear_offline.errors import InputError\n"
+            "try: RunDirectory(Path(sys.argv[1]), resume=True)\n"
+            "except InputError as error: print(error.code)\n"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "a")],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parents[1],
+        )
+        assert found.stdout == "RUN_LOCKED\n"
+    assert code_of(tmp_path / "a", resume=True) == "", "the lock ends with its holder"
+
+
+def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f.json"
+    write_whole(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("power loss")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(OSError, match="power loss"):
+            write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["f.json"]
+
+
+def test_runs_are_named_after_recipe_and_seed() -> None:
+    recipe = load_recipe("hopper-medium", ["seed=3"])
+    assert default_run_path(recipe) == Path("runs/hopper-medium-s3")
