@@ -225,18 +225,23 @@ def plot_asked_vs_achieved(
     means = np.array([row["mean"] for row in rows], np.float64)
     figure = _figure()
     axes = figure.add_subplot()
-    reach = 1.07 * max(asked.max(), data_best or 0.0)
-    ceiling = 1.06 * max(reach, *(max(row["returns"]) for row in rows))
-    axes.plot([0, ceiling], [0, ceiling], color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
-    ends = [(min(reach, ceiling), "achieved\n= asked", GREY, reach)]
+    everything = [*asked, 0.0, *(value for row in rows for value in row["returns"])]
+    everything += [level for level in (data_mean, data_best) if level is not None]
+    margin = 0.04 * ((max(everything) - min(everything)) or 1.0)
+    low = min(everything) - (margin if min(everything) < 0 else 0.0)
+    high = max(everything) + margin
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.plot([low, high], [low, high], color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
+    ends = [(high - margin, "achieved\n= asked", GREY, high)]
     for level, text, colour in (
         (data_mean, "mean of the\ndata", ORANGE),
         (data_best, "best of the\ndata", GREEN),
     ):
         if level is not None:
             axes.axhline(level, color=colour, linewidth=1.5)
-            ends.append((level, f"{text} {short(level)}", colour, reach))
-    spread = 0.008 * reach
+            ends.append((level, f"{text} {short(level)}", colour, high))
+    spread = 0.2 * margin
     for row in rows:
         returns = np.asarray(row["returns"], np.float64)
         shift = np.linspace(-1, 1, returns.size) * spread if returns.size > 1 else np.zeros(1)
@@ -249,8 +254,6 @@ def plot_asked_vs_achieved(
         asked, means, yerr=bars, color=BLUE, linewidth=2, marker="o", markersize=7, capsize=4,
         markeredgecolor="white", zorder=4,
     )  # fmt: skip
-    axes.set_xlim(0, reach)
-    axes.set_ylim(min(0.0, 1.05 * min(min(row["returns"]) for row in rows)), ceiling)
     _label_ends(axes, ends, gap=0.12)
     _dress(axes, x="asked return", y="achieved return")
     _thousands(axes.xaxis)

@@ -1,0 +1,505 @@
+"""Evaluation: the fixed list of episodes, the numbers made of it, and a run's evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from gear_offline.checkpoint import TrainingState, save_checkpoint
+from gear_offline.episode_runner import make_environment, run_episodes, space_sizes
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluate import (
+    check_sizes,
+    evaluate,
+    evaluate_policy,
+    find_checkpoint,
+    print_report,
+    random_return,
+    resolve_device,
+    resolve_reference,
+)
+from gear_offline.evaluation_report import mean_interval, student_t_quantile
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.policy import Policy
+from gear_offline.recipe import Recipe
+
+Array = npt.NDArray[Any]
+
+
+class Counted(gymnasium.Env[Array, Array]):
+    """An episode lasts `seed % 7 + 1` steps and pays the step's number; refuses what is wrong."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        assert seed is not None, "every episode has its own seed"
+        self.left, self.at = seed % 7 + 1, 0
+        return np.array([seed, 0.0]), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        assert self.left > 0, "stepped after the end of an episode"
+        assert self.action_space.contains(action), f"{action} is outside of the bounds"
+        self.left, self.at = self.left - 1, self.at + 1
+        return np.array([0.0, self.at]), float(self.at), self.left == 0, False, {}
+
+
+class Endless(Counted):
+    """Never ends."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2), 1.0, False, False, {}
+
+
+class Nested(Counted):
+    """Observations that no Decision Transformer of ours reads."""
+
+    observation_space = gymnasium.spaces.Dict({"a": Counted.observation_space})  # type: ignore[assignment]
+
+
+for made in (Counted, Endless, Nested):
+    gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=cast(Any, made))
+
+
+class Remembering:
+    """Deterministic; its action depends on the observation, the target, past rewards and time."""
+
+    def __init__(self, weights: Array, *, discrete: bool = False) -> None:
+        self.weights, self.discrete = weights, discrete  # (S + 2, A)
+        self.left: dict[int, float] = {}
+        self.step: dict[int, int] = {}
+
+    def reset(self, indices: Array, targets: Array) -> None:
+        for index, target in zip(indices.tolist(), targets.tolist(), strict=True):
+            self.left[index], self.step[index] = target, 0
+
+    def one(self, observation: Array, left: float, step: int) -> Array:
+        x = np.concatenate([observation, [left / 100.0, step / 10.0]])
+        values = np.sin(x @ self.weights) * 2.0
+        return np.asarray(values.argmax() if self.discrete else values)
+
+    def act(self, observations: Array, indices: Array | None = None) -> Array:
+        assert indices is not None, "the runner names the slots"
+        rows = zip(observations, indices.tolist(), strict=True)
+        return np.stack([self.one(o, self.left[i], self.step[i]) for o, i in rows])
+
+    def observe_reward(self, rewards: Array, indices: Array | None = None) -> None:
+        assert indices is not None, "the runner names the slots"
+        for index, reward in zip(indices.tolist(), rewards.tolist(), strict=True):
+            self.left[index] -= reward
+            self.step[index] += 1
+
+
+class Constant:
+    """The same action always."""
+
+    def __init__(self, action: Array) -> None:
+        self.action = action
+
+    def reset(self, indices: Array, targets: Array) -> None: ...
+
+    def act(self, observations: Array, indices: Array | None = None) -> Array:
+        return np.stack([self.action] * len(observations))
+
+    def observe_reward(self, rewards: Array, indices: Array | None = None) -> None: ...
+
+
+def one_by_one(
+    policy: Remembering, environment_id: str, seeds: Sequence[int], targets: Sequence[float]
+) -> tuple[list[float], list[int]]:
+    """The oracle: a loop over episodes with one environment, as in Gymnasium's own manual."""
+    environment = gymnasium.make(environment_id)
+    returns, lengths = [], []
+    for seed, target in zip(seeds, targets, strict=True):
+        observation, _ = environment.reset(seed=seed)
+        total, step, over = 0.0, 0, False
+        while not over:
+            action: Any = policy.one(observation, target - total, step)
+            space = environment.action_space
+            if isinstance(space, gymnasium.spaces.Box):
+                action = np.clip(action, space.low, space.high).astype(np.float32)
+            observation, reward, ended, cut, _ = environment.step(action)
+            total, step, over = total + float(reward), step + 1, ended or cut
+        returns.append(total)
+        lengths.append(step)
+    environment.close()
+    return returns, lengths
+
+
+@pytest.mark.parametrize("environments", [1, 3, 20])
+@pytest.mark.parametrize(
+    ("environment_id", "discrete"),
+    [("Pendulum-v1", False), ("CartPole-v1", True), ("InvertedPendulum-v5", False)],
+)
+def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
+    environment_id: str, discrete: bool, environments: int
+) -> None:
+    states, actions, found = space_sizes(make_environment(environment_id))
+    assert found is discrete
+    weights = np.random.default_rng(3).normal(size=(states + 2, actions))
+    seeds, targets = [5, 6, 7, 5, 6, 7], [10.0, 10.0, 10.0, -400.0, -400.0, -400.0]
+    expected = one_by_one(Remembering(weights, discrete=discrete), environment_id, seeds, targets)
+    assert len(set(expected[0])) >= 3, "the episodes differ, so mixing them up would show"
+    played = run_episodes(
+        Remembering(weights, discrete=discrete),
+        environment_id=environment_id,
+        seeds=seeds,
+        targets=targets,
+        environments=environments,
+    )
+    assert played.returns.tolist() == expected[0]
+    assert played.lengths.tolist() == expected[1]
+
+
+def test_each_listed_episode_is_played_once_however_long_it_is() -> None:
+    seeds = [3, 6, 0, 13, 2, 6, 20, 1, 0, 5]
+    ended: list[int] = []
+    played = run_episodes(
+        Constant(np.full(3, 9.0)),  # far outside: the environment checks that it was clipped
+        environment_id="GearTest/Counted-v0",
+        seeds=seeds,
+        targets=[0.0] * len(seeds),
+        environments=4,
+        on_episode=ended.append,
+    )
+    lengths = [seed % 7 + 1 for seed in seeds]
+    assert played.lengths.tolist() == lengths
+    assert played.returns.tolist() == [n * (n + 1) / 2 for n in lengths]
+    assert played.terminated.all()
+    assert sum(ended) == len(seeds)
+
+
+def test_short_episodes_do_not_crowd_out_long_ones() -> None:
+    # Taking the first 28 episodes that finish in 4 self-resetting environments would give the
+    # short ones more weight; the mean over seeds 0..27 is exactly that of 1..7 steps.
+    report = evaluate_policy(
+        Constant(np.zeros(3)),
+        environment_id="GearTest/Counted-v0",
+        targets=[1.0],
+        episodes=28,
+        environments=4,
+    )
+    assert report.results[0].lengths.mean() == 4.0
+
+
+def test_episodes_without_a_limit_are_cut_and_not_called_terminated() -> None:
+    played = run_episodes(
+        Constant(np.zeros(3)),
+        environment_id="GearTest/Endless-v0",
+        seeds=[0, 1],
+        targets=[0.0, 0.0],
+        environments=2,
+        max_steps=7,
+    )
+    assert played.lengths.tolist() == [7, 7]
+    assert not played.terminated.any()
+
+
+def test_action_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        run_episodes(
+            Constant(np.array([0.0, np.nan, 0.0])),
+            environment_id="GearTest/Counted-v0",
+            seeds=[0],
+            targets=[0.0],
+            environments=1,
+        )
+    assert caught.value.code == "POLICY_NONFINITE"
+
+
+def test_environment_that_cannot_be_made_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InputError) as unknown:
+        make_environment("Hoper-v5")
+    assert unknown.value.code == "ENVIRONMENT_UNKNOWN"
+    assert "Hopper" in str(unknown.value)
+    with pytest.raises(InputError) as nested:
+        space_sizes(make_environment("GearTest/Nested-v0"))
+    assert nested.value.code == "ENVIRONMENT_SPACE"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed\nlong advice")
+
+    monkeypatch.setattr(gymnasium, "make", refuse)
+    with pytest.raises(UnavailableError) as missing:
+        make_environment("Hopper-v5")
+    assert missing.value.code == "ENVIRONMENT_PACKAGE"
+    assert "pip install 'gymnasium[mujoco]'" in missing.value.remedy
+    assert "long advice" not in str(missing.value)
+
+
+def test_targets_share_start_states_and_results_repeat() -> None:
+    def run(seed: int) -> list[list[float]]:
+        report = evaluate_policy(
+            Constant(np.array([0.3])),
+            environment_id="Pendulum-v1",
+            targets=[0.0, -500.0],
+            episodes=3,
+            environments=2,
+            seed=seed,
+        )
+        assert [result.target for result in report.results] == [0.0, -500.0]
+        return [result.returns.tolist() for result in report.results]
+
+    first = run(11)
+    assert first[0] == first[1], "a policy that ignores the target gets the same episodes"
+    assert len(set(first[0])) == 3
+    assert run(11) == first
+    assert run(12)[0] == [*first[0][1:], run(13)[0][1]]  # seed + episode
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),  # from printed tables of Student's t, two-sided 95 %
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (9, 2.2622), (10, 2.2281), (19, 2.0930),
+     (30, 2.0423), (99, 1.9842), (1000, 1.9623)],
+)  # fmt: skip
+def test_student_quantile_matches_printed_tables(freedom: int, quantile: float) -> None:
+    assert student_t_quantile(freedom) == pytest.approx(quantile, abs=5e-5)
+
+
+def test_interval_covers_the_true_mean_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).normal(3.0, 2.0, size=(4000, 5))
+    covered = [low <= 3.0 <= high for low, high in map(mean_interval, draws)]
+    # 4000 trials at 95 %: five standard deviations are 1.7 points
+    assert abs(np.mean(covered) - 0.95) < 0.0172
+
+
+def test_report_numbers_and_json() -> None:
+    report = evaluate_policy(
+        Constant(np.zeros(3)),
+        environment_id="GearTest/Counted-v0",
+        targets=[9.0],
+        episodes=7,
+        reference="hopper-medium-v2",
+    )
+    found = json.loads(json.dumps(report.to_json(), allow_nan=False))["targets"][0]
+    returns = [n * (n + 1) / 2 for n in range(1, 8)]
+    assert found["returns"] == returns
+    assert found["mean"] == pytest.approx(12.0)
+    assert found["std"] == pytest.approx(np.std(returns, ddof=1))
+    half = 2.4469119 * np.std(returns, ddof=1) / math.sqrt(7)  # t of 6 degrees of freedom
+    assert found["ci95"] == pytest.approx([12.0 - half, 12.0 + half])
+    # D4RL's published pair for hopper: 0 is -20.272305, 100 is 3234.3
+    scale = 100.0 / (3234.3 + 20.272305)
+    assert found["normalized"] == pytest.approx((12.0 + 20.272305) * scale)
+    assert found["normalized_ci95"][1] == pytest.approx((12.0 + half + 20.272305) * scale)
+    assert report.to_json()["reference"]["indicative"] is True, "it was not played in D4RL's Hopper"
+
+
+def test_one_episode_has_no_interval_and_stays_strict_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = evaluate_policy(
+        Constant(np.zeros(3)), environment_id="GearTest/Counted-v0", targets=[9.0], episodes=1
+    )
+    document = report.to_json()
+    json.dumps(document, allow_nan=False)
+    assert document["reference"] is None
+    row = document["targets"][0]
+    assert (row["ci95"], row["std"], row["normalized"]) == ([None, None], None, None)
+    print_report(report)
+    assert "GearTest/Counted-v0" in capsys.readouterr().out
+
+
+def test_gymnasium_environments_give_indicative_scores_only() -> None:
+    own = resolve_reference("Hopper-v5")
+    assert own is not None and own.indicative and own.note
+    named = resolve_reference("Hopper-v5", "hopper-medium-v2")
+    assert named is not None and named.indicative and named.note
+    assert (named.minimum, named.maximum) == (-20.272305, 3234.3)
+    assert resolve_reference("Pendulum-v1") is None
+    with pytest.raises(InputError) as caught:
+        resolve_reference("Hopper-v5", "hoper-medium-v2")
+    assert caught.value.code == "REFERENCE_UNKNOWN"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"targets": []}, {"targets": [math.nan]}, {"episodes": 0}, {"environments": 0}],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    whole: dict[str, Any] = {"targets": [1.0], "episodes": 1, "environments": 1, **options}
+    with pytest.raises(InputError) as caught:
+        evaluate_policy(Constant(np.zeros(1)), environment_id="Pendulum-v1", **whole)
+    assert caught.value.code == "EVALUATE_OPTION"
+    assert next(iter(options)) in caught.value.where
+
+
+def test_random_return_repeats_and_is_the_environments_own_sampling() -> None:
+    found = random_return("Pendulum-v1", episodes=3, seed=4)
+    assert (
+        found.returns.tolist() == random_return("Pendulum-v1", episodes=3, seed=4).returns.tolist()
+    )
+    assert (
+        found.returns.tolist() != random_return("Pendulum-v1", episodes=3, seed=5).returns.tolist()
+    )
+    environment = gymnasium.make("Pendulum-v1")
+    environment.action_space.seed(4)
+    expected = []
+    for seed in (4, 5, 6):
+        environment.reset(seed=seed)
+        steps = (environment.step(environment.action_space.sample()) for _ in range(200))
+        expected.append(sum(float(reward) for _, reward, *_ in steps))
+    environment.close()
+    assert found.returns.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def small_model(*, state_dim: int = 3, action_dim: int = 1) -> DecisionTransformer:
+    torch.manual_seed(0)
+    return build_model(
+        state_dim=state_dim, action_dim=action_dim, hidden_size=16, layers=2, max_timestep=300
+    )
+
+
+def action_head(model: DecisionTransformer) -> torch.nn.Linear:
+    return next(m for m in model.predict_action.modules() if isinstance(m, torch.nn.Linear))
+
+
+def test_policy_plays_as_the_papers_evaluation_loop() -> None:
+    """The paper's evaluation loop: one environment, the last K steps, no padding at all."""
+    model, context, scale = small_model(), 4, 50.0
+    model.train(False)
+    for layer in (action_head(model), cast(torch.nn.Linear, model.embed_return)):
+        torch.nn.init.normal_(layer.weight, std=3.0)  # so that inputs matter
+    mean, std = np.array([0.1, -0.2, 0.5]), np.array([0.7, 0.6, 3.0])
+    environment = gymnasium.make("Pendulum-v1")
+    expected = []
+    for seed, target in ((8, 0.0), (8, -300.0), (9, 0.0), (9, -300.0)):
+        observation, _ = environment.reset(seed=seed)
+        states, actions, left, total = [], [], [target], 0.0
+        for step in range(30):
+            states.append((observation - mean) / (std + 1e-6))
+            actions.append(np.zeros(1))
+            first = max(0, step + 1 - context)
+            with torch.no_grad():
+                predicted = model(
+                    states=torch.tensor(np.stack(states[first:])[None], dtype=torch.float32),
+                    actions=torch.tensor(np.stack(actions[first:])[None], dtype=torch.float32),
+                    rewards=None,
+                    returns_to_go=torch.tensor(left[first:]).view(1, -1, 1) / scale,
+                    timesteps=torch.arange(first, step + 1)[None],
+                    attention_mask=None,
+                ).action_preds[0, -1]
+            actions[-1] = predicted.numpy()
+            observation, reward, *_ = environment.step(actions[-1])
+            total += float(reward)
+            left.append(left[-1] - float(reward))
+        expected.append(total)
+    environment.close()
+    policy = Policy(
+        model, state_mean=mean, state_std=std, returns_scale=scale, context_length=context
+    )
+    report = evaluate_policy(
+        policy,
+        environment_id="Pendulum-v1",
+        targets=[0.0, -300.0],
+        episodes=2,
+        environments=2,
+        seed=8,
+        max_steps=30,
+    )
+    found = np.stack([result.returns for result in report.results], axis=1).ravel()
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(expected[0] - expected[1]) > 1e-2, "the target matters, so losing it would show"
+
+
+def write_run(folder: Path, *, steps: Sequence[int] = (10, 20)) -> Path:
+    """A run directory as training leaves it, with different weights at each checkpoint."""
+    recipe = Recipe.parse(
+        {
+            "name": "tiny",
+            "loader": {"context_length": 4, "returns_scale": 50.0},
+            "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
+            "evaluate": {
+                "environment": "Pendulum-v1",
+                "targets": [-200.0, -900.0],
+                "episodes": 2,
+                "environments": 2,
+                "seed": 3,
+            },
+        }
+    )
+    for step in steps:
+        model = small_model()
+        torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
+        state = TrainingState(
+            step=step,
+            recipe=recipe,
+            tensors={},
+            loader={},
+            state_mean=np.zeros(3),
+            state_std=np.ones(3),
+            seconds=1.0,
+        )
+        save_checkpoint(folder / "checkpoints", model, state)
+    (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")
+    return folder
+
+
+def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny-s0")
+    report = evaluate(run, device="cpu", quiet=True)
+    assert (report.run, report.step, report.device) == ("tiny-s0", 20, "cpu")
+    assert [result.target for result in report.results] == [-200.0, -900.0]
+    assert [result.returns.size for result in report.results] == [2, 2]
+    assert json.loads((run / "evaluation.json").read_text()) == report.to_json()
+    assert (run / "plots" / "asked_vs_achieved.png").stat().st_size > 10_000
+
+    def returned(**options: Any) -> float:
+        found = evaluate(run, quiet=True, targets=[-200.0], episodes=1, **options)
+        return float(found.results[0].returns[0])
+
+    # one row in a batch and the same row in another differ by rounding
+    first, second = report.results[0].returns.tolist()
+    assert returned() == pytest.approx(first, rel=1e-6) == returned(checkpoint="20")
+    assert returned(seed=4) == pytest.approx(second, rel=1e-6)
+    assert returned(checkpoint="10") == returned(checkpoint="best") != returned()
+
+
+def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny-s0")
+    with pytest.raises(InputError) as caught:
+        find_checkpoint(run, "15")
+    assert caught.value.code == "CHECKPOINT_MISSING"
+    assert "10, 20" in caught.value.remedy
+    with pytest.raises(InputError) as nothing:
+        evaluate(tmp_path / "elsewhere", quiet=True)
+    assert nothing.value.code == "CHECKPOINT_MISSING"
+    with pytest.raises(InputError) as mismatch:
+        evaluate(run, environment="CartPole-v1", quiet=True)
+    assert mismatch.value.code == "ENVIRONMENT_MISMATCH"
+    assert "2 discrete actions" in str(mismatch.value)
+
+
+def test_sizes_must_be_those_of_the_environment() -> None:
+    check_sizes(small_model(), "Pendulum-v1")
+    with pytest.raises(InputError) as caught:
+        check_sizes(small_model(state_dim=4), "Pendulum-v1")
+    assert caught.value.code == "ENVIRONMENT_MISMATCH"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_missing_device_is_unavailable() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UnavailableError) as caught:
+        resolve_device("cuda")
+    assert caught.value.code == "DEVICE"
+
+
+def test_importing_the_runner_loads_no_torch() -> None:
+    code = "import sys, gear_offline.episode_runner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
