@@ -115,21 +115,20 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
-    from gear_offline.sources import open_source
 
-    with open_source(source, rule=rule) as opened:
-        run(
-            opened,
-            out,
-            shard_bytes=parse_size(shard_size),
-            workers=workers,
-            columns=_split(columns),
-            allow_nonfinite=allow_nonfinite,
-            overwrite=overwrite,
-            environment=environment,
-            reference=reference,
-            quiet=quiet,
-        )
+    run(
+        source,
+        out,
+        rule=rule,
+        shard_bytes=parse_size(shard_size),
+        workers=workers,
+        columns=_split(columns),
+        allow_nonfinite=allow_nonfinite,
+        overwrite=overwrite,
+        environment=environment,
+        reference=reference,
+        quiet=quiet,
+    )
     print(out)
 
 
