@@ -1,0 +1,227 @@
+"""Cut segments out of a table: the vectorised CPU twin of the gather kernel.
+
+A window of K steps is K consecutive rows, hence one run of memory.  Every segment is copied as
+one run, and then the padding of those that reach beyond their episode is overwritten with zeros
+(so nothing of a neighbour or of the future stays).  Rows are copied as whole words, never
+computed with, except where a column is cast or normalised.
+
+Shape legend: n segments, K steps of a window, W elements of a row, N steps of the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError
+from gear_offline.fields import Field, convert
+from gear_offline.selection import Segments
+from gear_offline.table import Store, Table
+
+Padding = Literal["right", "left"]
+Int64Array = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """Gathered segments, of any leading shape ``S``.
+
+    Attributes
+    ----------
+    buffers
+        What was gathered, one per store; moving these moves everything.
+    fields
+        Per buffer, the fields it holds; a field is a view of its buffer.
+    timesteps, attention_mask
+        ``(*S, K)`` int64; step within the episode, and 1 on real steps; both 0 on padding.
+    segments
+        ``(*S, 2)`` int64: episode, start.
+    """
+
+    buffers: tuple[Tensor, ...]
+    fields: tuple[tuple[Field, ...], ...]
+    timesteps: Tensor
+    attention_mask: Tensor
+    segments: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return each field, ``(*S, K, *shape)``, by name; views of the buffers."""
+        found: dict[str, Tensor] = {}
+        for buffer, fields in zip(self.buffers, self.fields, strict=True):
+            for field in fields:
+                part = buffer
+                if len(fields) > 1:
+                    part = buffer[..., field.offset : field.offset + field.width]
+                found[field.name] = part.view(*part.shape[:-1], *field.shape)
+        return found
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Windows:
+        """Return a copy on `device`, one transfer per buffer."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return Windows(
+            buffers=tuple(move(buffer) for buffer in self.buffers),
+            fields=self.fields,
+            timesteps=move(self.timesteps),
+            attention_mask=move(self.attention_mask),
+            segments=move(self.segments),
+        )
+
+
+class CpuGather:
+    """Fills windows from a table in host memory.
+
+    Parameters
+    ----------
+    table
+        Where the rows are.
+    context_length
+        K, at most the table's margin.
+    padding
+        ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
+    pin
+        Allocate the outputs in page-locked memory (needs CUDA), for asynchronous copies.
+    """
+
+    def __init__(
+        self, table: Table, *, context_length: int, padding: Padding = "right", pin: bool = False
+    ) -> None:
+        if not 1 <= context_length <= table.margin:
+            raise InputError(
+                "CONTEXT_LENGTH",
+                f"windows of {context_length} steps cannot be cut",
+                remedy=f"use a context_length from 1 to {table.margin}, the table's margin",
+            )
+        self.table = table
+        self.context_length = context_length
+        self.padding = padding
+        self.pin = pin
+        self._places = np.arange(context_length, dtype=np.int64)
+        self._views = [_windows(store, context_length) for store in table.stores]
+
+    def fill(self, segments: Segments) -> Windows:
+        """Gather `segments`, of any shape ``S``.
+
+        Raises
+        ------
+        InputError
+            ``SEGMENT_RANGE`` if an episode or a start is not in the table.
+        """
+        shape, span = segments.shape, self.context_length
+        episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+        real = self._real_steps(episodes, starts)
+        low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
+        shift = 0 if self.padding == "right" else real - span
+        padded = self._padded(real)
+        buffers = []
+        for store, view in zip(self.table.stores, self._views, strict=True):
+            if view is None:
+                found = self._mapped(store, low + shift, low, real)
+            else:
+                found = self._owned(store, view, low + shift)
+            found = self._finish(store, found, padded)
+            buffers.append(found.view(*shape, *found.shape[1:]))
+        mask = self._empty((real.size, span), torch.int64)
+        mask.numpy().fill(1)
+        timesteps = self._empty((real.size, span), torch.int64)
+        np.add((starts + shift)[:, None], self._places, out=timesteps.numpy())
+        for tensor in (mask, timesteps):
+            tensor.numpy().reshape(-1)[padded] = 0
+        named = self._empty((real.size, 2), torch.int64)
+        named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
+        return Windows(
+            buffers=tuple(buffers),
+            fields=tuple(store.fields for store in self.table.stores),
+            timesteps=timesteps.view(*shape, span),
+            attention_mask=mask.view(*shape, span),
+            segments=named.view(*shape, 2),
+        )
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.pin)
+
+    def _real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
+        """Return (n,) int64, the steps of each window that exist, at least 1."""
+        index = self.table.episodes
+        known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < index.episodes
+        left = index.lengths[episodes] - starts if known else episodes - episodes
+        if left.min(initial=1) < 1 or starts.min(initial=0) < 0:
+            raise InputError(
+                "SEGMENT_RANGE",
+                "a segment begins outside the table",
+                remedy=f"use episodes below {index.episodes} and starts below their lengths",
+            )
+        return np.minimum(left, self.context_length)
+
+    def _padded(self, real: Int64Array) -> Int64Array:
+        """Return the flat positions, in (n, K), that are padding."""
+        short = np.flatnonzero(real < self.context_length)[:, None]
+        steps = real[short]
+        if self.padding == "right":
+            mask = self._places >= steps
+        else:
+            mask = self._places < self.context_length - steps
+        positions = short * self.context_length + self._places
+        return np.asarray(positions[mask], dtype=np.int64)
+
+    def _owned(self, store: Store, view: Tensor, first: Int64Array) -> Tensor:
+        """Copy windows that begin at step `first`; return (n, K, W) in the store's dtype."""
+        found = self._empty((first.size, view.shape[1]), view.dtype)
+        torch.index_select(view, 0, torch.from_numpy(first + self.table.margin), out=found)
+        return found.view(first.size, self.context_length, -1).view(torch_dtype(store.dtype))
+
+    def _mapped(self, store: Store, first: Int64Array, low: Int64Array, real: Int64Array) -> Tensor:
+        """As `_owned`, from mapped pieces; padding repeats a real step, so nothing else is read."""
+        assert store.firsts is not None, "a store has rows or pieces"
+        rows = np.clip(first[:, None] + self._places, low[:, None], (low + real - 1)[:, None])
+        found = self._empty(
+            (first.size, self.context_length, store.width), torch_dtype(store.dtype)
+        )
+        # Bytes, since a mapped column may lie at an odd address.
+        target = found.view(torch.uint8).numpy()
+        piece_of = np.searchsorted(store.firsts, low, side="right") - 1
+        for number in np.unique(piece_of).tolist():
+            piece = store.pieces[number].view(np.uint8)
+            mine = np.flatnonzero(piece_of == number)
+            target[mine] = piece[rows[mine] - store.firsts[number]]
+        return found
+
+    def _finish(self, store: Store, found: Tensor, padded: Int64Array) -> Tensor:
+        """Cast or normalise (n, K, W) where the field asks for it, then clear the padding."""
+        field = store.fields[0]
+        if field.mean is not None or field.dtype != store.dtype:
+            shape = found.shape
+            values = convert(found.numpy().reshape(*shape[:2], *field.shape), field)
+            found = self._empty(shape, torch_dtype(field.dtype))
+            found.numpy()[...] = values.reshape(shape)
+        rows = found.view(torch.uint8).numpy()
+        whole = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
+        whole[padded] = np.zeros((), whole.dtype)
+        return found
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return PyTorch's dtype of the same name."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _windows(store: Store, span: int) -> Tensor | None:
+    """Return (rows - K + 1, K * W) words: row ``i`` is the window that begins at row ``i``.
+
+    The rows overlap in memory and are only read.  Words are integers, so that no bit pattern of a
+    float is touched on the way.
+    """
+    if store.rows is None:
+        return None
+    word = {1: np.uint8, 2: np.int16, 4: np.int32}.get(store.dtype.itemsize, np.int64)
+    words = torch.from_numpy(store.rows.view(word))
+    count, width = words.shape
+    return words.as_strided((count - span + 1, span * width), (width, 1))

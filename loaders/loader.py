@@ -1,0 +1,333 @@
+"""`GearLoader`: an endless stream of batches that is a pure function of (seed, step).
+
+Several steps are selected and gathered in one pass and handed out one by one; the saved position
+counts what was handed out, not what was prepared.  The parts are replaceable: a selection names
+the segments, a gather fills the windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.fields import EXTRA
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.loaders.batch import Batch
+from gear_offline.selection import Segments, Selection, check_range, make_selection
+from gear_offline.shards import digest
+from gear_offline.table import Layout, Mode, build_table
+
+STATE_FORMAT = 1
+BLOCK_SEGMENTS = 2048  # segments selected and gathered in one pass, at most ...
+BLOCK_BYTES = 16 << 20  # ... and at most this many bytes, at least one batch
+_FIELDS = ("states", "actions", "rewards", "returns_to_go")
+
+
+class Gather(Protocol):
+    """What fills the windows of named segments."""
+
+    def fill(self, segments: Segments) -> Windows:
+        """Return the windows of `segments`, of any leading shape, in memory of their own."""
+        ...
+
+
+class GearLoader(Iterator[Batch]):
+    """Batches of segments of a dataset, without end.
+
+    The batch of a step depends on the dataset, the seed, the step and the options here; not on
+    the device, the layout, earlier steps or the number of steps prepared at a time.
+
+    Parameters
+    ----------
+    dataset
+        An opened dataset, or the directory of one (opened and verified).
+    batch_size
+        Segments in a batch, B.
+    context_length
+        Steps in a window, K.
+    selection
+        Name of a strategy without options, or a `Selection`.
+    seed
+        In ``[0, 2**64)``.
+    device
+        ``"auto"`` (CUDA if there is one), or a torch device.  For CUDA the batch is gathered into
+        page-locked memory and copied on the current stream.
+    padding
+        Side on which windows that reach beyond their episode's end are filled up with zeros.
+    gamma, returns_scale, normalize_states, layout, mode, extra_columns
+        As `gear_offline.table.build_table`.
+    start_step
+        Step of the first batch.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION``; ``SELECTION_*`` and what `build_table` and `open_dataset` raise.
+    UnavailableError
+        ``DEVICE`` if a CUDA device is asked for and there is none.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | str | Path,
+        *,
+        batch_size: int,
+        context_length: int = 20,
+        selection: str | Selection = "uniform_steps",
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        padding: Padding = "right",
+        gamma: float = 1.0,
+        returns_scale: float = 1.0,
+        normalize_states: bool = False,
+        layout: Layout = "auto",
+        mode: Mode = "read",
+        extra_columns: Sequence[str] = (),
+        start_step: int = 0,
+    ) -> None:
+        _check_options(
+            batch_size=batch_size,
+            context_length=context_length,
+            padding=padding,
+            gamma=gamma,
+            returns_scale=returns_scale,
+            layout=layout,
+            mode=mode,
+        )
+        check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
+        self.device = resolve_device(device)
+        self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
+        self.selection: Selection = (
+            make_selection(selection, self.dataset) if isinstance(selection, str) else selection
+        )
+        self.table = build_table(
+            self.dataset,
+            context_length=context_length,
+            gamma=gamma,
+            returns_scale=returns_scale,
+            normalize_states=normalize_states,
+            layout=layout,
+            mode=mode,
+            extra_columns=extra_columns,
+        )
+        self.gather: Gather = CpuGather(
+            self.table,
+            context_length=context_length,
+            padding=padding,
+            pin=self.device.type == "cuda",
+        )
+        self.batch_size = batch_size
+        self.context_length = context_length
+        self.padding: Padding = padding
+        self.seed = seed
+        self.extra_columns = tuple(extra_columns)
+        self._law = {
+            "gamma": float(gamma),
+            "returns_scale": float(returns_scale),
+            "normalize_states": bool(normalize_states),
+        }
+        self._dataset_digest = digest(self.dataset.manifest.encode())
+        self._step = start_step
+        self._block_steps = self._steps_per_block()
+        self._ready: list[Batch] = []  # the next batches, last one first
+
+    @property
+    def step(self) -> int:
+        """Step of the next batch: how many were handed out, when started at 0."""
+        return self._step
+
+    @property
+    def max_episode_length(self) -> int:
+        """Steps of the longest episode; timesteps are below it."""
+        return int(self.dataset.episodes.lengths.max())
+
+    def __iter__(self) -> GearLoader:
+        """Return the loader itself: a second loop goes on where the first one stopped."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the batch of `step` and advance."""
+        if not self._ready:
+            self._ready = self._batches(self._step, self._block_steps)[::-1]
+        batch = self._ready.pop()
+        self._step += 1
+        return batch
+
+    def batch_at(self, step: int) -> Batch:
+        """Return the batch of any step; the position stays."""
+        return self._batches(step, 1)[0]
+
+    def segments_at(self, step: int) -> Segments:
+        """Return the segments of any step, (B,), with the probability of each."""
+        return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
+
+    def model_inputs(self) -> Iterator[dict[str, Tensor]]:
+        """Iterate over plain dictionaries of model inputs, for a Hugging Face ``Trainer``.
+
+        Advances the same position as the loader itself.
+        """
+        for batch in self:
+            yield batch.model_inputs()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it belongs to, JSON-able.
+
+        `step` counts the batches that were handed out, whatever is prepared ahead.
+        """
+        return {"format": STATE_FORMAT, "step": self._step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state` was saved.
+
+        Raises
+        ------
+        InputError
+            ``LOADER_STATE`` if the state is damaged or belongs to another dataset, seed,
+            selection or shape of batch; the loader stays as it was.
+        """
+        step = state.get("step")
+        if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
+            raise InputError(
+                "LOADER_STATE",
+                f"not a loader state of format {STATE_FORMAT}",
+                remedy="pass what GearLoader.state_dict() returned",
+            )
+        differ = [
+            f"{key} is {mine!r} here and {state.get(key)!r} in the state"
+            for key, mine in self._identity().items()
+            if state.get(key) != mine
+        ]
+        if differ:
+            raise InputError(
+                "LOADER_STATE",
+                f"the state belongs to another stream of batches: {'; '.join(differ)}",
+                remedy="build the loader with the saved options, or start without the state",
+            )
+        self._step = step
+        self._ready = []
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what the content of batches depends on, besides the step."""
+        return {
+            "seed": self.seed,
+            "selection": {"name": self.selection.name, "options": dict(self.selection.options)},
+            "batch_size": self.batch_size,
+            "context_length": self.context_length,
+            "padding": self.padding,
+            **self._law,
+            "dataset": self._dataset_digest,
+        }
+
+    def _steps_per_block(self) -> int:
+        row_bytes = sum(
+            store.width * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
+            for store in self.table.stores
+        )
+        batch_bytes = self.batch_size * self.context_length * (row_bytes + 16)
+        return max(1, min(BLOCK_SEGMENTS // self.batch_size, BLOCK_BYTES // batch_bytes))
+
+    def _batches(self, first_step: int, steps: int) -> list[Batch]:
+        """Select, gather and move the batches of `steps` consecutive steps."""
+        segments = self.selection.select_many(
+            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
+        )
+        windows = self.gather.fill(segments)
+        if self.device.type != "cpu":
+            windows = windows.to(self.device, non_blocking=True)
+        fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
+        extras = [
+            {name: fields[EXTRA + name][i] for name in self.extra_columns} for i in range(steps)
+        ]
+        rows = zip(
+            *(fields[name] for name in _FIELDS),
+            windows.timesteps.unbind(0),
+            windows.attention_mask.unbind(0),
+            windows.segments.unbind(0),
+            extras,
+            strict=True,
+        )
+        return [
+            Batch(
+                states=states,
+                actions=actions,
+                rewards=rewards,
+                returns_to_go=returns_to_go,
+                timesteps=timesteps,
+                attention_mask=attention_mask,
+                segments=named,
+                padding=self.padding,
+                extras=further,
+            )
+            for (
+                states,
+                actions,
+                rewards,
+                returns_to_go,
+                timesteps,
+                attention_mask,
+                named,
+                further,
+            ) in rows
+        ]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device; ``"auto"`` is CUDA where there is one.
+
+    Raises
+    ------
+    UnavailableError
+        ``DEVICE``
+    InputError
+        ``LOADER_OPTION`` if torch does not know the name.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise _bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE",
+            f"device {str(device)!r} was asked for and no CUDA device is available",
+            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
+        )
+    return found
+
+
+def _check_options(
+    *,
+    batch_size: int,
+    context_length: int,
+    padding: Literal["right", "left"],
+    gamma: float,
+    returns_scale: float,
+    layout: str,
+    mode: str,
+) -> None:
+    if type(batch_size) is not int or batch_size < 1:
+        raise _bad_option("batch_size", batch_size, "an integer of at least 1")
+    if type(context_length) is not int or context_length < 1:
+        raise _bad_option("context_length", context_length, "an integer of at least 1")
+    if padding not in ("right", "left"):
+        raise _bad_option("padding", padding, "'right' or 'left'")
+    if not 0.0 <= gamma <= 1.0:
+        raise _bad_option("gamma", gamma, "a number from 0 to 1")
+    if not (math.isfinite(returns_scale) and returns_scale > 0.0):
+        raise _bad_option("returns_scale", returns_scale, "a positive number")
+    if layout not in ("auto", "records", "columns"):
+        raise _bad_option("layout", layout, "'auto', 'records' or 'columns'")
+    if mode not in ("read", "mmap"):
+        raise _bad_option("mode", mode, "'read' or 'mmap'")
+
+
+def _bad_option(name: str, value: object, allowed: str) -> InputError:
+    return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
