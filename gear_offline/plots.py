@@ -102,12 +102,15 @@ def plot_data_returns(
     axes.bar(edges[:-1], percent[0], width=np.diff(edges), align="edge", color=SKY, alpha=0.85,
              edgecolor="white", linewidth=0.6)  # fmt: skip
     axes.stairs(percent[1], edges, color=INK, linewidth=1.5)
-    top = float(max(p.max() for p in percent)) * 1.15
-    for value, text, colour in ((mean, "mean", ORANGE), (best, "best", GREEN)):
-        axes.axvline(value, color=colour, linewidth=1.8, ymax=0.92)
-        side = "right" if value > edges[0] + 0.8 * (edges[-1] - edges[0]) else "left"
-        axes.text(value, top * 0.93, f"{text} {short(value)}", color=colour, fontsize=10.5,
-                  ha=side, va="bottom", fontweight="bold")  # fmt: skip
+    top = float(max(p.max() for p in percent)) * 1.2
+    # at two heights, so that the names do not meet when the values do
+    for value, text, colour, height in ((best, "best", GREEN, 0.945), (mean, "mean", ORANGE, 0.87)):
+        axes.axvline(value, color=colour, linewidth=1.8, ymax=height - 0.01)
+        right = value > edges[0] + 0.8 * (edges[-1] - edges[0])
+        axes.text(
+            value, top * height, f"{text} {short(value)}", color=colour, fontsize=10.5,
+            ha="right" if right else "left", va="bottom", fontweight="bold",
+        )  # fmt: skip
     axes.set_ylim(0, top)
     _dress(axes, x="return of an episode", y="share (%)")
     _thousands(axes.xaxis)

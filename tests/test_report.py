@@ -1,0 +1,186 @@
+"""Plots are pictures with something on them; the report says what the files of the run say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+from gear_offline.convert import convert
+from gear_offline.errors import InputError
+from gear_offline.plots import (
+    asked_finding,
+    plot_asked_vs_achieved,
+    plot_data_returns,
+    plot_learning_curve,
+    short,
+)
+from gear_offline.recipe import Recipe
+from gear_offline.report import write_report
+
+
+def pixels(path: Path) -> npt.NDArray[np.uint8]:
+    """(height, width, 3), decoded."""
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+        return np.asarray(picture.convert("RGB"))
+
+
+def close_to(picture: npt.NDArray[np.uint8], colour: str) -> int:
+    """How many pixels have `colour`, anti-aliased edges aside."""
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return int((np.abs(picture.astype(int) - wanted).max(axis=2) <= 8).sum())
+
+
+def check_picture(path: Path, *colours: str) -> None:
+    picture = pixels(path)
+    assert picture.shape == (675, 1080, 3)
+    assert picture.std() > 10, "not blank"
+    assert close_to(picture, "#ffffff") > 0.5 * 675 * 1080, "a light background"
+    for colour in colours:
+        assert close_to(picture, colour) > 100, f"something is drawn in {colour}"
+    assert not list(path.parent.glob(".*")), "no partial file stays behind"
+
+
+def evaluation(**changes: Any) -> dict[str, Any]:
+    rows = []
+    for target, mean in ((3000.0, 2100.0), (500.0, 450.0), (1500.0, 1400.0)):
+        returns = [mean - 100.0, mean, mean + 100.0]
+        rows.append(
+            {
+                "target": target,
+                "episodes": 3,
+                "mean": mean,
+                "std": 100.0,
+                "ci95": [mean - 248.4, mean + 248.4],
+                "returns": returns,
+            }
+        )
+    return {
+        "environment": "Hopper-v5",
+        "run": "tiny-s0",
+        "step": 20,
+        "seed": 7,
+        "confidence": "an interval",
+        "reference": None,
+        "targets": rows,
+        **changes,
+    }
+
+
+def test_picture_of_achieved_against_asked(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "asked.png"
+    plot_asked_vs_achieved(path, evaluation(), data_mean=414.0, data_best=3124.0)
+    check_picture(path, "#0072B2", "#D55E00", "#009E73")
+
+
+def test_picture_of_negative_returns_and_single_episodes(tmp_path: Path) -> None:
+    rows = [
+        {"target": -200.0, "mean": -900.0, "ci95": [None, None], "returns": [-900.0]},
+        {"target": -1000.0, "mean": -1100.0, "ci95": [None, None], "returns": [-1100.0]},
+    ]
+    plot_asked_vs_achieved(tmp_path / "a.png", evaluation(targets=rows, step=None, run=None))
+    check_picture(tmp_path / "a.png", "#0072B2")
+
+
+@pytest.mark.parametrize(
+    ("returns", "lengths"),
+    [
+        (np.random.default_rng(0).gamma(1.0, 500.0, 300), np.arange(1, 301)),
+        (np.full(5, 3.0), np.ones(5)),  # all alike
+        (np.array([1.0, np.nan, np.inf, 4.0]), np.array([1, 2, 3, 4])),
+        (np.array([-3.0]), np.array([10])),
+    ],
+)
+def test_picture_of_the_datas_returns(
+    tmp_path: Path, returns: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64]
+) -> None:
+    plot_data_returns(tmp_path / "data.png", returns, lengths, name="tiny")
+    check_picture(tmp_path / "data.png", "#D55E00", "#009E73")
+
+
+def test_picture_of_learning(tmp_path: Path) -> None:
+    steps, losses = np.arange(10, 210, 10), np.geomspace(3.0, 0.1, 20)
+    plot_learning_curve(tmp_path / "bare.png", steps=steps, losses=losses, name="tiny")
+    check_picture(tmp_path / "bare.png", "#0072B2")
+    rows = [{"step": step, **evaluation()} for step in (100, 200)]
+    for row, step in zip(rows, (100, 200), strict=True):
+        row["step"] = step
+    plot_learning_curve(
+        tmp_path / "whole.png", steps=steps, losses=losses, evaluations=rows, name="tiny"
+    )
+    check_picture(tmp_path / "whole.png", "#0072B2", "#D55E00", "#009E73")
+
+
+def test_title_says_whether_the_asked_return_is_followed() -> None:
+    assert asked_finding([500, 3600, 1000], [450, 1992, 1273]) == (
+        "Asked for more, it achieves more: 450 to 1,992 for 500 to 3,600"
+    )
+    assert asked_finding([1, 2, 3], [5, 9, 8]).startswith("It follows the asked return in part")
+    assert asked_finding([1, 2], [5, 5]).startswith("It does not follow the asked return")
+    assert asked_finding([1, 2], [5, 4]).startswith("It does not follow the asked return")
+    assert asked_finding([3600], [1992.4]) == "Asked for 3,600, it achieves 1,992"
+
+
+def test_short_numbers() -> None:
+    found = [short(value) for value in (0.0, 1234.56, -1234.5, 0.12345, 99.95, 3.0)]
+    assert found == ["0", "1,235", "-1,234", "0.123", "100", "3"]
+
+
+def write_data(folder: Path) -> Path:
+    """Two episodes of 3 and 2 steps with returns 6 and 20, as shards."""
+    with h5py.File(folder / "tiny.hdf5", "w") as file:
+        file["observations"] = np.arange(15, dtype=np.float32).reshape(5, 3)
+        file["actions"] = np.zeros((5, 1), np.float32)
+        file["rewards"] = np.array([1, 2, 3, 10, 10], np.float32)
+        file["terminals"] = np.array([0, 0, 1, 0, 1], bool)
+        file["timeouts"] = np.zeros(5, bool)
+    convert(folder / "tiny.hdf5", folder / "tiny", quiet=True)
+    return folder / "tiny"
+
+
+def test_report_of_a_whole_run(tmp_path: Path) -> None:
+    recipe = Recipe.parse({"name": "tiny", "data": {"path": str(write_data(tmp_path))}})
+    run = tmp_path / "tiny-s0"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(recipe.to_yaml())
+    lines = [{"step": step, "loss": 1.0 / step} for step in (10, 20)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluation(step=10)) + "\n")
+    pair = {
+        "name": "hopper-medium-v2",
+        "minimum": 0.0,
+        "maximum": 1000.0,
+        "indicative": True,
+        "note": "only a hint",
+    }
+    (run / "evaluation.json").write_text(json.dumps(evaluation(reference=pair)))
+    text = write_report(run, random_return=18.0).read_text()
+    for name in ("learning_curve", "data_returns", "asked_vs_achieved"):
+        check_picture(run / "plots" / f"{name}.png")
+        assert f"(plots/{name}.png)" in text
+    assert "| random actions | 18 |  | 1.8 |" in text
+    assert "| mean of the data | 13 |  | 1.3 |" in text  # (6 + 20) / 2, of 1000
+    assert "| best of the data | 20 |  | 2.0 |" in text
+    assert "| policy, asked 3,000 | 2,100 | 1,852 to 2,348 | 210.0 |" in text
+    assert "only a hint" in text
+    assert "2 episodes, 5 steps" in text
+    assert "20 steps" in text
+
+
+def test_report_with_little_to_say(tmp_path: Path) -> None:
+    run = tmp_path / "tiny-s0"
+    run.mkdir()
+    with pytest.raises(InputError) as caught:
+        write_report(run)
+    assert caught.value.code == "REPORT_EMPTY"
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluation()) + "\n")
+    text = write_report(run).read_text()
+    assert "| policy, asked 500 | 450 | 202 to 698 | - |" in text
+    assert "learning_curve" not in text
