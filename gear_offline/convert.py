@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -239,12 +240,19 @@ def _write_here(
     source: Source, jobs: Sequence[ShardJob], settings: Settings, path: Path, advance: Advance
 ) -> list[ShardResult]:
     directory = open_directory(path)
+    pending: deque[Future[ShardResult]] = deque()
+    results: list[ShardResult] = []
     try:
-        return [
-            write_shard(source, job, settings, directory=directory, advance=advance) for job in jobs
-        ]
+        with ThreadPoolExecutor(max_workers=1) as finishing:
+            for job in jobs:
+                finish = write_shard(source, job, settings, directory=directory, advance=advance)
+                pending.append(finishing.submit(finish))
+                if len(pending) > 1:  # at most one shard waits for the disk
+                    results.append(pending.popleft().result())
+            results.extend(future.result() for future in pending)
     finally:
         os.close(directory)
+    return results
 
 
 def _manifest(

@@ -121,19 +121,24 @@ class _ShardFile:
     def append(self, name: str, rows: npt.NDArray[Any]) -> None:
         """Write the next rows of tensor `name`."""
         data = byte_view(rows)
+        offset = len(self._header) + self._tensors[name].start + self._written[name]
         try:
-            self._put(data, len(self._header) + self._tensors[name].start + self._written[name])
+            self._put(data, offset)
+            # Linux starts writing these pages to the disk now, so that fsync finds little to do.
+            os.posix_fadvise(self._handle, offset, len(data), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise write_error(error, self.name) from error
         self._digests[name].update(data)
         self._written[name] += len(data)
 
     def finish(self, *, episodes: int, steps: int) -> ShardRecord:
-        """Make the file durable and return its record."""
+        """Make the file durable, close it and return its record."""
         try:
             os.fsync(self._handle)
         except OSError as error:
             raise write_error(error, self.name) from error
+        finally:
+            self.close()
         if self._written != {name: t.bytes for name, t in self._tensors.items()}:
             raise AssertionError(f"{self.name}: tensors were not written to their end")
         return ShardRecord(
@@ -240,13 +245,19 @@ def write_shard(
     *,
     directory: int,
     advance: Advance = lambda n: None,
-) -> ShardResult:
+) -> Callable[[], ShardResult]:
     """Write one shard into the directory of descriptor `directory`.
 
     Parameters
     ----------
     advance
         Called with the number of source bytes done, from one thread.
+
+    Returns
+    -------
+    callable
+        To be called once, from any thread: waits until the file is on the disk, closes it and
+        returns the result.  So the next shard can be read meanwhile.
 
     Raises
     ------
@@ -280,7 +291,12 @@ def write_shard(
         file.append("episode_returns", gatherer.returns)
         file.append("episode_terminated", source.terminated[episodes])
         file.append("episode_truncated", source.truncated[episodes])
-        record = file.finish(episodes=lengths.size, steps=last - first)
-    finally:
+    except BaseException:
         file.close()
-    return ShardResult(record=record, moments=gatherer.moments, returns=gatherer.returns)
+        raise
+
+    def finish() -> ShardResult:
+        record = file.finish(episodes=lengths.size, steps=last - first)
+        return ShardResult(record=record, moments=gatherer.moments, returns=gatherer.returns)
+
+    return finish

@@ -190,7 +190,7 @@ def _work(requests: IO[str], replies: IO[str]) -> None:
                 job = ShardJob(**json.loads(line))
                 result = write_shard(
                     source, job, settings, directory=directory, advance=lambda n: reply(done=n)
-                )
+                )()
                 reply(
                     record=result.record.to_json(),
                     moments={k: v.to_json() for k, v in result.moments.items()},

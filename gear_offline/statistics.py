@@ -1,9 +1,11 @@
 """Statistics gathered while rows stream by: moments of columns, spread of episode returns.
 
-Everything is float64.  A column's moments are computed over blocks that fit the cache, two passes
-a block (mean, then squared distances from that mean), and blocks are merged with the formula of
-Chan, Golub and LeVeque (1979).  So a large common offset costs no accuracy, and parts computed
-by different processes merge to a result that depends on the order of the parts only.
+Everything is float64.  A column's moments are computed over blocks that fit the cache, and blocks
+are merged with the formula of Chan, Golub and LeVeque (1979).  Within a block the sum of squared
+distances from the mean comes from plain sums of squares, unless that would cancel digits: then a
+second pass over the block takes the distances themselves.  So a large common offset costs no
+accuracy, and parts computed by different processes merge to a result that depends on the order of
+the parts only.
 
 Shape legend: N rows (steps), D elements of one row.
 """
@@ -26,6 +28,7 @@ Float64Array = npt.NDArray[np.float64]
 BLOCK_ELEMENTS = 1 << 16  # 512 KiB of float64: stays in a core's second-level cache
 TILE_ELEMENTS = 1 << 12  # widest piece of a row handled at once, so that tiles keep 16 rows
 LANE_ELEMENTS = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
+CANCELLATION = 1e-4  # sums of squares lose up to this share of their digits, not more
 HISTOGRAM_BINS = 20
 
 
@@ -192,7 +195,12 @@ def _reduce(ufunc: np.ufunc, block: npt.NDArray[Any], fold: int) -> npt.NDArray[
 
 
 def _squares(wide: Float64Array, mean: Float64Array, fold: int) -> Float64Array:
-    """Return (D,) sums of squared distances from `mean`; overwrites `wide`."""
+    """Return (D,) sums of squared distances from `mean`; may overwrite `wide`, (N, D)."""
+    raw = _sum_squares(wide, fold)
+    found = raw - len(wide) * mean * mean
+    if (found >= CANCELLATION * raw).all():
+        return found
+    # Some element is far from zero compared with its spread: distances first, then squares.
     width = wide.shape[1]
     whole = len(wide) // fold * fold
     for part, centre in (
@@ -200,8 +208,16 @@ def _squares(wide: Float64Array, mean: Float64Array, fold: int) -> Float64Array:
         (wide[whole:], mean),
     ):
         part -= centre
-        part *= part
-    return _reduce(np.add, wide, fold)
+    return _sum_squares(wide, fold)
+
+
+def _sum_squares(wide: Float64Array, fold: int) -> Float64Array:
+    width = wide.shape[1]
+    whole = len(wide) // fold * fold
+    lanes = wide[:whole].reshape(-1, fold * width)
+    found = np.einsum("ij,ij->j", lanes, lanes).reshape(fold, width).sum(axis=0)
+    rest = wide[whole:]
+    return np.asarray(found + np.einsum("ij,ij->j", rest, rest))
 
 
 def _masked(
