@@ -1,0 +1,231 @@
+"""What `gear-offline inspect` shows: a JSON-able document, and the same as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from gear_offline.dataset import open_dataset
+from gear_offline.manifest import Manifest
+from gear_offline.progress import progress
+from gear_offline.verification import verify_dataset
+
+BAR_WIDTH = 40
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def inspect(
+    path: str | Path, *, verify: bool = True, threads: int | None = None, quiet: bool = True
+) -> dict[str, Any]:
+    """Describe a dataset.
+
+    Parameters
+    ----------
+    path
+        Dataset directory.
+    verify
+        Check every block first.  With ``False`` the manifest, headers and per-episode tensors are
+        checked all the same.
+    threads
+        Shards checked at once, default one per core up to 8.
+    quiet
+        Show no progress.
+
+    Returns
+    -------
+    dict
+        JSON-able: the manifest's keys (see docs/format.md) with `environment`, `source`,
+        `returns`, `lengths`, `endings`, `statistics`, `shards`; and `path`, `bytes`, `verified`,
+        `digests` (``{"blocks", "block_bytes", "checked"}``).
+
+    Raises
+    ------
+    InputError
+        As `gear_offline.dataset.open_dataset`.
+    """
+    checked = 0
+    if verify:
+        total = Manifest.read(path).total_bytes
+        with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
+            checked = verify_dataset(path, threads=threads, on_progress=advance).blocks
+    dataset = open_dataset(path, verify=False)
+    manifest = dataset.manifest
+    document = manifest.to_json()
+    blocks = sum(len(parts) for s in manifest.shards for parts in s.digests.values())
+    for row, shard in zip(document["shards"], manifest.shards, strict=True):
+        row["digests"] = {name: list(parts) for name, parts in shard.digests.items()}
+    steps = manifest.spec.steps
+    for row, column in zip(document["columns"], manifest.spec, strict=True):
+        row["bytes"] = column.step_bytes * steps
+    neither = manifest.spec.episodes - manifest.terminated - manifest.truncated
+    return {
+        **document,
+        "path": str(path),
+        "bytes": manifest.total_bytes,
+        "endings": {**document["endings"], "neither": neither},
+        "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
+        "verified": verify,
+    }
+
+
+def print_inspection(document: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Print what `inspect` returned as tables and text histograms."""
+    console = console or Console()
+    console.print(
+        Group(
+            _summary(document),
+            _columns(document),
+            _endings(document),
+            _histogram("return", document["returns"]),
+            _histogram("length", document["lengths"]),
+        )
+    )
+
+
+def size_text(count: int) -> str:
+    """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def number_text(value: float | None) -> str:
+    """Return a number in about four digits; ``-`` for none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _summary(document: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _summary_rows(document):
+        table.add_row(name, escape(value))
+    return table
+
+
+def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    source, environment = document["source"], document["environment"]
+    yield "dataset", document["path"]
+    shards = len(document["shards"])
+    yield "format", f"version {document['format_version']}, {shards:,} shard(s)"
+    yield "size", size_text(document["bytes"])
+    yield "episodes", f"{document['episodes']:,}"
+    yield "steps", f"{document['steps']:,}"
+    yield "environment", environment["id"] or "unknown"
+    scores = environment["reference_scores"]
+    if scores is None:
+        yield "reference scores", "unknown"
+    else:
+        text = f"{scores['minimum']:g} to {scores['maximum']:g} ({scores['name']})"
+        yield "reference scores", text + (", indicative only" if scores["indicative"] else "")
+        if scores["note"]:
+            yield "", scores["note"]
+    yield "source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"
+    yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
+    yield from _leaves("", source["attributes"])
+    digests = document["digests"]
+    if document["verified"]:
+        yield "digests", f"all {digests['checked']:,} blocks match"
+    else:
+        yield (
+            "digests",
+            f"manifest, headers and episodes match; {digests['blocks']:,} blocks unread",
+        )
+
+
+def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
+    """Yield the names and texts of a nested object's leaves; empty parts are left out."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), part)
+    elif value not in (None, [], ""):
+        yield f"  {prefix}", str(value)
+
+
+def _columns(document: Mapping[str, Any]) -> RenderableType:
+    shapes = Table(box=box.SIMPLE_HEAD, title="columns", title_justify="left")
+    spreads = Table(
+        box=box.SIMPLE_HEAD,
+        title="statistics (of a wide column: lowest to highest element)",
+        title_justify="left",
+    )
+    for table, left, right in (
+        (shapes, ("name", "dtype", "shape"), ("bytes", "NaN or Inf")),
+        (spreads, ("name",), ("mean", "std", "min", "max")),
+    ):
+        for name in left:
+            table.add_column(name, overflow="fold")
+        for name in right:
+            table.add_column(name, justify="right", no_wrap=True)
+    for column in document["columns"]:
+        found = document["statistics"][column["name"]]
+        name = escape(column["name"])
+        shape = " x ".join(map(str, column["shape"])) or "scalar"
+        size, nonfinite = size_text(column["bytes"]), f"{found['nonfinite']:,}"
+        shapes.add_row(name, column["dtype"], shape, size, nonfinite)
+        spreads.add_row(name, *_spread(found))
+    return Group(shapes, spreads)
+
+
+def _spread(found: Mapping[str, Any]) -> Iterable[str]:
+    """Return mean, std, min and max of a column; of a wide one, each as a range over elements."""
+    for name in ("mean", "std", "min", "max"):
+        values = np.asarray(found[name], np.float64)  # JSON null becomes NaN
+        finite = values[np.isfinite(values)]
+        if not finite.size:
+            yield "-"
+        elif name == "min":
+            yield number_text(float(finite.min()))
+        elif name == "max":
+            yield number_text(float(finite.max()))
+        else:
+            low, high = number_text(float(finite.min())), number_text(float(finite.max()))
+            yield low if low == high else f"{low} to {high}"
+
+
+def _endings(document: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title="how episodes end", title_justify="left")
+    table.add_column("ending")
+    table.add_column("episodes", justify="right")
+    table.add_column("share", justify="right")
+    names = {"terminated": "terminated", "truncated": "truncated", "neither": "without a flag"}
+    for key, name in names.items():
+        count = document["endings"][key]
+        table.add_row(name, f"{count:,}", f"{100 * count / document['episodes']:.1f} %")
+    return table
+
+
+def _histogram(what: str, found: Mapping[str, Any]) -> RenderableType:
+    title = (
+        f"episode {what}: mean {number_text(found['mean'])}, std {number_text(found['std'])}, "
+        f"min {number_text(found['min'])}, max {number_text(found['max'])}"
+    )
+    table = Table(box=None, title=title, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=BAR_WIDTH)
+    table.add_column(justify="right", no_wrap=True)
+    edges: Sequence[float] = found["histogram"]["edges"]
+    counts: Sequence[int] = found["histogram"]["counts"]
+    most = max(counts, default=1)
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        table.add_row(
+            f"{number_text(low)} to {number_text(high)}", bar_text(count, most), f"{count:,}"
+        )
+    return table
+
+
+def bar_text(count: int, most: int, *, width: int = BAR_WIDTH) -> str:
+    """Return a bar of eighths of characters; every count above zero shows something."""
+    eighths = round(count / most * width * 8) if most else 0
+    eighths = max(eighths, 1 if count else 0)
+    whole, rest = divmod(eighths, 8)
+    return _BLOCKS[8] * whole + (_BLOCKS[rest] if rest else "")
