@@ -70,12 +70,20 @@ def _table() -> dict[str, tuple[float, float, str]]:
 
 @functools.cache
 def _families() -> dict[str, tuple[float, float]]:
-    """Return the pair of each environment name whose datasets all share one, e.g. ``hopper``."""
-    pairs: dict[str, set[tuple[float, float]]] = {}
-    for name, (minimum, maximum, _) in _table().items():
+    """Return the pair of each name that all the datasets it stands for share.
+
+    A name stands for the datasets that differ from it by version only (``maze2d-umaze``), or, if
+    there are none, for those that begin with it (``hopper``).
+    """
+    same: dict[str, set[tuple[float, float]]] = {}
+    longer: dict[str, set[tuple[float, float]]] = {}
+    for dataset, (minimum, maximum, _) in _table().items():
+        name = re.sub(r"-v[0-9]+$", "", dataset)
+        same.setdefault(name, set()).add((minimum, maximum))
         parts = name.split("-")
         for count in range(1, len(parts)):
-            pairs.setdefault("-".join(parts[:count]), set()).add((minimum, maximum))
+            longer.setdefault("-".join(parts[:count]), set()).add((minimum, maximum))
+    pairs = longer | same
     return {name: next(iter(found)) for name, found in pairs.items() if len(found) == 1}
 
 
@@ -126,7 +134,7 @@ def reference_scores(name: str) -> ReferenceScores | None:
     if known is None:
         return None
     minimum, maximum, _ = _table()[known]
-    note = _WALKER_NOTE if name.startswith("Walker2d") else _ENGINE_NOTE
+    note = _WALKER_NOTE if name == "Walker2d-v5" else _ENGINE_NOTE
     return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
 
 

@@ -128,7 +128,7 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     info = SourceInfo(
         uri=uri,
         format="d4rl",
-        rule=rule or own,
+        rule=own if rule is None else rule,
         environment_id=environment,
         reference_name=reference,
         files=(rows.path,),

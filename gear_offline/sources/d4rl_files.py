@@ -92,7 +92,9 @@ def _download(url: str, target: Path) -> None:
                 os.fsync(file.fileno())
         shutil.move(temporary, target)
         temporary = None
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
         raise UnavailableError(
             "D4RL_DOWNLOAD",
             f"cannot fetch {url}: {error}",

@@ -1,0 +1,344 @@
+"""Each family's boundaries and bytes against a naive reader; what the user is told."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.sources import Source, d4rl_files, iter_episodes, open_source
+from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
+
+FILES = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+Flags = npt.NDArray[np.bool_]
+
+
+@st.composite
+def flag_pairs(draw: st.DrawFn) -> tuple[Flags, Flags]:
+    """Rows of terminals and timeouts: sparse, dense, both on one row, runs, none at all."""
+    steps = draw(st.integers(1, 60))
+    density = draw(st.sampled_from([0.0, 0.05, 0.3, 0.9]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return rng.random(steps) < density, rng.random(steps) < density
+
+
+def warnings_of(source: Source) -> str:
+    return "\n".join(source.info.attributes["warnings"])
+
+
+def flagged(terminals: Any, timeouts: Any | None, **shapes: int) -> Columns:
+    columns = table(len(terminals), **shapes)
+    columns["terminals"] = np.asarray(terminals)
+    if timeouts is not None:
+        columns["timeouts"] = np.asarray(timeouts)
+    return columns
+
+
+@FILES
+@given(flags=flag_pairs(), compressed=st.booleans(), dtype=st.sampled_from(["?", "f4", "u1"]))
+@pytest.mark.parametrize("name", ["hopper_medium-v2", "walker2d-medium-replay-v1", "ant_expert-v2"])
+def test_mujoco_ends_at_either_flag(
+    tmp_path: Path, name: str, flags: tuple[Flags, Flags], compressed: bool, dtype: str
+) -> None:
+    terminals, timeouts = (f.astype(dtype) for f in flags)
+    columns = flagged(terminals, timeouts)
+    path = write(tmp_path / f"{name}.hdf5", columns, compression="gzip" if compressed else None)
+    naive = naive_episodes(columns, lambda row, _: bool(terminals[row]) or bool(timeouts[row]))
+    with open_source(path) as source:
+        assert source.info.rule == "terminals|timeouts"
+        assert source.info.attributes["family"] == "mujoco"
+        assert_same(source, columns, naive)
+        tail = not (terminals[-1] or timeouts[-1])
+        last = naive[-1]
+        assert source.info.attributes["unfinished_tail_steps"] == (last.stop - last.start) * tail
+
+
+@FILES
+@given(ends=st.lists(st.integers(1, 2600), max_size=4), tail=st.integers(1, 2600))
+def test_mujoco_v0_without_timeouts_counts_steps(
+    tmp_path: Path, ends: list[int], tail: int
+) -> None:
+    terminals = np.zeros(sum(ends) + tail, dtype=bool)
+    terminals[np.cumsum(ends, dtype=np.int64) - 1] = True
+    columns = {
+        "observations": np.arange(terminals.size, dtype=np.float32)[:, None],
+        "actions": np.zeros((terminals.size, 1), dtype=np.float32),
+        "rewards": np.zeros(terminals.size, dtype=np.float32),
+        "terminals": terminals,
+    }
+    path = write(tmp_path / "halfcheetah_medium.hdf5", columns)
+    naive = naive_episodes(columns, lambda row, step: bool(terminals[row]) or step == 999)
+    with open_source(path) as source:
+        assert source.info.rule == "terminals|steps=1000"
+        assert source.info.reference_name == "halfcheetah-medium-v0"
+        assert "no timeouts column" in warnings_of(source)
+        assert_same(source, columns, naive)
+
+
+@FILES
+@given(flags=flag_pairs())
+def test_antmaze_ends_at_timeouts_only(tmp_path: Path, flags: tuple[Flags, Flags]) -> None:
+    terminals, timeouts = flags[0].astype(np.float32), flags[1]
+    columns = flagged(terminals, timeouts, observations=29, actions=8)
+    columns["infos/goal"] = np.zeros((terminals.size, 2), dtype=np.float32)
+    name = "Ant_maze_u-maze_noisy_multistart_False_multigoal_False_sparse_fixed.hdf5"
+    naive = naive_episodes(columns, lambda row, _: bool(timeouts[row]))
+    for file in (name, "unnamed.hdf5"):  # by its name, and by its content
+        with open_source(write(tmp_path / file, columns)) as source:
+            assert source.info.rule == "timeouts"
+            assert source.info.attributes["family"] == "antmaze"
+            assert_same(source, columns, naive)
+
+
+def test_antmaze_runs_of_terminals_do_not_split(tmp_path: Path) -> None:
+    terminals, timeouts = np.zeros(3003, np.float32), np.zeros(3003, bool)
+    terminals[700:1000] = 1  # at the goal, and the play goes on
+    timeouts[1000::1001] = True
+    columns = flagged(terminals, timeouts, observations=29, actions=8)
+    with open_source(write(tmp_path / "antmaze-medium-play-v2.hdf5", columns)) as source:
+        assert source.episodes.lengths.tolist() == [1001, 1001, 1001]
+        assert source.truncated.all()
+        assert source.info.attributes["warnings"] == []
+
+
+def test_antmaze_v0_and_missing_flags_are_reported(tmp_path: Path) -> None:
+    timeouts = np.zeros(3000, bool)
+    timeouts[[997, 2500]] = True
+    columns = flagged(np.zeros(3000, np.float32), timeouts, observations=29, actions=8)
+    with open_source(write(tmp_path / "antmaze-umaze-v0.hdf5", columns)) as source:
+        assert source.episodes.lengths.tolist() == [998, 1503, 499]
+        assert "D4RL#77" in warnings_of(source)
+        assert "longer than the 1001 steps" in warnings_of(source)
+
+
+@FILES
+@given(flags=flag_pairs())
+def test_kitchen_terminals_are_cuts(tmp_path: Path, flags: tuple[Flags, Flags]) -> None:
+    terminals = flags[0].astype(np.float32)
+    columns = table(terminals.size, observations=60, actions=9)
+    columns = {k: v for k, v in columns.items() if k in ("observations", "actions", "rewards")}
+    columns |= {"terminals": terminals, "infos": np.arange(terminals.size, dtype=np.int64)}
+    naive = naive_episodes(columns, lambda row, _: bool(terminals[row]), terminal_counts=False)
+    for file in ("mini_kitchen_microwave_kettle_light_slider-v0.hdf5", "unnamed.hdf5"):
+        with open_source(write(tmp_path / file, columns)) as source:
+            assert_same(source, columns, naive)
+            assert not source.terminated.any()
+            assert "not success" in warnings_of(source)
+
+
+@FILES
+@given(flags=flag_pairs(), kind=st.sampled_from(["human", "cloned", "expert"]))
+def test_adroit(tmp_path: Path, flags: tuple[Flags, Flags], kind: str) -> None:
+    timeouts = flags[1]
+    terminals = np.zeros_like(timeouts) if kind == "human" else flags[0]
+    columns = flagged(terminals, timeouts, observations=45, actions=24)
+    naive = naive_episodes(columns, lambda row, _: bool(terminals[row] or timeouts[row]))
+    path = write(tmp_path / f"pen-{kind}-v1.hdf5", columns)
+    with open_source(path) as source:
+        assert source.info.attributes["family"] == "adroit-pen"
+        assert source.info.reference_name == f"pen-{kind}-v1"
+        assert_same(source, columns, naive)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("pen-v0_demos_clipped", 100), ("door-x", 200)])
+def test_adroit_without_timeouts_uses_the_step_limit(tmp_path: Path, name: str, limit: int) -> None:
+    columns = flagged(np.zeros(450, bool), None, observations=45, actions=24)
+    with open_source(write(tmp_path / f"{name}.hdf5", columns)) as source:
+        naive = naive_episodes(columns, lambda row, step: step == limit - 1)
+        assert_same(source, columns, naive)
+        assert "human demonstrations" in warnings_of(source)
+
+
+def test_maze2d_with_and_without_timeouts(tmp_path: Path) -> None:
+    timeouts = np.zeros(900, bool)
+    timeouts[[10, 11, 500]] = True
+    columns = flagged(np.zeros(900, bool), timeouts, observations=4, actions=2)
+    with open_source(write(tmp_path / "maze2d-umaze-sparse-v1.hdf5", columns)) as source:
+        assert source.info.reference_name == "maze2d-umaze-v1"
+        assert source.episodes.lengths.tolist() == [11, 1, 489, 399]
+        assert source.truncated.all() and source.info.attributes["unfinished_tail_steps"] == 399
+    del columns["timeouts"]
+    path = write(tmp_path / "maze2d-umaze-sparse.hdf5", columns)
+    with open_source(path) as source:
+        assert source.episodes.lengths.tolist() == [900]
+        assert "one continuous trajectory" in warnings_of(source)
+    with open_source(path, rule="steps=300") as source:
+        assert source.episodes.lengths.tolist() == [300, 300, 300]
+        assert source.info.attributes["warnings"] == []
+
+
+def test_terminal_wins_over_timeout_on_one_row(tmp_path: Path) -> None:
+    both = np.array([False, True, False, True])
+    columns = flagged(both, both)
+    with open_source(write(tmp_path / "hopper_expert-v2.hdf5", columns)) as source:
+        assert source.terminated.tolist() == [True, True]
+        assert source.truncated.tolist() == [False, False]
+
+
+def test_no_row_of_an_episode_leaks_into_the_next(tmp_path: Path) -> None:
+    """An importer is known that begins each episode with the last step of the one before."""
+    ends = np.array([4, 5, 9, 10, 29])
+    columns = flagged(np.zeros(33, bool), np.isin(np.arange(33), ends))
+    columns["observations"][:, 0] = np.repeat(range(6), [5, 1, 4, 1, 19, 3])
+    with open_source(write(tmp_path / "hopper_medium-v2.hdf5", columns)) as source:
+        episodes = list(iter_episodes(source))
+    assert [len(e["rewards"]) for e in episodes] == [5, 1, 4, 1, 19, 3]
+    for number, episode in enumerate(episodes):
+        assert (episode["observations"][:, 0] == number).all()
+
+
+def test_cut_episodes_and_missing_flags_are_reported(tmp_path: Path) -> None:
+    timeouts = np.zeros(4000, bool)
+    timeouts[[39, 1039]] = True
+    columns = flagged(np.zeros(4000, bool), timeouts)
+    with open_source(write(tmp_path / "walker2d_full_replay-v2.hdf5", columns)) as source:
+        assert source.episodes.lengths.tolist() == [40, 1000, 2960]
+        assert "1 episodes end by a timeout before step 1000" in warnings_of(source)
+        assert "1 episodes are longer than the 1000 steps" in warnings_of(source)
+
+
+def test_metadata_infos_and_attributes(tmp_path: Path) -> None:
+    columns = flagged(np.zeros(7, bool), np.zeros(7, bool))
+    extra = {
+        "metadata/algorithm": np.bytes_(b"SAC"),
+        "metadata/iteration": np.int32(12),
+        "metadata/policy/fc0/weight": np.zeros((7, 5)),
+        "infos/short": np.zeros(3),
+        "infos/text": np.array([b"a"] * 7),
+    }
+    path = write(
+        tmp_path / "hopper_x.hdf5", columns | extra, attributes={"env_id": "Hopper-v5", "n": 3}
+    )
+    with open_source(path) as source:
+        assert_same(source, columns, naive_episodes(columns, lambda *_: False))
+        info = source.info
+        assert info.environment_id == info.reference_name == "Hopper-v5"
+        assert info.attributes["attributes"] == {"env_id": "Hopper-v5", "n": 3}
+        assert info.attributes["metadata"] == {
+            "metadata/algorithm": "SAC",
+            "metadata/iteration": 12,
+            "metadata/policy/fc0/weight": "float64 [7, 5]",
+        }
+        assert set(info.attributes["left_out"]) == {"infos/short", "infos/text"}
+        assert info.uri == "hopper_x.hdf5" and info.locator == str(path)
+
+
+def test_columns_of_width_one_are_one_number_a_step(tmp_path: Path) -> None:
+    columns = table(9)
+    columns["rewards"] = columns["rewards"][:, None]
+    columns |= {"terminals": np.zeros((9, 1), bool), "timeouts": np.eye(9, 1, -4, dtype=bool)}
+    with open_source(write(tmp_path / "replay.hdf5", columns)) as source:
+        assert source.spec["rewards"].shape == source.spec["timeouts"].shape == ()
+        assert source.episodes.lengths.tolist() == [5, 4]
+        assert source.read("rewards", 2, 5).tobytes() == columns["rewards"][2:5].tobytes()
+
+
+def test_gymnasium_id_means_plain_flags(tmp_path: Path) -> None:
+    terminals, timeouts = np.zeros(20, bool), np.zeros(20, bool)
+    terminals[4] = timeouts[9] = True
+    columns = flagged(terminals, timeouts, observations=29, actions=8)
+    for name in ("antmaze-umaze.hdf5", "collected.hdf5"):
+        path = write(tmp_path / name, columns, attributes={"env_id": "AntMaze_UMaze-v4"})
+        with open_source(path) as source:
+            assert source.info.rule == "terminals|timeouts"
+            assert source.episodes.lengths.tolist() == [5, 5, 10]
+            assert source.info.reference_name is None
+    path = write(tmp_path / "x.hdf5", columns, attributes={"env_id": "antmaze-umaze-v2"})
+    with open_source(path) as source:
+        assert source.info.rule == "timeouts"
+        assert source.info.environment_id is None
+        assert source.info.reference_name == "antmaze-umaze-v2"
+
+
+@FILES
+@given(flags=flag_pairs(), limit=st.integers(1, 20))
+def test_rule_can_be_given(tmp_path: Path, flags: tuple[Flags, Flags], limit: int) -> None:
+    terminals, timeouts = flags
+    columns = flagged(terminals, timeouts)
+    path = write(tmp_path / "kitchen.hdf5", columns)
+    rules: dict[str, Callable[[int, int], bool]] = {
+        "none": lambda row, step: False,
+        "terminals": lambda row, step: bool(terminals[row]),
+        "timeouts": lambda row, step: bool(timeouts[row]),
+        f"timeouts|steps={limit}": lambda row, step: bool(timeouts[row]) or step == limit - 1,
+        f"steps={limit}": lambda row, step: step == limit - 1,
+    }
+    for rule, ends in rules.items():
+        with open_source(path, rule=rule) as source:
+            assert source.info.rule == rule
+            assert_same(source, columns, naive_episodes(columns, ends))
+            again = open_source(source.info.locator, rule=source.info.rule)
+            assert again.episodes.lengths.tolist() == source.episodes.lengths.tolist()
+            again.close()
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        ("sometimes", "RULE_UNKNOWN"),
+        ("", "RULE_UNKNOWN"),
+        ("steps=0", "RULE_UNKNOWN"),
+        ("terminals|terminals", "RULE_UNKNOWN"),
+        ("terminations|truncations", "RULE_FLAG"),
+    ],
+)
+def test_bad_rules(tmp_path: Path, rule: str, code: str) -> None:
+    path = write(tmp_path / "x.hdf5", flagged(np.zeros(3, bool), np.zeros(3, bool)))
+    with pytest.raises(InputError) as caught:
+        open_source(path, rule=rule)
+    assert caught.value.code == code
+
+
+def test_name_finds_the_file_in_d4rls_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(tmp_path))
+    write(tmp_path / "hopper_mixed.hdf5", flagged(np.zeros(5, bool), None))
+    with open_source("d4rl:hopper-medium-replay-v0") as source:
+        assert source.info.uri == "d4rl:hopper-medium-replay-v0"
+        assert source.info.reference_name == "hopper-medium-replay-v0"
+        assert source.info.rule == "terminals|steps=1000"
+    with pytest.raises(InputError) as caught:
+        open_source("d4rl:hoper-medium-v2")
+    assert caught.value.code == "D4RL_NAME" and "hopper-medium-v2" in caught.value.remedy
+
+
+def test_download_and_its_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, cache = tmp_path / "served", tmp_path / "cache"
+    (served / "gym_mujoco_v2").mkdir(parents=True)
+    columns = flagged(np.zeros(5, bool), np.zeros(5, bool))
+    write(served / "gym_mujoco_v2" / "hopper_medium-v2.hdf5", columns)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(served))
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("D4RL_DATASET_DIR", str(cache))
+    monkeypatch.setattr(d4rl_files, "SERVER", f"http://127.0.0.1:{server.server_port}/")
+    try:
+        with open_source("d4rl:hopper-medium-v2") as source:
+            assert_same(source, columns, naive_episodes(columns, lambda *_: False))
+        with pytest.raises(UnavailableError) as caught:
+            open_source("d4rl:hopper-expert-v2")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert caught.value.code == "D4RL_DOWNLOAD"
+    assert str(cache / "hopper_expert-v2.hdf5") in caught.value.remedy
+    assert [p.name for p in cache.iterdir()] == ["hopper_medium-v2.hdf5"]
