@@ -273,6 +273,8 @@ def doctor(as_json: Json = False) -> None:
         _print_json(diagnosis)
     else:
         print_diagnosis(diagnosis)
+    if not diagnosis["healthy"]:
+        raise typer.Exit(1)
 
 
 def main(arguments: list[str] | None = None) -> int:

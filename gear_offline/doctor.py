@@ -95,11 +95,7 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
     seconds
         Time limit of each probe.
     """
-    wanted = [
-        name
-        for name in PROBES
-        if package_version(name) or name in ("torch", "transformers", "mujoco")
-    ]
+    wanted = [name for name in PROBES if package_version(name) or name in ("torch", "mujoco")]
     with ThreadPoolExecutor(max_workers=4) as pool:
         tried = dict(
             zip(wanted, pool.map(lambda n: probe(n, seconds=seconds), wanted), strict=True)
@@ -169,8 +165,9 @@ def _simple(name: str, probe: Probe, path: str) -> Feature:
 
 def _cpu_feature(cpu: Mapping[str, Any], tried: Mapping[str, Probe]) -> Feature:
     absent = [name for name in CORE_PACKAGES if package_version(name) is None]
-    broken = [f"{n}: {tried[n].reason}" for n in ("torch", "transformers") if not tried[n].works]
-    if absent or broken:
+    torch = tried["torch"]
+    if absent or not torch.works:
+        broken = [] if torch.works else [f"importing torch and transformers: {torch.reason}"]
         reason = "; ".join([*(f"{name} is not installed" for name in absent), *broken])
         return Feature(
             feature="cpu",
@@ -184,8 +181,7 @@ def _cpu_feature(cpu: Mapping[str, Any], tried: Mapping[str, Probe]) -> Feature:
     return Feature(
         feature="cpu",
         available=True,
-        path=f"{tried['torch'].found['threads']} threads, float32"
-        + (" or bfloat16" if half else ""),
+        path=f"{torch.found['threads']} threads, float32" + (" or bfloat16" if half else ""),
         reason=f"{cpu['usable']} usable cores with {found}"
         + ("" if half else "; no bfloat16 arithmetic, which would be slower than float32"),
     )

@@ -25,8 +25,10 @@ DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import
 
 # Each prints one JSON document; it may fail in any way it likes.
 PROBES = {
+    # with transformers, which imports torch anyway: one process fewer
     "torch": """
 import torch
+from transformers import DecisionTransformerModel
 found = {"cuda_build": torch.version.cuda, "threads": torch.get_num_threads(), "devices": []}
 if torch.cuda.is_available():
     for index in range(torch.cuda.device_count()):
@@ -35,10 +37,6 @@ if torch.cuda.is_available():
             "name": facts.name, "memory_bytes": facts.total_memory,
             "capability": f"{facts.major}.{facts.minor}"})
 print(json.dumps(found))
-""",
-    "transformers": """
-from transformers import DecisionTransformerModel
-print(json.dumps({}))
 """,
     "mujoco": """
 import warnings
