@@ -5,7 +5,6 @@ Shape legend: B windows, T tokens (three a step), H hidden size, N heads, D = H 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,13 +15,30 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerGPT2Block,
 )
 
-Keep = Callable[[Tensor], Tensor]  # chooses tokens: (B, T, H) -> (B, T', H)
+# Tokens to go on with: the same ones in every window, or one in each, (B,) int64.
+Keep = slice | Tensor
+
+
+def take(hidden: Tensor, keep: Keep | None) -> Tensor:
+    """Pick tokens: (B, T, H) -> (B, T', H), contiguous."""
+    if keep is None:
+        return hidden
+    if isinstance(keep, slice):
+        return hidden[:, keep].contiguous()
+    place = keep.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, place)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
-    """Causal attention without materialised weights.
+    """Causal attention without materialised weights where a fused kernel exists.
 
     Parameters
     ----------
@@ -41,9 +57,72 @@ def attend(
     Tensor
         (B, N, T, D), dtype of `value`.
     """
+    if dropout > 0.0 and mask is None and has_fast_dropout(query):
+        return _attend_on_cpu(query, key, value, slice(None), scale=scale, dropout=dropout)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale
     )
+
+
+def _attend_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, rows: slice, *, scale: float, dropout: float
+) -> Tensor:
+    """Causal attention of some of the queries in plain matrix products.
+
+    PyTorch has no fused CPU kernel with dropout, and its fallback spends more time around the
+    products than in them.
+    """
+    query = query[:, :, rows]
+    batch, heads, queries, width = query.shape
+    tokens = key.shape[2]
+    blocked = torch.full((tokens, tokens), float("-inf")).triu(1)[rows]
+    query, key, value = (part.reshape(batch * heads, -1, width) for part in (query, key, value))
+    scores = torch.baddbmm(blocked, query, key.transpose(1, 2), alpha=scale)
+    mixed = torch.bmm(drop(scores.softmax(-1), dropout), value)
+    return mixed.view(batch, heads, queries, width)
+
+
+def has_fast_dropout(values: Tensor) -> bool:
+    """Whether `drop` and `add_dropped` take their own path: eager float32 on a CPU."""
+    return (
+        values.device.type == "cpu"
+        and values.dtype == torch.float32
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _dropout_mask(like: Tensor, probability: float) -> tuple[Tensor, float]:
+    """Return zeros and ones of the shape of `like`, and the factor that keeps the mean.
+
+    PyTorch's CPU dropout costs as much as a third of this model's matrix products, nearly all
+    of it for one random number an element.  16 random bits an element suffice: the probability
+    is rounded to a multiple of 2^-16, and the factor is that of the rounded one.
+    """
+    dropped = round(probability * 65536)
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
+    words.random_(-(2**63), None)  # all 64 bits, from PyTorch's default generator
+    bits = words.view(torch.int16)[: like.numel()].view(like.shape)
+    kept = torch.empty(like.shape, dtype=like.dtype)
+    torch.ge(bits, dropped - 32768, out=kept)
+    return kept, 65536 / (65536 - dropped)
+
+
+def drop(values: Tensor, probability: float) -> Tensor:
+    """Dropout of `values`; the caller passes 0 outside training."""
+    if probability == 0.0:
+        return values
+    if not has_fast_dropout(values):
+        return F.dropout(values, probability)
+    kept, factor = _dropout_mask(values, probability)
+    return values * kept.mul_(factor)
+
+
+def add_dropped(residual: Tensor, branch: Tensor, probability: float) -> Tensor:
+    """``residual + drop(branch, probability)`` in one pass where that is possible."""
+    if probability == 0.0 or not has_fast_dropout(branch) or residual.dtype != branch.dtype:
+        return residual + drop(branch, probability)
+    kept, factor = _dropout_mask(branch, probability)
+    return torch.addcmul(residual, branch, kept, value=factor)
 
 
 def attend_eagerly(
@@ -119,9 +198,19 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         eager
             Compute the attention weights in the open and return them.
         keep
-            Chooses the tokens that go on after attention, (B, T, H) -> (B, T', H).  All tokens
-            serve as keys and values; only the kept ones pass the projection and the MLP.
+            Tokens that go on after attention; the output is (B, T', H).  All tokens serve as
+            keys and values, but only the kept ones pass the projection and the MLP.
         """
+        mixed, weights = self._attend(hidden, mask, eager, keep)
+        residual = self.attn.resid_dropout.p if self.training else 0.0
+        hidden = add_dropped(take(hidden, keep), self.attn.c_proj(mixed), residual)
+        inner = self.mlp.c_proj(self.mlp.act(self.mlp.c_fc(self.ln_2(hidden))))
+        return add_dropped(hidden, inner, self.mlp.dropout.p if self.training else 0.0), weights
+
+    def _attend(
+        self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what each kept token has gathered, (B, T', H), and the weights if `eager`."""
         attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
         heads = attention.num_heads
@@ -130,17 +219,15 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
             for part in attention.c_attn(self.ln_1(hidden)).split(width, dim=2)
         )
         dropout = attention.attn_dropout.p if self.training else 0.0
-        weights: Tensor | None = None
         scale = float(attention.scaling)
+        weights: Tensor | None = None
         if eager:
             mixed, weights = attend_eagerly(
                 query, key, value, mask=mask, scale=scale, dropout=dropout
             )
+        elif isinstance(keep, slice) and mask is None and has_fast_dropout(query):
+            mixed = _attend_on_cpu(query, key, value, keep, scale=scale, dropout=dropout)
+            return mixed.transpose(1, 2).reshape(batch, -1, width), None
         else:
             mixed = attend(query, key, value, mask=mask, scale=scale, dropout=dropout)
-        mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
-        if keep is not None:
-            mixed, hidden = keep(mixed), keep(hidden)
-        hidden = hidden + attention.resid_dropout(attention.c_proj(mixed))
-        hidden = hidden + self.mlp(self.ln_2(hidden))
-        return hidden, weights
+        return take(mixed.transpose(1, 2).reshape(batch, tokens, width), keep), weights

@@ -23,7 +23,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 )
 
 from gear_offline.errors import InputError
-from gear_offline.models.blocks import Block, Keep, dense_mask
+from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.checks import check_timesteps, trainable_parameters
 from gear_offline.models.loss import action_loss
 
@@ -38,6 +38,7 @@ __all__ = [
 
 Attention = Literal["auto", "sdpa", "eager"]
 Padding = Literal["any", "right"]
+STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 
 
 class TrainingBatch(Protocol):
@@ -161,7 +162,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         tokens = self._embed(states, actions, returns_to_go, timesteps)
         mask = self._mask(attention_mask, padding)
         if only_actions:
-            state_tokens = self._encode(tokens, mask, keep=_state_tokens)
+            state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
             return DecisionTransformerOutput(action_preds=self.predict_action(state_tokens))
         layers: list[Tensor] | None = [] if with_hidden else None
         weights: list[Tensor] | None = [] if attentions else None
@@ -216,9 +217,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             (B, A): actions, or logits for discrete actions.
         """
         tokens = self._embed(states, actions, returns_to_go, timesteps)
-        width = tokens.shape[-1]
-        place = (3 * last_step + 1).view(-1, 1, 1).expand(-1, 1, width)
-        hidden = self._encode(tokens, None, keep=lambda tokens: tokens.gather(1, place))
+        hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         action: Tensor = self.predict_action(hidden)[:, 0]
         return action
 
@@ -247,8 +246,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         # stack on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
         stacked = torch.stack(parts, dim=2) + self.embed_timestep(timesteps).unsqueeze(2)
         tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
-        dropped: Tensor = self.encoder.drop(tokens)
-        return dropped
+        return drop(tokens, self.encoder.drop.p if self.training else 0.0)
 
     def _embed_actions(self, actions: Tensor) -> Tensor:
         layer = self.embed_action
@@ -307,11 +305,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         # Until 5.17 transformers knows eager only for this class, so there it is no one's wish.
         asked = self.config._attn_implementation == "eager"
         return asked and DecisionTransformerModel._supports_sdpa
-
-
-def _state_tokens(tokens: Tensor) -> Tensor:
-    """(B, 3K, H) -> (B, K, H): the tokens that predict actions."""
-    return tokens[:, 1::3]
 
 
 def _as_output(parts: list[Tensor] | None) -> Tensor | None:
