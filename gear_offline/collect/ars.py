@@ -14,6 +14,7 @@ Shape legend: N directions, A action, S observation.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,7 @@ OPTIONS = {
 
 def options_for(environment_id: str) -> ArsOptions:
     """Return the hyper-parameters for an environment, by its name without the version."""
-    return OPTIONS.get(environment_id.rpartition("/")[2].partition("-v")[0], ArsOptions())
+    return OPTIONS.get(re.split("[:/]", environment_id)[-1].partition("-v")[0], ArsOptions())
 
 
 @dataclass(eq=False)
@@ -242,7 +243,7 @@ def _direction(seed: int, attempt: int, number: int, d: int, shape: tuple[int, .
 def _rollout_plans(
     base: LinearPolicy, options: ArsOptions, seed: int, at: Iteration, maker: int
 ) -> list[EpisodePlan]:
-    plans = []
+    plans: list[EpisodePlan] = []
     for d in range(options.directions):
         delta = options.noise * _direction(seed, at.attempt, at.number, d, base.weight.shape)
         for side, signed in enumerate((delta, -delta)):
@@ -254,6 +255,7 @@ def _rollout_plans(
                     reset_seed=reset_seed(*path[:-1]),
                     noise_path=path,
                     maker=maker,
+                    expected_return=float(at.returns[len(plans)]) if at.returns.size else None,
                 )
             )
     return plans
@@ -357,7 +359,7 @@ def _attempt(crew: Crew, training: Training, limit: int) -> Iterator[tuple[int, 
 def _evaluate(
     crew: Crew, training: Training, policy: LinearPolicy, attempt: int, number: int
 ) -> Snapshot:
-    plans = []
+    plans: list[EpisodePlan] = []
     for i in range(EVALUATION_EPISODES):
         # The same start states at every evaluation, so that snapshots compare fairly.
         path = (training.seed, EVALUATE, i)

@@ -25,6 +25,7 @@ from gear_offline.collect.environment import (
     simulator_data,
 )
 from gear_offline.collect.policy import Policy
+from gear_offline.collect.streams import stream
 from gear_offline.errors import GearError
 
 AnyArray = npt.NDArray[Any]
@@ -48,6 +49,8 @@ class EpisodePlan:
         the probability of a uniformly drawn action.
     maker
         Which maker the episode belongs to; copied to the episode.
+    expected_return
+        What the episode returned when it was played before; recording checks it.
     """
 
     policy: Policy
@@ -55,6 +58,7 @@ class EpisodePlan:
     noise_path: tuple[int, ...]
     action_noise: float = 0.0
     maker: int = 0
+    expected_return: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,9 +132,7 @@ class _Lane:
 
     def begin(self, index: int, plan: EpisodePlan) -> None:
         self.index, self.plan, self.terminated = index, plan, False
-        self.generator = np.random.Generator(
-            np.random.PCG64(np.random.SeedSequence(list(plan.noise_path)))
-        )
+        self.generator = stream(*plan.noise_path)
         self.actions, self.rewards, self.positions, self.velocities = [], [], [], []
         observation, _ = self.environment.reset(seed=plan.reset_seed)
         self.seen = [observation]
@@ -165,6 +167,14 @@ class _Lane:
     def episode(self) -> Episode:
         assert self.plan is not None, "a lane ends only an episode that it began"
         facts, steps = self.facts, len(self.rewards)
+        total, expected = float(np.sum(self.rewards)), self.plan.expected_return
+        if expected is not None and total != expected:
+            raise GearError(
+                "COLLECT_NOT_REPEATABLE",
+                f"an episode returned {expected} in training and {total} when it was recorded",
+                where=facts.environment_id,
+                remedy="the environment does not depend on its seed alone: leave replay out",
+            )
         seen = np.asarray(self.seen, dtype=facts.observation_dtype)
         last = np.zeros(steps, dtype=np.bool_)
         last[-1] = True
@@ -183,7 +193,7 @@ class _Lane:
             columns=columns,
             maker=self.plan.maker,
             reset_seed=self.plan.reset_seed,
-            simulated_return=float(np.sum(self.rewards)),
+            simulated_return=total,
         )
 
     def score(self) -> EpisodeScore:

@@ -1,0 +1,90 @@
+"""Small environments whose every transition can be recognised; import registers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+
+Observation = npt.NDArray[np.float64]
+LIMIT = 12
+
+
+class Counter(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
+    """Observation: (tag of the episode, step, last action); ends after a seeded number of steps.
+
+    The tag is the reset seed, so a row from another episode or from after a reset shows.  Some
+    episodes are longer than the time limit, some end exactly there: both flags on one row.
+    """
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        self.action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.tag, self.steps = float(seed or 0), 0
+        self.length = length_of(int(seed or 0))
+        return np.array([self.tag, 0.0, 0.0]), {}
+
+    def step(
+        self, action: npt.NDArray[np.float32]
+    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        assert self.steps < min(self.length, LIMIT), "stepped after the end of an episode"
+        self.steps += 1
+        observation = np.array([self.tag, float(self.steps), float(action[0])])
+        return observation, self.steps + 0.1, self.steps >= self.length, False, {}
+
+
+def length_of(seed: int) -> int:
+    """Steps of the episode that starts with this seed, were there no time limit."""
+    return 1 + seed % (LIMIT + 3)
+
+
+class Push(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
+    """Push a point to the origin: a linear policy solves it, which ARS finds in seconds."""
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.x = float(self.np_random.uniform(-1.0, 1.0))
+        return np.array([self.x, 1.0]), {}
+
+    def step(
+        self, action: npt.NDArray[np.float32]
+    ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        self.x += 0.3 * float(action[0])
+        return np.array([self.x, 1.0]), 1.0 - min(abs(self.x), 1.0), False, False, {}
+
+
+class Unbounded(Push):
+    """Actions without bounds: nothing uniform can be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+
+def _register() -> None:
+    for name, made, limit in (
+        ("Counter-v0", "Counter", LIMIT),
+        ("Push-v0", "Push", 10),
+        ("Unbounded-v0", "Unbounded", 10),
+        ("Endless-v0", "Push", None),
+    ):
+        if name not in gymnasium.registry:
+            gymnasium.register(name, f"{__name__}:{made}", max_episode_steps=limit)
+
+
+_register()
+COUNTER = "tests.collect_environments:Counter-v0"
+PUSH = "tests.collect_environments:Push-v0"

@@ -1,0 +1,309 @@
+"""`collect` end to end: files in D4RL's layout, of the asked quality, the same every time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from gear_offline.collect import collect
+from gear_offline.collect.policy import LinearPolicy, save_linear_policy
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.sources import open_source
+from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
+from tests.test_collect_rollout import check_counter_episode
+
+needs_mujoco = pytest.mark.skipif(
+    importlib.util.find_spec("mujoco") is None, reason="needs pip install 'gear-offline[mujoco]'"
+)
+QUIET: dict[str, Any] = {"quiet": True, "processes": 1}
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all datasets, by path, and the attributes."""
+    found: dict[str, Any] = {}
+
+    def visit(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset):
+            found[name] = item[()]
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+        return found, dict(file.attrs)
+
+
+@needs_mujoco
+def test_hopper_has_d4rls_layout(tmp_path: Path) -> None:
+    out = tmp_path / "hopper.hdf5"
+    report = collect("Hopper-v5", out, steps=300, seed=4, **QUIET)
+    columns, attributes = read(out)
+    n = report.steps
+    shapes = {
+        "observations": ((n, 11), "float32"),
+        "next_observations": ((n, 11), "float32"),
+        "actions": ((n, 3), "float32"),
+        "rewards": ((n,), "float32"),
+        "terminals": ((n,), "bool"),
+        "timeouts": ((n,), "bool"),
+        "infos/qpos": ((n, 6), "float32"),
+        "infos/qvel": ((n, 6), "float32"),
+    }
+    for name, (shape, dtype) in shapes.items():
+        assert (columns[name].shape, columns[name].dtype.name) == (shape, dtype), name
+    others = set(columns) - set(shapes)
+    assert others and all(name.startswith("metadata/") for name in others)
+    # A Hopper's observation is its position without x, and its clipped velocity.
+    np.testing.assert_array_equal(columns["observations"][:, :5], columns["infos/qpos"][:, 1:])
+    np.testing.assert_array_equal(
+        columns["observations"][:, 5:], np.clip(columns["infos/qvel"], -10, 10)
+    )
+    ends = columns["terminals"] | columns["timeouts"]
+    assert ends[-1] and ends.sum() == report.episodes
+    inner = ~ends[:-1]
+    np.testing.assert_array_equal(
+        columns["next_observations"][:-1][inner], columns["observations"][1:][inner]
+    )
+    fresh = columns["observations"][1:][~inner]
+    assert not (columns["next_observations"][:-1][~inner] == fresh).all(axis=1).any()
+    assert attributes["env_id"] == "Hopper-v5"
+    assert attributes["note"] == "collected locally; not D4RL data"
+    assert attributes["gymnasium"] and attributes["mujoco"]
+    assert attributes["seed"] == 4 and attributes["episodes"] == report.episodes
+    returns = [r.sum(dtype=np.float64) for r in np.split(columns["rewards"], ends.nonzero()[0] + 1)]
+    assert attributes["mean_return"] == pytest.approx(np.mean(returns[:-1]), abs=1e-9)
+    (maker,) = json.loads(attributes["makers"])
+    assert maker["name"] == "random" and maker["steps"] == n
+    assert maker["max_return"] == pytest.approx(max(returns), abs=1e-9)
+
+
+def test_the_d4rl_source_reads_it(tmp_path: Path) -> None:
+    out = tmp_path / "counter.hdf5"
+    report = collect("Counter-v0", out, steps=400, **QUIET)
+    seeds = read(out)[0]["metadata/episode_reset_seed"]
+    with open_source(out) as source:
+        assert source.info.environment_id == "Counter-v0"
+        assert source.spec.steps == report.steps >= 400
+        assert source.spec.episodes == report.episodes == len(seeds)
+        np.testing.assert_array_equal(
+            source.episodes.lengths, [min(length_of(int(s)), LIMIT) for s in seeds]
+        )
+        expected = [length_of(int(s)) <= LIMIT for s in seeds]
+        np.testing.assert_array_equal(source.terminated, expected)
+        assert any(expected) and not all(expected)
+
+
+def test_whole_episodes_until_there_are_enough_steps(tmp_path: Path) -> None:
+    report = collect(COUNTER, tmp_path / "a.hdf5", steps=100, **QUIET)
+    columns, _ = read(tmp_path / "a.hdf5")
+    ends = columns["terminals"] | columns["timeouts"]
+    assert ends[-1]
+    last = np.diff(np.flatnonzero(ends))[-1]
+    assert 100 <= report.steps < 100 + last
+
+
+def test_exact_steps_cut_the_last_episode_without_a_flag(tmp_path: Path) -> None:
+    whole = collect(COUNTER, tmp_path / "a.hdf5", steps=100, **QUIET)
+    steps = whole.steps - 1
+    cut = collect(COUNTER, tmp_path / "b.hdf5", steps=steps, exact_steps=True, **QUIET)
+    assert cut.steps == steps and cut.episodes == whole.episodes
+    long, short = read(tmp_path / "a.hdf5")[0], read(tmp_path / "b.hdf5")[0]
+    for name in ("observations", "next_observations", "actions", "rewards"):
+        np.testing.assert_array_equal(short[name], long[name][:-1])
+    assert not short["terminals"][-1] and not short["timeouts"][-1]
+
+
+def test_bytes_do_not_depend_on_processes_or_environments(tmp_path: Path) -> None:
+    contents = []
+    for i, (environments, processes) in enumerate([(1, 1), (8, 1), (3, 2)]):
+        out = tmp_path / f"{i}.hdf5"
+        collect(COUNTER, out, steps=500, environments=environments, processes=processes, quiet=True)
+        contents.append(out.read_bytes())
+    assert contents[0] == contents[1] == contents[2]
+    collect(COUNTER, tmp_path / "other.hdf5", steps=500, seed=1, **QUIET)
+    assert (tmp_path / "other.hdf5").read_bytes() != contents[0]
+
+
+def test_qualities_are_what_they_say(tmp_path: Path) -> None:
+    means: dict[str, float] = {}
+    common: dict[str, Any] = {"policy": "ars", "train_steps": 6_000, "seed": 3, **QUIET}
+    policy = tmp_path / "policy.safetensors"
+    for quality in ("expert", "medium", "replay", "mixed"):
+        report = collect(
+            PUSH,
+            tmp_path / f"{quality}.hdf5",
+            quality=quality,
+            steps=400,
+            save_policy=policy,
+            **common,
+        )
+        means[quality] = report.mean_return
+        assert report.train_steps >= 6_000
+        columns, attributes = read(tmp_path / f"{quality}.hdf5")
+        makers = json.loads(attributes["makers"])
+        numbers = columns["metadata/episode_maker"]
+        assert sorted(set(numbers.tolist())) == list(range(len(makers)))
+        for number, maker in enumerate(makers):
+            assert maker["episodes"] == (numbers == number).sum()
+    assert means["expert"] > max(means["medium"], means["replay"], means["mixed"])
+    mixed = json.loads(read(tmp_path / "mixed.hdf5")[1]["makers"])
+    assert [m["name"] for m in mixed] == ["replay", "level:0.25", "level:0.5", "expert"]
+    shares = np.array([m["steps"] for m in mixed]) / 400
+    np.testing.assert_allclose(shares, [0.4, 0.15, 0.15, 0.3], atol=0.05)
+    expert = read(tmp_path / "expert.hdf5")[0]
+    again = collect(PUSH, tmp_path / "file.hdf5", policy=policy, steps=400, seed=3, **QUIET)
+    assert again.mean_return == means["expert"]
+    np.testing.assert_array_equal(read(tmp_path / "file.hdf5")[0]["actions"], expert["actions"])
+    np.testing.assert_array_equal(
+        expert["metadata/policy/weight"], expert["metadata/makers/expert/weight"]
+    )
+
+
+def test_training_and_recording_are_the_same_in_processes(tmp_path: Path) -> None:
+    contents = []
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.hdf5"
+        collect(
+            PUSH,
+            out,
+            policy="ars",
+            quality="mixed",
+            train_steps=1_500,
+            steps=600,
+            action_noise=0.1,
+            processes=processes,
+            quiet=True,
+        )
+        contents.append(out.read_bytes())
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("policy", ["random", "ars"])
+def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
+    out, saved = tmp_path / "a.hdf5", tmp_path / "policy.safetensors"
+    options: dict[str, Any] = {"train_steps": 500, "save_policy": saved} if policy == "ars" else {}
+    with pytest.raises(GearError, match=r"below the gate of 9\.9") as caught:
+        collect(PUSH, out, policy=policy, steps=200, gate=9.9, **options, **QUIET)
+    assert caught.value.code == "COLLECT_GATE"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gate_that_is_reached_lets_the_file_through(tmp_path: Path) -> None:
+    report = collect(PUSH, tmp_path / "a.hdf5", steps=200, gate=1.0, **QUIET)
+    assert report.makers[0].mean_return >= 1.0 and report.path.exists()
+
+
+def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    out = tmp_path / "a.hdf5"
+    out.write_bytes(b"mine")
+    with pytest.raises(InputError) as caught:
+        collect("NoSuchEnvironment-v0", out, **QUIET)
+    assert caught.value.code == "OUTPUT_EXISTS"
+    collect(COUNTER, out, steps=20, overwrite=True, **QUIET)
+    check = h5py.is_hdf5(out)
+    assert check
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"steps": 0}, "COLLECT_OPTION"),
+        ({"environments": 0}, "COLLECT_OPTION"),
+        ({"processes": 0}, "COLLECT_OPTION"),
+        ({"action_noise": -0.1}, "COLLECT_OPTION"),
+        ({"action_noise": float("nan")}, "COLLECT_OPTION"),
+        ({"seed": -1}, "COLLECT_OPTION"),
+        ({"quality": "medium"}, "COLLECT_OPTION"),
+        ({"policy": "ars", "quality": "best"}, "COLLECT_OPTION"),
+        ({"policy": "ars", "quality": "medium", "mix": {"expert": 1}}, "COLLECT_OPTION"),
+        ({"policy": "ars", "mix": {"best": 1}}, "COLLECT_MIX"),
+        ({"save_policy": "x"}, "COLLECT_OPTION"),
+        ({"policy": "no-such-file.safetensors"}, "POLICY_FILE"),
+    ],
+)
+def test_impossible_options_are_one_error(
+    tmp_path: Path, options: dict[str, Any], code: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        collect(COUNTER, tmp_path / "a.hdf5", **{**QUIET, **options})
+    assert caught.value.code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_of_another_environment_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.safetensors"
+    linear = LinearPolicy(np.zeros((1, 2)), np.zeros(2), np.ones(2))
+    save_linear_policy(linear, path, environment_id=COUNTER)
+    with pytest.raises(InputError) as caught:
+        collect(PUSH, tmp_path / "a.hdf5", policy=path, **QUIET)
+    assert caught.value.code == "POLICY_ENVIRONMENT"
+
+
+def test_rows_match_the_environment_with_makers_side_by_side(tmp_path: Path) -> None:
+    """The counter's rows, from the file, against what that environment must have done."""
+    from gear_offline.collect.rollout import Episode
+
+    collect(COUNTER, tmp_path / "a.hdf5", steps=300, environments=5, **QUIET)
+    columns, _ = read(tmp_path / "a.hdf5")
+    start = 0
+    for seed in columns["metadata/episode_reset_seed"].tolist():
+        stop = start + min(length_of(seed), LIMIT)
+        part = {k: v[start:stop] for k, v in columns.items() if not k.startswith("metadata/")}
+        check_counter_episode(Episode(columns=part, maker=0, reset_seed=seed, simulated_return=0.0))
+        start = stop
+    assert start == len(columns["rewards"])
+
+
+@needs_mujoco
+def test_nothing_is_printed_when_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    collect(
+        "HalfCheetah-v5", tmp_path / "a.hdf5", steps=5, environments=2, exact_steps=True, **QUIET
+    )
+    captured = capfd.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    collect(PUSH, tmp_path / "b.hdf5", steps=5, processes=1)
+    captured = capfd.readouterr()
+    assert captured.out == "" and "record b.hdf5" in captured.err
+
+
+def test_a_missing_simulator_is_one_error(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['mujoco'] = None\n"
+        "from gear_offline.collect import collect\n"
+        "from gear_offline.errors import UnavailableError\n"
+        "try: collect('Hopper-v5', sys.argv[1], quiet=True, steps=10)\n"
+        "except UnavailableError as error: print(error.code, error.remedy)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.hdf5")], capture_output=True, text=True
+    )
+    assert done.stdout.startswith("ENVIRONMENT_PACKAGE") and "pip install" in done.stdout
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_library_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
+    with pytest.raises(UnavailableError, match="pip install stable-baselines3") as caught:
+        collect(PUSH, tmp_path / "a.hdf5", policy="sb3:PPO", quiet=True)
+    assert caught.value.code == "COLLECT_LIBRARY"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("stable_baselines3") is None,
+    reason="needs pip install stable-baselines3",
+)
+def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path) -> None:
+    report = collect(
+        PUSH, tmp_path / "a.hdf5", policy="sb3:PPO", train_steps=4_096, steps=100, quiet=True
+    )
+    assert report.steps >= 100 and report.makers[0].algorithm.startswith("stable-baselines3")
+    with pytest.raises(InputError, match="no algorithm") as caught:
+        collect(PUSH, tmp_path / "b.hdf5", policy="sb3:NOTHING", quiet=True)
+    assert caught.value.code == "COLLECT_POLICY"

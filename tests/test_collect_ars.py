@@ -1,0 +1,210 @@
+"""The search follows the paper's text, and its result does not depend on how it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.collect.ars import (
+    ArsOptions,
+    RunningMoments,
+    Training,
+    options_for,
+    train,
+    update,
+)
+from gear_offline.collect.makers import QUALITIES, check_mix, choose_rollouts
+from gear_offline.collect.rollout import EpisodeScore
+from gear_offline.collect.workers import Crew
+from gear_offline.errors import GearError, InputError
+from tests.collect_environments import PUSH
+
+OPTIONS = ArsOptions(directions=6, top=3, noise=0.1, step_size=0.1, attempt_steps=2_000)
+
+
+def naive_update(
+    weight: list[list[float]],
+    directions: list[list[list[float]]],
+    forward: list[float],
+    backward: list[float],
+    top: int,
+    step_size: float,
+) -> list[list[float]]:
+    """Algorithm 2 of the paper, lines 6 and 7, in loops."""
+    order = sorted(range(len(forward)), key=lambda k: -max(forward[k], backward[k]))[:top]
+    used = [forward[k] for k in order] + [backward[k] for k in order]
+    mean = sum(used) / len(used)
+    sigma = (sum((r - mean) ** 2 for r in used) / len(used)) ** 0.5
+    result = [row[:] for row in weight]
+    for k in order:
+        for a, row in enumerate(result):
+            for s in range(len(row)):
+                gain = (forward[k] - backward[k]) * directions[k][a][s]
+                row[s] += step_size / (top * sigma) * gain
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 7), st.data())
+def test_update_is_the_papers(seed: int, count: int, data: st.DataObject) -> None:
+    top = data.draw(st.integers(1, count))
+    rng = np.random.default_rng(seed)
+    weight, directions = rng.normal(size=(2, 3)), rng.normal(size=(count, 2, 3))
+    forward, backward = rng.normal(100, 50, size=count), rng.normal(100, 50, size=count)
+    found = update(weight, directions, forward, backward, top=top, step_size=0.3)
+    expected = naive_update(
+        weight.tolist(), directions.tolist(), forward.tolist(), backward.tolist(), top, 0.3
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_returns_move_nothing() -> None:
+    weight, directions = np.ones((1, 2)), np.ones((2, 1, 2))
+    same = np.full(2, 5.0)
+    found = update(weight, directions, same, same, top=2, step_size=1.0)
+    np.testing.assert_array_equal(found, weight)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    moments = RunningMoments(0, np.zeros(3), np.zeros(3))
+    parts = [rng.normal(3.0, 2.0, size=(n, 3)) * [1.0, 10.0, 0.0] for n in lengths]
+    for part in parts:
+        mean = part.mean(axis=0)
+        squares = ((part - mean) ** 2).sum(axis=0)
+        moments.merge(
+            EpisodeScore(
+                total_reward=0.0, steps=len(part), count=len(part), mean=mean, squares=squares
+            )
+        )
+    seen = np.concatenate(parts)
+    np.testing.assert_allclose(moments.mean, seen.mean(axis=0), atol=1e-9)
+    expected = seen.std(axis=0, ddof=1) if len(seen) > 1 else np.ones(3)
+    expected = np.where(expected < 1e-8, 1.0, expected)  # a feature that never moves
+    np.testing.assert_allclose(moments.std(), expected, rtol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    with Crew(PUSH, environments=1, processes=1) as crew:
+        return train(crew, seed=3, steps=6_000, options=OPTIONS)
+
+
+def test_it_learns(training: Training) -> None:
+    first = training.iterations[0].returns.mean()
+    assert first < 6.0, "weights of zero must not solve it, or the test means nothing"
+    assert training.best.mean_return > 8.0
+
+
+def test_the_result_does_not_depend_on_the_processes(training: Training) -> None:
+    with Crew(PUSH, environments=4, processes=2) as crew:
+        other = train(crew, seed=3, steps=6_000, options=OPTIONS)
+    assert [s.mean_return for s in other.snapshots] == [s.mean_return for s in training.snapshots]
+    np.testing.assert_array_equal(other.best.policy.weight, training.best.policy.weight)
+    np.testing.assert_array_equal(other.best.policy.std, training.best.policy.std)
+
+
+def test_attempts_differ_and_share_the_budget(training: Training) -> None:
+    assert training.attempts == 3
+    used = [
+        sum(int(i.lengths.sum()) for i in training.iterations if i.attempt == a) for a in range(3)
+    ]
+    assert sum(used) == training.steps
+    assert all(2_000 <= u < 2_000 + 2 * 6 * 10 for u in used[:2])
+    firsts = [i.returns.tolist() for i in training.iterations if i.number == 0]
+    assert firsts[0] != firsts[1] != firsts[2]
+
+
+def test_it_stops_at_the_target() -> None:
+    with Crew(PUSH, environments=1, processes=1) as crew:
+        short = train(crew, seed=3, steps=6_000, options=OPTIONS, target=6.0)
+    assert short.best is short.snapshots[-1]
+    assert short.best.mean_return >= 6.0
+    assert all(s.mean_return < 6.0 for s in short.snapshots[:-1])
+
+
+def test_the_alive_bonus_is_taken_off_by_step() -> None:
+    """A bonus shifts returns by length: with equal lengths, it changes nothing."""
+    with Crew(PUSH, environments=1, processes=1) as crew:
+        options = dataclasses.replace(OPTIONS, alive_bonus=7.0)
+        plain = train(crew, seed=3, steps=500, options=OPTIONS)
+        shifted = train(crew, seed=3, steps=500, options=options)
+    np.testing.assert_allclose(plain.best.policy.weight, shifted.best.policy.weight, rtol=1e-9)
+    with Crew("CartPole-v1", environments=1, processes=1) as crew:
+        # CartPole's reward is nothing but the bonus: without it, no direction is better
+        options = dataclasses.replace(OPTIONS, alive_bonus=1.0)
+        still = train(crew, seed=3, steps=500, options=options)
+        moved = train(crew, seed=3, steps=500, options=OPTIONS)
+    assert not still.best.policy.weight.any()
+    assert moved.best.policy.weight.any()
+
+
+def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
+    iteration = training.iterations[7]
+    with Crew(PUSH, environments=3, processes=1) as crew:
+        episodes = list(crew.record(training.rollout_plans(iteration, maker=5)))
+        np.testing.assert_array_equal([e.simulated_return for e in episodes], iteration.returns)
+        np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
+        assert {e.maker for e in episodes} == {5}
+        wrong = dataclasses.replace(iteration, returns=iteration.returns + 1e-9)
+        with pytest.raises(GearError) as caught:
+            list(crew.record(training.rollout_plans(wrong)))
+    assert caught.value.code == "COLLECT_NOT_REPEATABLE"
+
+
+@pytest.mark.parametrize("steps", [10, 333, 1_500, 3_000, 6_000, 10**6])
+def test_chosen_rollouts_are_spread_and_enough(training: Training, steps: int) -> None:
+    chosen = choose_rollouts(training, steps)
+    total = sum(int(i.lengths[r].sum()) for i, r in chosen)
+    best = training.best
+    own = [
+        i for i in training.iterations if i.attempt == best.attempt and i.number < best.iteration
+    ]
+    available = sum(int(i.lengths.sum()) for i in own)
+    pool = own if available >= steps else training.iterations
+    everything = sum(int(i.lengths.sum()) for i in pool)
+    assert min(steps, everything) <= total <= min(everything, 1.1 * steps + 30)
+    order = [pool.index(i) * 12 + r for i, rollouts in chosen for r in rollouts]
+    gaps = np.diff(order)
+    if len(gaps):
+        assert gaps.min() >= 1
+        assert gaps.max() - gaps.min() <= 1, "evenly spaced"
+
+
+def test_near_finds_the_nearest_earlier_snapshot(training: Training) -> None:
+    best = training.best
+    for wanted in (0.0, best.mean_return / 3, best.mean_return, 1e9):
+        found = training.near(wanted)
+        assert found.attempt == best.attempt and found.iteration <= best.iteration
+        distance = abs(found.mean_return - wanted)
+        for other in training.snapshots:
+            if other.attempt == best.attempt and other.iteration <= best.iteration:
+                assert distance <= abs(other.mean_return - wanted)
+
+
+def test_options_are_found_by_the_environments_name() -> None:
+    assert options_for("Hopper-v5") == options_for("module:Hopper-v4")
+    assert options_for("Hopper-v5").alive_bonus == 1.0
+    assert options_for("space/HalfCheetah-v5").directions == 8
+    assert options_for("Nothing-v0") == ArsOptions()
+
+
+@pytest.mark.parametrize(
+    "mix", [{}, {"expert": 0.0}, {"expert": float("nan")}, {"level:1.5": 1}, {"best": 1}]
+)
+def test_mixes_that_mean_nothing_are_refused(mix: dict[str, float]) -> None:
+    with pytest.raises(InputError) as caught:
+        check_mix(mix)
+    assert caught.value.code == "COLLECT_MIX"
+
+
+def test_every_quality_is_a_mix() -> None:
+    assert len(QUALITIES) >= 6
+    for mix in QUALITIES.values():
+        assert sum(check_mix(mix).values()) == pytest.approx(1.0)
