@@ -82,7 +82,7 @@ class Moments:
         int or None
             The first row that holds NaN or an infinity, ``None`` if there is none.
         """
-        flat = rows.reshape(rows.shape[0], -1)
+        flat = rows.reshape(rows.shape[0], self.counts.size)
         if flat.dtype == np.bool_:
             flat = flat.view(np.uint8)
         count, width = flat.shape

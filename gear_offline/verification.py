@@ -158,10 +158,8 @@ class _Checker:
                 for index, (start, stop) in enumerate(spans):
                     if self.cancelled:
                         return blocks
-                    if (
-                        self._digest(handle, shard, start, stop)
-                        != shard.digests[tensor.name][index]
-                    ):
+                    found = self._digest(handle, shard, start, stop)
+                    if found != shard.digests[tensor.name][index]:
                         raise _damaged(self._path, shard, f"tensor {tensor.name}, block {index}")
                     blocks += 1
                     self._on_progress(stop - start)
@@ -189,14 +187,16 @@ def verify_shards(
 ) -> VerificationReport:
     """Check every byte of all shards in an open directory; as `verify_dataset` otherwise."""
     checker = _Checker(directory, manifest, path, on_progress)
-    blocks = 0
-    with ThreadPoolExecutor(max_workers=thread_count(threads)) as pool:
-        try:
-            for count in pool.map(checker.check, manifest.shards):
-                blocks += count
-        except BaseException:
-            checker.cancelled = True
-            raise
+    workers = min(thread_count(threads), len(manifest.shards))
+    if workers == 1:
+        blocks = sum(map(checker.check, manifest.shards))
+    else:
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            try:
+                blocks = sum(pool.map(checker.check, manifest.shards))
+            except BaseException:
+                checker.cancelled = True
+                raise
     return VerificationReport(
         shards=len(manifest.shards), blocks=blocks, bytes=manifest.total_bytes
     )

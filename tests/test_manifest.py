@@ -1,0 +1,226 @@
+"""The manifest: round trip, every changed bit found, everything odd refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError
+from gear_offline.manifest import MANIFEST_NAME, Manifest
+from gear_offline.shards import digest
+from tests.support import ArraySource, hopper_columns, make_dataset
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    columns = hopper_columns(9, state_dim=2, action_dim=1)
+    columns["spin"] = np.arange(9).astype(np.complex64)
+    folder = tmp_path_factory.mktemp("manifest")
+    make_dataset(folder, [4, 3, 2], columns=columns, shard_bytes=150, environment_id="Hopper-v5")
+    return (folder / "dataset" / MANIFEST_NAME).read_bytes()
+
+
+def seal(document: Document) -> bytes:
+    """Write a document with a digest that fits, as a forger would."""
+    document = {k: v for k, v in document.items() if k != "digest"}
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in document.items()]
+    body = ("{\n" + ",\n".join(lines)).encode()
+    return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode()
+
+
+def refused(raw: bytes) -> str:
+    with pytest.raises(InputError) as caught:
+        Manifest.decode(raw)
+    assert "\n" not in str(caught.value)
+    return caught.value.code
+
+
+def test_round_trip(raw: bytes) -> None:
+    manifest = Manifest.decode(raw)
+    assert manifest.encode() == raw
+    assert manifest.spec.episodes == 3 and manifest.spec.steps == 9
+    assert len(manifest.shards) == 3
+    assert manifest.spec["spin"].dtype == np.complex64
+    assert manifest.statistics["spin"].mean.shape == (2,)
+    assert Manifest.decode(seal(json.loads(raw))).to_json() == manifest.to_json()
+
+
+def test_nan_statistics_survive(tmp_path: Path) -> None:
+    from gear_offline.convert import convert
+
+    columns = hopper_columns(4, state_dim=2)
+    columns["observations"][:, 1] = math.nan
+    source = ArraySource(columns, [4])
+    convert(source, tmp_path / "d", allow_nonfinite=True, quiet=True)
+    found = Manifest.read(tmp_path / "d").statistics["observations"]
+    assert found.nonfinite == 4
+    assert math.isnan(found.mean[1]) and math.isfinite(found.mean[0])
+
+
+def test_every_flipped_bit_is_found(raw: bytes) -> None:
+    for position in range(len(raw)):
+        for bit in range(8):
+            damaged = bytearray(raw)
+            damaged[position] ^= 1 << bit
+            code = refused(bytes(damaged))
+            assert code in ("MANIFEST_DIGEST", "FORMAT_VERSION"), (position, bit, code)
+
+
+def test_whitespace_and_length_changes_are_found(raw: bytes) -> None:
+    for changed in (raw + b"\n", raw[:-1], b" " + raw, raw.replace(b": ", b":", 1), b"", b"{}"):
+        assert refused(changed) == "MANIFEST_DIGEST"
+    for cut in range(0, len(raw), 97):
+        assert refused(raw[:cut]) == "MANIFEST_DIGEST"
+
+
+def test_newer_version_is_refused_in_one_line(raw: bytes) -> None:
+    document = json.loads(raw)
+    document["format_version"] = 2
+    document["news"] = {"anything": 1}
+    assert refused(seal(document)) == "FORMAT_VERSION"
+    # A later version may seal its manifest otherwise: the version is seen all the same.
+    assert refused(seal(document)[:-20]) == "FORMAT_VERSION"
+
+
+Edit = Callable[[Document], Any]
+
+
+def shard(index: int, **values: Any) -> Edit:
+    return lambda d: d["shards"][index].update(values)
+
+
+def key(path: str, value: Any) -> Edit:
+    def edit(document: Document) -> None:
+        *folders, last = path.split(".")
+        for name in folders:
+            document = document[int(name)] if isinstance(document, list) else document[name]
+        document[last] = value
+
+    return edit
+
+
+EDITS: dict[str, Edit] = {
+    "parent folder": shard(0, name="../shard-00000.safetensors"),
+    "absolute name": shard(0, name="/etc/passwd"),
+    "other name": shard(0, name="shard-00000.bin"),
+    "upper case": shard(0, name="SHARD-00000.safetensors"),
+    "newline": shard(0, name="shard-00000.safetensors\n"),
+    "name twice": shard(1, name="shard-00000.safetensors"),
+    "out of order": lambda d: d["shards"].reverse(),
+    "name is a number": shard(0, name=3),
+    "shard missing": lambda d: d["shards"].pop(),
+    "no shards": key("shards", []),
+    "shards is an object": key("shards", {}),
+    "too many bytes": shard(0, bytes=1 << 70),
+    "negative bytes": shard(0, bytes=-1),
+    "bytes do not fit": lambda d: d["shards"][0].update(bytes=d["shards"][0]["bytes"] + 1),
+    "header too large": shard(0, header_bytes=1 << 40),
+    "steps do not add up": shard(0, steps=5),
+    "fractional steps": shard(0, steps=4.0),
+    "true steps": shard(0, steps=True),
+    "digest upper case": shard(0, header_digest="A" * 32),
+    "digest short": shard(0, header_digest="a" * 31),
+    "digest of another tensor": lambda d: d["shards"][0]["digests"].update(other="a" * 32),
+    "digest missing": lambda d: d["shards"][0]["digests"].pop("actions"),
+    "one digest too many": lambda d: d["shards"][0]["digests"].update(actions="a" * 64),
+    "zero block": key("block_bytes", 0),
+    "huge block": key("block_bytes", 1 << 60),
+    "other format": key("format", "other"),
+    "version 0": key("format_version", 0),
+    "version is text": key("format_version", "1"),
+    "unknown key": key("extra", 1),
+    "missing key": lambda d: d.pop("lengths"),
+    "no columns": key("columns", None),
+    "object column": lambda d: d["columns"][0].update(dtype="object"),
+    "stored otherwise": lambda d: d["columns"][0]["stored"].update(dtype="F64"),
+    "reserved column": lambda d: d["columns"][0].update(name="episode_returns"),
+    "column with a bad name": lambda d: d["columns"][0].update(name="../x"),
+    "column twice": lambda d: d["columns"].append(d["columns"][0]),
+    "zero shape": lambda d: d["columns"][0].update(shape=[0]),
+    "statistics missing": lambda d: d["statistics"].pop("actions"),
+    "statistics of another column": lambda d: d["statistics"].update(other={}),
+    "statistics of another shape": lambda d: d["statistics"]["actions"].update(mean=[1.0, 2.0]),
+    "statistics deeper": lambda d: d["statistics"]["rewards"].update(mean=[1.0]),
+    "statistics are text": lambda d: d["statistics"]["rewards"].update(mean="1"),
+    "more ends than episodes": key("endings", {"terminated": 3, "truncated": 3}),
+    "environment is a list": key("environment", []),
+    "environment id is a number": key("environment.id", 5),
+    "scores are text": key("environment.reference_scores", "x"),
+    "source without rule": lambda d: d["source"].pop("rule"),
+    "source files are text": key("source.files", "x"),
+    "bad source digest": key("source.digest", "zz"),
+    "histogram edges": lambda d: d["returns"]["histogram"]["edges"].append(3.0),
+    "too large a float": lambda d: d["returns"].update(mean=10**400),
+    "episodes is NaN": key("episodes", math.nan),
+    "deep attributes": key("source.attributes", []),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_sealed_nonsense_is_refused(raw: bytes, name: str) -> None:
+    document = json.loads(raw)
+    before = copy.deepcopy(document)
+    EDITS[name](document)
+    # NaN is unequal to itself: what counts is that the edit did something.
+    assert json.dumps(document) != json.dumps(before)
+    assert refused(seal(document)) == "MANIFEST_FORMAT"
+
+
+def test_repeated_keys_and_deep_nesting_are_refused(raw: bytes) -> None:
+    body = raw[: raw.rindex(b',\n"digest"')]
+    for extra in (b',\n"steps": 9', b',\n"x": ' + b"[" * 100_000):
+        changed = body + extra
+        sealed = changed + f',\n"digest": "xxh3-128:{digest(changed)}"\n}}\n'.encode()
+        assert refused(sealed) == "MANIFEST_FORMAT"
+
+
+PATHS = st.sampled_from(
+    ["steps", "shards", "columns", "statistics", "source", "lengths", "endings"]
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(path=PATHS, value=VALUES, data=st.data())
+def test_random_values_are_refused_or_harmless(
+    raw: bytes, path: str, value: Any, data: st.DataObject
+) -> None:
+    document = json.loads(raw)
+    target = document[path]
+    if isinstance(target, list) and data.draw(st.booleans()):
+        target = target[0]
+    if isinstance(target, dict) and data.draw(st.booleans()):
+        target[data.draw(st.sampled_from(sorted(target)))] = value
+    else:
+        document[path] = value
+    sealed = seal(document)
+    try:
+        found = Manifest.decode(sealed)
+    except InputError as error:
+        assert error.code == "MANIFEST_FORMAT"
+    else:
+        assert Manifest.decode(found.encode()).to_json() == found.to_json()
+
+
+def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [3])
+    (dataset.path / MANIFEST_NAME).rename(tmp_path / "elsewhere")
+    (dataset.path / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError) as caught:
+        Manifest.read(dataset.path)
+    assert caught.value.code == "FILE_KIND"

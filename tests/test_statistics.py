@@ -1,0 +1,179 @@
+"""Streaming statistics against NumPy's float64 over the whole array."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gear_offline.statistics import BLOCK_ELEMENTS, TILE_ELEMENTS, Moments, distribution
+
+
+def naive(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], ...]:
+    """Two passes over everything, exactly rounded sums."""
+    rows = values.reshape(len(values), -1).astype(np.float64)
+    mean = np.asarray([math.fsum(c) / len(c) for c in rows.T])
+    squares = [math.fsum((c - m) ** 2) for c, m in zip(rows.T, mean, strict=True)]
+    std = np.sqrt(np.asarray(squares) / len(rows))
+    return mean, std, rows.min(axis=0), rows.max(axis=0)
+
+
+def feed(values: npt.NDArray[Any], *cuts: int) -> Moments:
+    """Add `values` in pieces that end at `cuts`."""
+    moments = Moments(values.shape[1:])
+    for part in np.split(values, sorted(cuts)):
+        assert moments.update(part) is None
+    return moments
+
+
+def check(values: npt.NDArray[Any], moments: Moments, *, tolerance: float = 1e-12) -> None:
+    found = moments.result()
+    mean, std, low, high = (part.reshape(values.shape[1:]) for part in naive(values))
+    assert found.count == len(values)
+    assert found.nonfinite == 0
+    scale = np.maximum(np.abs(low), np.abs(high)) + 1e-300
+    np.testing.assert_allclose((found.mean - mean) / scale, 0, atol=tolerance)
+    np.testing.assert_allclose(found.std, std, rtol=1e-9, atol=1e-13 * float(scale.max()))
+    np.testing.assert_array_equal(found.min, low)
+    np.testing.assert_array_equal(found.max, high)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i4", "i8", "u1", "u2", "u8", "?"])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (11,), (2, 5)])
+def test_matches_numpy(dtype: str, shape: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(1)
+    values = (generator.uniform(0, 1, size=(3_001, *shape)) * 120).astype(dtype)
+    if dtype == "?":
+        values = generator.integers(0, 2, size=(3_001, *shape)).astype(bool)
+    check(values, feed(values, 7, 2_500, 2_501))
+
+
+@pytest.mark.parametrize("width", [1, 11, TILE_ELEMENTS - 1, TILE_ELEMENTS + 3])
+def test_more_rows_than_a_block_and_wider_rows_than_a_tile(width: int) -> None:
+    rows = 3 * BLOCK_ELEMENTS // width + 5
+    values = np.random.default_rng(2).normal(5, 2, size=(min(rows, 40_000), width)).astype("f4")
+    check(values, feed(values, len(values) // 3))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6, 1e9, -1e12])
+@pytest.mark.parametrize("width", [1, 3])
+def test_large_offsets_cost_no_accuracy(offset: float, width: int) -> None:
+    values = np.random.default_rng(3).normal(size=(50_000, width)) + offset
+    check(values, feed(values, 10_000))
+
+
+def test_offset_that_jumps_between_blocks() -> None:
+    values = np.random.default_rng(4).normal(size=(40_000, 2))
+    values[20_000:] += 1e8
+    check(values, feed(values, 100, 30_000))
+
+
+def test_constant_columns_have_no_spread() -> None:
+    for constant in (0.0, 1.0, -3.25, 1e15):
+        moments = feed(np.full((10_000, 3), constant), 17)
+        assert (moments.result().std == 0).all()
+        assert (moments.result().mean == constant).all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    values=hnp.arrays(
+        np.float64,
+        st.tuples(st.integers(1, 60), st.integers(1, 4)),
+        elements=st.floats(-1e6, 1e6, allow_subnormal=False),
+    ),
+    cut=st.integers(0, 60),
+)
+def test_any_values_any_cut(values: npt.NDArray[np.float64], cut: int) -> None:
+    check(values, feed(values, min(cut, len(values))), tolerance=1e-11)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=hnp.arrays(
+        np.float32,
+        st.tuples(st.integers(1, 40), st.integers(1, 3)),
+        elements=st.floats(width=32, allow_nan=True, allow_infinity=True),
+    )
+)
+def test_nonfinite_values_are_counted_and_left_out(values: npt.NDArray[np.float32]) -> None:
+    moments = Moments(values.shape[1:])
+    bad = moments.update(values)
+    finite = np.isfinite(values)
+    assert bad == (None if finite.all() else int(np.argmin(finite.all(axis=1))))
+    found = moments.result()
+    assert found.nonfinite == int((~finite).sum())
+    for element in range(values.shape[1]):
+        kept = values[finite[:, element], element].astype(np.float64)
+        if not kept.size:
+            assert np.isnan(found.mean[element]) and np.isnan(found.max[element])
+            continue
+        scale = float(np.abs(kept).max()) + 1e-300
+        assert found.mean[element] / scale == pytest.approx(kept.mean() / scale, abs=1e-9)
+        assert found.min[element] == kept.min()
+        assert found.max[element] == kept.max()
+
+
+def test_values_near_the_largest_float_do_not_warn() -> None:
+    moments = feed(np.full((100, 2), 1e308))
+    assert (moments.result().max == 1e308).all()
+
+
+def test_merging_equals_streaming() -> None:
+    values = np.random.default_rng(5).normal(100, 3, size=(5_000, 4)).astype("f4")
+    first, second = feed(values[:1_234]), feed(values[1_234:])
+    first.merge(second)
+    check(values, first)
+
+
+def test_state_travels_exactly_through_json() -> None:
+    moments = feed(np.random.default_rng(6).normal(size=(99, 3)))
+    twin = Moments.from_json(json.loads(json.dumps(moments.to_json())))
+    for name in ("mean", "std", "min", "max"):
+        np.testing.assert_array_equal(getattr(moments.result(), name), getattr(twin.result(), name))
+    empty = Moments.from_json(json.loads(json.dumps(Moments((2,)).to_json())))
+    assert np.isnan(empty.result().mean).all()
+
+
+def test_distribution_counts_every_value_once() -> None:
+    values = np.random.default_rng(7).normal(size=1_000)
+    found = distribution(values)
+    assert sum(found.counts) == found.count == 1_000
+    assert len(found.edges) == len(found.counts) + 1
+    assert (found.edges[0], found.edges[-1]) == (values.min(), values.max())
+    inside = [((values >= a) & (values < b)).sum() for a, b in pairwise(found.edges)]
+    inside[-1] += int((values == found.edges[-1]).sum())
+    assert list(found.counts) == inside
+    assert found.mean == pytest.approx(values.mean())
+    assert found.std == pytest.approx(values.std())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3.0],
+        [1e17, 1e17],
+        [1.0, np.nextafter(1.0, 2.0)],
+        [-1.7e308, 1.7e308],
+        [np.nan, 2.0, np.inf],
+        [0.0, 5e-324],
+    ],
+)
+def test_distribution_of_awkward_values(values: list[float]) -> None:
+    found = distribution(values)
+    finite = [v for v in values if math.isfinite(v)]
+    assert found.count == sum(found.counts) == len(finite)
+    assert (found.min, found.max) == (min(finite), max(finite))
+
+
+def test_distribution_of_nothing() -> None:
+    found = distribution([np.nan])
+    assert found.count == 0 and found.counts == () and math.isnan(found.mean)
