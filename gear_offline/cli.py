@@ -67,6 +67,16 @@ def _numbers(text: str | None) -> list[float] | None:
         ) from error
 
 
+def _shares(text: str | None) -> dict[str, float] | None:
+    try:
+        pairs = [part.rsplit("=", 1) for part in _split(text) or []]
+        return {name.strip(): float(share) for name, share in pairs} or None
+    except ValueError as error:
+        raise InputError(
+            "USAGE", f"{text!r} is not a mix", remedy="write it like replay=1,expert=2"
+        ) from error
+
+
 def _print_json(document: Any) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))
 
@@ -149,6 +159,72 @@ def inspect(
         _print_json(document)
     else:
         print_inspection(document)
+
+
+@app.command()
+def collect(
+    environment: Annotated[str, typer.Argument(help="Gymnasium id, e.g. Hopper-v5.")],
+    out: Annotated[Path, typer.Argument(help="HDF5 file to write, in D4RL's layout.")],
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="random; ars (linear, trained on the spot); sb3:PPO or sbx:TQC; a policy file."
+        ),
+    ] = "random",
+    quality: Annotated[
+        str | None,
+        typer.Option(help="With ars: expert, medium, replay, medium-expert or mixed."),
+    ] = None,
+    mix: Annotated[
+        str | None,
+        typer.Option(help="Parts and shares instead of a quality: replay=1,level:0.5=1,expert=2."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Record at least so many steps.")] = 100_000,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Cut the last episode at --steps, as D4RL's files.")
+    ] = False,
+    environments: Annotated[int, typer.Option(min=1, help="Environments a process.")] = 8,
+    action_noise: Annotated[
+        float, typer.Option(min=0, help="Gaussian noise, in half ranges of the action.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Names every random stream.")] = 0,
+    train_steps: Annotated[
+        int | None, typer.Option(min=1, help="Most environment steps of training.")
+    ] = None,
+    gate: Annotated[
+        float | None, typer.Option(help="Mean return the best maker must reach, else no file.")
+    ] = None,
+    save_policy: Annotated[
+        Path | None, typer.Option(help="With ars: write the best policy here.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a dataset with Gymnasium: real episodes in D4RL's layout."""
+    from gear_offline.collect import collect as run
+
+    report = run(
+        environment,
+        out,
+        policy=policy,
+        quality=quality,
+        mix=_shares(mix),
+        steps=steps,
+        exact_steps=exact,
+        environments=environments,
+        action_noise=action_noise,
+        seed=seed,
+        train_steps=train_steps,
+        gate=gate,
+        save_policy=save_policy,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        print(report.path)
 
 
 @recipes_app.command("ls")

@@ -19,8 +19,8 @@ SURFACE = {
     "convert": "source out shard-size workers columns rule environment reference "
     "allow-nonfinite overwrite quiet",
     "inspect": "dataset verify json",
-    "collect": "environment out policy quality steps exact environments action-noise seed "
-    "train-seconds train-steps gate save-policy overwrite quiet json",
+    "collect": "environment out policy quality mix steps exact environments action-noise seed "
+    "train-steps gate save-policy overwrite json quiet",
     "recipes ls": "json",
     "recipes cp": "name target",
     "recipes validate": "recipe overrides",
@@ -87,7 +87,7 @@ def test_wrong_usage_is_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["convert", "nothing.hdf5", "out"], "SOURCE_"),
+        (["convert", "nothing.hdf5", "out"], "FILE_MISSING"),
         (["inspect", "nothing"], ""),
         (["train", "nothing"], "RECIPE_NOT_FOUND"),
         (["evaluate", "nothing"], ""),
