@@ -3,7 +3,7 @@
 A checkpoint is a directory ``step-00010000``:
 
 - ``config.json``, ``model.safetensors``: the model as Hugging Face's ``save_pretrained`` writes
-  it; the released Decision Transformer class reads both;
+  it, for the released Decision Transformer class too;
 - ``training.safetensors``: optimiser moments, random-number states and unlogged losses;
 - ``state.json``: step, loader state, normalisation, versions, the recipe, size and xxh3-128
   digest of the other files, and a digest of itself.
@@ -14,6 +14,7 @@ and a ``.partial-...`` directory that the next run removes.  No file is unpickle
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -122,7 +123,7 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
-    model.save_pretrained(partial)
+    _save_model(partial, model)
     save_file(dict(state.tensors), partial / TRAINING)
     files = {name: _measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
     (partial / STATE).write_bytes(_seal(_document(state, files)))
@@ -135,6 +136,14 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
     os.rename(partial, final)
     sync_directory(folder)
     return final
+
+
+def _save_model(folder: Path, model: DecisionTransformer) -> None:
+    """Write what ``save_pretrained`` writes, without its progress bar."""
+    config = copy.deepcopy(model.config)
+    config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
+    (folder / CONFIG).write_text(config.to_json_string())
+    save_file(model.state_dict(), folder / MODEL, metadata={"format": "pt"})
 
 
 def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,9 +169,8 @@ def _seal(document: Mapping[str, Any]) -> bytes:
     """Return the one spelling of `document` that is valid, its digest in it."""
     plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
     digest = xxhash.xxh3_128_hexdigest(plain.encode())
-    return json.dumps(
-        {**document, "digest": digest}, indent=1, sort_keys=True, allow_nan=False
-    ).encode()
+    sealed = {**document, "digest": digest}
+    return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()
 
 
 def _measure(path: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.interruption import Aborted, StopRequest
 from gear_offline.learner import Learner
+from gear_offline.loaders.loader import resolve_device
 from gear_offline.metrics import Metrics, finite
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
@@ -83,8 +84,6 @@ def train(
     GearError
         ``LOSS_NONFINITE``.
     """
-    from gear_offline.evaluate import resolve_device
-
     device = resolve_device(recipe.train.device)
     path = default_run_path(recipe) if out is None else Path(out)
     with RunDirectory(path, resume=resume) as directory, _torch_settings(recipe, device):

@@ -1,0 +1,483 @@
+"""Training: deterministic, resumable bit for bit after any kill, and clear when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.checkpoint import list_checkpoints, load_policy_parts, read_checkpoint
+from gear_offline.errors import GearError, InputError
+from gear_offline.learner import Learner, resolve_precision
+from gear_offline.metrics import read_records
+from gear_offline.recipe import load_recipe
+from gear_offline.recipe_files import recipe_paths
+from gear_offline.trainer import RESUMABLE, TrainingInterrupted, train
+from tests.support import make_dataset
+from tests.training_support import (
+    ACTION_DIM,
+    ENVIRONMENT,
+    STATE_DIM,
+    STEP_LIMIT,
+    register_environment,
+    tiny_recipe,
+)
+
+ROOT = Path(__file__).parents[1]
+LENGTHS = [4, 1, 6, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    register_environment()
+    folder = tmp_path_factory.mktemp("data")
+    return make_dataset(
+        folder,
+        LENGTHS,
+        state_dim=STATE_DIM,
+        action_dim=ACTION_DIM,
+        environment_id=ENVIRONMENT,
+    ).path
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed."""
+    return train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time of a tiny run; the undisturbed one has them."""
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+
+
+def learnt(run: Path) -> dict[str, Any]:
+    """Return everything of a run that must not depend on kills: weights, moments, metrics."""
+    step, last = list_checkpoints(run / "checkpoints")[-1]
+    measured = [
+        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+    played = [
+        (record["step"], [target["returns"] for target in record["targets"]])
+        for record in read_records(run / "evaluations.jsonl")
+    ]
+    return {
+        "step": step,
+        "model": (last / "model.safetensors").read_bytes(),
+        "training": (last / "training.safetensors").read_bytes(),
+        "config": (last / "config.json").read_bytes(),
+        "metrics": measured,
+        "evaluations": played,
+        "recipe": load_recipe(run).replace(description=""),
+    }
+
+
+def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
+    kept = [step for step, _ in list_checkpoints(whole / "checkpoints")]
+    assert kept[-1] == 20
+    assert len(kept) in (3, 4), "the newest three, and the best one if it is older"
+    assert [r["step"] for r in read_records(whole / "metrics.jsonl")] == [3, 6, 9, 12, 15, 18, 20]
+    assert [r["step"] for r in read_records(whole / "evaluations.jsonl")] == [7, 14, 20]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["steps"] == 20
+    assert summary["evaluation_last"]["step"] == 20
+    best = max(
+        read_records(whole / "evaluations.jsonl"), key=lambda r: (float(r["score"]), r["step"])
+    )
+    assert summary["evaluation_best"]["step"] == best["step"]
+    assert os.readlink(whole / "checkpoints" / "best") == f"step-{best['step']:08d}"
+    assert list((whole / "plots").glob("*.png"))
+    for record in read_records(whole / "metrics.jsonl"):
+        assert 0.0 <= record["data_wait_share"] <= 1.0
+        assert record["step_seconds"] > 0.0
+        assert record["samples_per_second"] == pytest.approx(4 / record["step_seconds"])
+
+
+def test_what_was_left_to_the_data_is_filled_in(whole: Path, data: Path) -> None:
+    recipe = load_recipe(whole)
+    assert recipe.model.max_timestep == max(*LENGTHS, STEP_LIMIT)
+    assert recipe.evaluate.environment == ENVIRONMENT
+    assert recipe.evaluate.targets is not None
+    best, mean = recipe.evaluate.targets
+    assert best > mean
+
+
+def test_the_same_recipe_gives_the_same_run(whole: Path, data: Path, tmp_path: Path) -> None:
+    torch.manual_seed(123)  # the caller's state must not matter, and must not change
+    before = torch.get_rng_state()
+    again = train(tiny_recipe(data), out=tmp_path / "again", quiet=True)
+    assert torch.equal(before, torch.get_rng_state())
+    assert learnt(again) == learnt(whole)
+    other = train(tiny_recipe(data, "seed=1"), out=tmp_path / "other", quiet=True)
+    assert learnt(other)["model"] != learnt(whole)["model"]
+
+
+def test_evaluation_does_not_disturb_training(whole: Path, data: Path, tmp_path: Path) -> None:
+    blind = train(tiny_recipe(data, "evaluate.episodes=0"), out=tmp_path / "blind", quiet=True)
+    assert learnt(blind)["model"] == learnt(whole)["model"]
+    assert learnt(blind)["metrics"] == learnt(whole)["metrics"]
+    assert learnt(blind)["evaluations"] == []
+
+
+def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
+    """Written from the paper's code: AdamW, clip, min((step + 1) / warmup, 1)."""
+    from gear_offline.dataset import open_dataset
+    from gear_offline.loaders.loader import GearLoader
+    from gear_offline.models.decision_transformer import build_model
+
+    # without dropout: which numbers it draws depends on the way attention is computed
+    recipe = tiny_recipe(data, "train.steps=8", "evaluate.episodes=0", "model.dropout=0")
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    torch.manual_seed(recipe.seed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = build_model(
+        state_dim=STATE_DIM,
+        action_dim=ACTION_DIM,
+        hidden_size=8,
+        layers=1,
+        dropout=0.0,
+        max_timestep=STEP_LIMIT,
+        context_length=3,
+    )
+    model.train()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-4)
+    loader = GearLoader(
+        open_dataset(data),
+        batch_size=4,
+        context_length=3,
+        returns_scale=10.0,
+        normalize_states=True,
+        device="cpu",
+    )
+    losses = []
+    for step in range(8):
+        batch = next(loader)
+        predicted = model(**batch.model_inputs()).action_preds
+        valid = batch.attention_mask > 0
+        loss = torch.mean((predicted[valid] - batch.actions[valid]) ** 2)
+        adamw.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        adamw.param_groups[0]["lr"] = 1e-2 * min((step + 1) / 3, 1.0)
+        adamw.step()
+        losses.append(loss.item())
+    torch.set_num_threads(threads)
+    found = read_records(run / "metrics.jsonl")
+    assert [r["step"] for r in found] == [3, 6, 8]
+    expected = [np.mean(losses[:3]), np.mean(losses[3:6]), np.mean(losses[6:])]
+    np.testing.assert_allclose([r["loss"] for r in found], expected, rtol=1e-5)
+    trained = load_policy_parts(run).model.state_dict()
+    for name, value in model.state_dict().items():
+        if not name.startswith(("predict_state.", "predict_return.", "encoder.wte.")):
+            torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
+
+
+# ---- kills and resumes
+
+
+@pytest.mark.timeout(300)
+def test_a_run_survives_sigkill_at_any_instant(whole: Path, data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "killed"
+    kills = 16
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.training_support", str(data), str(run), str(kills), "7"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == str(kills)
+    for path in tmp_path.glob("killed*"):
+        assert learnt(path) == learnt(whole)
+        assert not list((path / "checkpoints").glob(".*")), "leftovers are swept"
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 7, 13, 14, 19])
+def test_an_interrupted_run_goes_on(
+    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    run = tmp_path / "run"
+    interrupt_after(monkeypatch, stop)
+    with pytest.raises(TrainingInterrupted, match=f"after step {stop},") as caught:
+        train(tiny_recipe(data), out=run, quiet=True)
+    assert f"gear-offline train {run}/recipe.yaml --resume --out {run}" in str(caught.value)
+    assert list_checkpoints(run / "checkpoints")[-1][0] == stop
+    monkeypatch.undo()
+    train(load_recipe(run), out=run, resume=True, quiet=True)
+    assert learnt(run) == learnt(whole)
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int | None = None) -> None:
+    """Send this process a signal in the middle of the optimiser step `step`."""
+    advance = Learner.advance
+
+    def interrupted(self: Learner) -> None:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), number or signal.SIGINT)
+        advance(self)
+
+    monkeypatch.setattr(Learner, "advance", interrupted)
+
+
+def test_sigterm_saves_too_and_handlers_are_given_back(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    interrupt_after(monkeypatch, 2, signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted, match="SIGTERM"):
+        train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 2
+
+
+def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
+    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gear_offline.evaluate
+
+    run = tmp_path / "run"
+
+    def slow(*_: Any, **__: Any) -> None:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        time.sleep(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gear_offline.evaluate, "evaluate_policy", slow)
+        with pytest.raises(TrainingInterrupted, match="after step 7,"):
+            train(tiny_recipe(data), out=run, quiet=True)
+    assert read_records(run / "evaluations.jsonl") == []
+    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    assert learnt(run) == learnt(whole)
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    interrupt_after(monkeypatch, 12)
+    with pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(data), out=run, quiet=True)
+    monkeypatch.undo()
+    newest = run / "checkpoints" / "step-00000012" / "model.safetensors"
+    damaged = bytearray(newest.read_bytes())
+    damaged[-1] ^= 1
+    newest.write_bytes(damaged)
+    train(tiny_recipe(data), out=run, resume=True)
+    assert "passing over step-00000012" in capfd.readouterr().err
+    assert learnt(run) == learnt(whole)
+
+    for _, path in list_checkpoints(run / "checkpoints"):
+        (path / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="none of the checkpoints is whole") as caught:
+        train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    assert caught.value.code == "CHECKPOINT_DAMAGED"
+
+
+def test_a_complete_run_stays_as_it_is(whole: Path, data: Path) -> None:
+    before = learnt(whole)
+    assert train(tiny_recipe(data), out=whole, resume=True, quiet=True) == whole
+    assert learnt(whole) == before
+    with pytest.raises(InputError) as caught:
+        train(tiny_recipe(data), out=whole, quiet=True)
+    assert caught.value.code == "RUN_EXISTS"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "loader.batch_size=5",
+        "model.dropout=0.2",
+        "optimizer.learning_rate=1e-3",
+        "train.log_every=4",
+        "evaluate.seed=5",
+        "evaluate.targets=[1.0]",
+    ],
+)
+def test_resuming_with_another_recipe_names_the_change(
+    whole: Path, data: Path, change: str
+) -> None:
+    with pytest.raises(InputError, match=change.split("=")[0]) as caught:
+        train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
+    assert caught.value.code == "RUN_RECIPE"
+
+
+def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> None:
+    assert "train.steps" in RESUMABLE
+    run = tmp_path / "run"
+    train(tiny_recipe(data, "train.steps=9"), out=run, quiet=True)
+    with pytest.raises(InputError, match="9 steps are done"):
+        train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
+    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole)["model"]
+    falling = ("optimizer.schedule=cosine",)
+    train(tiny_recipe(data, "train.steps=9", *falling), out=tmp_path / "b", quiet=True)
+    with pytest.raises(InputError, match=r"train\.steps was 9"):
+        train(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
+
+
+def test_another_dataset_is_not_resumed_with(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_dataset(
+        tmp_path / "other",
+        LENGTHS,
+        seed=9,
+        state_dim=STATE_DIM,
+        action_dim=ACTION_DIM,
+        environment_id=ENVIRONMENT,
+    ).path
+    link = tmp_path / "link"
+    link.symlink_to(data)
+    interrupt_after(monkeypatch, 4)
+    fixed = ("evaluate.targets=[1.0]",)
+    with pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(link, *fixed), out=tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    link.unlink()
+    link.symlink_to(other)
+    with pytest.raises(InputError) as caught:
+        train(tiny_recipe(link, *fixed), out=tmp_path / "run", resume=True, quiet=True)
+    assert caught.value.code == "LOADER_STATE"
+
+
+# ---- what cannot be trained
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gear_offline.models.decision_transformer import DecisionTransformer
+
+    loss = DecisionTransformer.loss
+    calls = 0
+
+    def sometimes(self: DecisionTransformer, batch: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        value = loss(self, batch, **options)
+        return value * float("nan") if calls == 8 else value
+
+    monkeypatch.setattr(DecisionTransformer, "loss", sometimes)
+    run = tmp_path / "run"
+    with pytest.raises(GearError, match="the loss of step 8 is nan") as caught:
+        train(tiny_recipe(data), out=run, quiet=True)
+    assert caught.value.code == "LOSS_NONFINITE"
+    last = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
+    assert last.state.step == 7
+    assert all(bool(torch.isfinite(value).all()) for value in last.model.values())
+
+
+def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
+    def code(recipe_data: Path | None, *overrides: str) -> str:
+        recipe = tiny_recipe(recipe_data or data, *overrides)
+        with pytest.raises(GearError) as caught:
+            train(recipe, out=tmp_path / "run", quiet=True)
+        assert not (tmp_path / "run" / "recipe.yaml").exists()
+        return caught.value.code
+
+    assert code(None, "model.max_timestep=5") == "TIMESTEP_RANGE"
+    assert code(None, "evaluate.environment=CartPole-v1") == "ENVIRONMENT_MISMATCH"
+    assert code(None, "evaluate.environment=NoSuch-v0") == "ENVIRONMENT_UNKNOWN"
+    assert code(tmp_path / "missing") == "DATA_MISSING"
+    assert code(None, "data.path=null") == "DATA_MISSING"
+    assert code(None, "selection.strategy=uniform_step") == "SELECTION_UNKNOWN"
+
+
+def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
+    from tests.support import hopper_columns
+
+    columns = hopper_columns(10, state_dim=STATE_DIM, action_dim=ACTION_DIM)
+    columns["actions"][3, 1] = 1.5
+    dataset = make_dataset(tmp_path, [5, 5], columns=columns, environment_id=None)
+    recipe = tiny_recipe(dataset.path, "train.steps=3", "train.evaluate_every=null")
+    with pytest.raises(InputError, match=r"actions reach .* 1\.5") as caught:
+        train(recipe, out=tmp_path / "a", quiet=True)
+    assert caught.value.code == "ACTION_RANGE"
+    train(recipe.replace(model__action_tanh=False), out=tmp_path / "b", quiet=True)
+
+
+def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
+    from tests.support import hopper_columns
+
+    columns = hopper_columns(12, state_dim=STATE_DIM)
+    columns["actions"] = np.arange(12, dtype=np.int64) % 4
+    dataset = make_dataset(tmp_path, [5, 7], columns=columns, environment_id=None)
+    recipe = tiny_recipe(dataset.path, "train.steps=4", "loader.normalize_states=false")
+    parts = load_policy_parts(train(recipe, out=tmp_path / "run", quiet=True))
+    assert parts.model.discrete
+    assert parts.model.config.act_dim == 4
+    assert parts.state_mean is None
+    assert parts.state_std is None
+
+
+# ---- the parts of a policy, precision, the shipped recipes
+
+
+def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -> None:
+    from gear_offline.dataset import open_dataset
+
+    last = list_checkpoints(whole / "checkpoints")[-1][1]
+    statistics = open_dataset(data).statistics["observations"]
+    for place in (whole, last, whole / "checkpoints" / "best"):
+        model, mean, std, scale, length, recipe = load_policy_parts(place)
+        assert not model.training
+        assert mean is not None and std is not None
+        np.testing.assert_array_equal(mean, statistics.mean)
+        np.testing.assert_array_equal(std, statistics.std)
+        assert (scale, length, recipe) == (10.0, 3, load_recipe(whole))
+    for place in (data, whole / "plots"):
+        with pytest.raises(InputError) as caught:
+            load_policy_parts(place)
+        assert caught.value.code == "CHECKPOINT_MISSING"
+
+
+def test_auto_precision_is_float32_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert resolve_precision("auto", cpu)[0] is None
+    assert resolve_precision("fp32", cpu)[0] is None
+    assert resolve_precision("bf16", cpu)[0] is torch.bfloat16
+
+
+def test_bfloat16_trains_on_a_cpu(data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, "train.precision=bf16", "train.steps=3", "evaluate.episodes=0")
+    model = load_policy_parts(train(recipe, out=tmp_path / "run", quiet=True)).model
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", sorted(recipe_paths()))
+def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path) -> None:
+    """A dry run: everything of the recipe but its data, environment and length."""
+    recipe = load_recipe(name).replace(
+        data={"path": str(data)},
+        train__steps=1,
+        train__device="cpu",
+        train__threads=1,
+        train__tensorboard=False,
+        optimizer__warmup_steps=1,
+        evaluate__environment=None,
+        evaluate__reference=None,
+        evaluate__episodes=0,
+        loader__batch_size=2,
+    )
+    run = train(recipe, out=tmp_path / name, quiet=True)
+    assert read_records(run / "metrics.jsonl")[-1]["step"] == 1
+
+
+def test_there_are_recipes_to_try() -> None:
+    assert len(recipe_paths()) >= 12

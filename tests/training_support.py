@@ -1,0 +1,163 @@
+"""What tests of training share: a tiny environment, data that fit it, and a recipe of seconds.
+
+Run as a program it is the victim of the kill tests: see `main`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.recipe import Recipe, load_recipe
+
+ENVIRONMENT = "GearOfflineTiny-v0"
+STATE_DIM, ACTION_DIM, STEP_LIMIT = 3, 2, 6
+
+
+class TinyEnvironment(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
+    """Rewards the first action; the state is what was done last."""
+
+    def __init__(self) -> None:
+        self.observation_space = gymnasium.spaces.Box(-9, 9, (STATE_DIM,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-1, 1, (ACTION_DIM,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._state = self.np_random.normal(size=STATE_DIM).astype(np.float32)
+        return self._state, {}
+
+    def step(
+        self, action: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        self._state = np.roll(self._state, 1)
+        self._state[0] = action[0]
+        return self._state, float(action[0]), False, False, {}
+
+
+def register_environment() -> None:
+    """Make the tiny environment known to Gymnasium; once is enough."""
+    if ENVIRONMENT not in gymnasium.registry:
+        gymnasium.register(ENVIRONMENT, lambda **_: TinyEnvironment(), max_episode_steps=STEP_LIMIT)
+
+
+def tiny_recipe(data: Path, *overrides: str) -> Recipe:
+    """Return a recipe for the dataset at `data` that trains in a second."""
+    return load_recipe(
+        "paper",
+        [
+            "name=tiny",
+            f"data.path={data}",
+            "loader.batch_size=4",
+            "loader.context_length=3",
+            "loader.returns_scale=10",
+            "model.hidden_size=8",
+            "model.layers=1",
+            "model.max_timestep=null",
+            "optimizer.learning_rate=1e-2",
+            "optimizer.warmup_steps=3",
+            "train.steps=20",
+            "train.device=cpu",
+            "train.threads=1",
+            "train.log_every=3",
+            "train.checkpoint_every=5",
+            "train.evaluate_every=7",
+            "train.tensorboard=false",
+            "evaluate.episodes=2",
+            "evaluate.environments=2",
+            *overrides,
+        ],
+    )
+
+
+def _kill_in_call(number: int) -> None:
+    """Arrange that this process kills itself at its `number`-th call that changes files."""
+    count = 0
+
+    def deadly(module: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+
+        setattr(module, name, call)
+
+    for module, names in (
+        (os, ("fsync", "rename", "replace", "symlink", "truncate", "mkdir", "write")),
+        (shutil, ("rmtree",)),
+    ):
+        for name in names:
+            deadly(module, name)
+
+
+def main(data: Path, run: Path, kills: int, seed: int) -> None:
+    """Train in forked children, kill each of them, and go on until the run is complete.
+
+    Half of the kills strike inside a call that changes files, where a half-done save would show;
+    the other half after a random time.  Prints how many children were killed.  The parent never
+    computes, so that a child starts with everything imported and no threads.
+    """
+    for name in ("evaluate", "models.policy", "dataset"):
+        import_module(f"gear_offline.{name}")
+    import gear_offline.report
+    from gear_offline.trainer import train
+
+    gear_offline.report.write_report = lambda run, **_: Path(run)  # plots take most of the time
+
+    register_environment()
+    generator = random.Random(seed)
+    killed = 0
+    while True:
+        after: float | None = None
+        call = 0
+        if killed < kills:
+            if killed % 2:
+                call = generator.randint(1, 60)
+            else:
+                after = generator.uniform(0.0, 0.5)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if call:
+                    _kill_in_call(call)
+                train(tiny_recipe(data), out=run, resume=True, quiet=True)
+                code = 0
+            finally:
+                os._exit(code)
+        if after is not None:
+            time.sleep(after)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+            killed += 1
+        elif os.waitstatus_to_exitcode(status) != 0:
+            sys.exit("a child failed")
+        elif killed >= kills:
+            print(killed)
+            return
+        else:  # it was complete before the kill came: kill the next one in a new run
+            killed += 1
+            (run.parent / f"{run.name}-{killed}").mkdir()
+            os.replace(run, run.parent / f"{run.name}-{killed}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
