@@ -15,6 +15,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -191,6 +192,30 @@ def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
             )
 
 
+class StepLocator:
+    """Finds the episode of a step faster than a binary search over all episodes.
+
+    A guide names, for each of about 16 equal ranges of steps per episode, the episode of the
+    range's first step.  Most ranges hold no episode boundary; only steps beyond one are searched.
+    Costs 128 to 256 bytes an episode.
+    """
+
+    def __init__(self, index: EpisodeIndex) -> None:
+        self._offsets = index.offsets
+        ranges = min(16 * index.episodes, index.steps)
+        self._shift = max((index.steps // ranges).bit_length() - 1, 0)
+        firsts = np.arange(((index.steps - 1) >> self._shift) + 1, dtype=np.int64) << self._shift
+        self._guide = index.episode_of(firsts)
+
+    def __call__(self, steps: Int64Array) -> Int64Array:
+        """Return the episode of each global step, same shape, int64."""
+        episodes: Int64Array = self._guide[steps >> self._shift]
+        beyond = steps >= self._offsets[episodes + 1]
+        found = np.searchsorted(self._offsets, steps[beyond], side="right")
+        episodes[beyond] = found - 1
+        return episodes
+
+
 @register("uniform_steps")
 @dataclass(frozen=True)
 class UniformSteps:
@@ -202,6 +227,10 @@ class UniformSteps:
 
     index: EpisodeIndex
     name = "uniform_steps"
+
+    @cached_property
+    def _episode_of(self) -> StepLocator:
+        return StepLocator(self.index)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -218,7 +247,7 @@ class UniformSteps:
             seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
         )
         row = bounded(first, self.index.steps)
-        episodes = self.index.episode_of(row)
+        episodes = self._episode_of(row)
         return Segments(
             episodes=episodes,
             starts=row - self.index.offsets[episodes],

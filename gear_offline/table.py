@@ -86,6 +86,16 @@ class Store:
     def dtype(self) -> np.dtype[Any]:
         return (self.pieces[0] if self.rows is None else self.rows).dtype
 
+    @property
+    def final_dtype(self) -> np.dtype[Any]:
+        """dtype of the fields in a batch; a store whose dtype differs holds one field."""
+        return self.fields[0].dtype
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the rows hold the batch's values, so that a gather only copies."""
+        return self.dtype == self.final_dtype and self.fields[0].mean is None
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:

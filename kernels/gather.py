@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.fields import Field, convert
+from gear_offline.kernels.arena import Arena, carve
 from gear_offline.selection import Segments
 from gear_offline.table import Store, Table
 
@@ -103,7 +104,8 @@ class CpuGather:
         self.table = table
         self.context_length = context_length
         self.padding = padding
-        self.pin = pin
+        self._arena = Arena(pin=pin)
+        self._stores = table.stores
         self._places = np.arange(context_length, dtype=np.int64)
         self._views = [_windows(store, context_length) for store in table.stores]
 
@@ -121,32 +123,31 @@ class CpuGather:
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
         padded = self._padded(real)
-        buffers = []
-        for store, view in zip(self.table.stores, self._views, strict=True):
+        layout = [((real.size, span, s.width), torch_dtype(s.final_dtype)) for s in self._stores]
+        long = torch.int64
+        whole: tuple[int, ...] = (real.size, span)
+        outputs = carve(
+            self._arena, [*layout, (whole, long), (whole, long), ((real.size, 2), long)]
+        )
+        *buffers, timesteps, mask, named = outputs
+        for store, view, buffer in zip(self._stores, self._views, buffers, strict=True):
             if view is None:
-                found = self._mapped(store, low + shift, low, real)
+                self._mapped(store, buffer, low + shift, low, real)
             else:
-                found = self._owned(store, view, low + shift)
-            found = self._finish(store, found, padded)
-            buffers.append(found.view(*shape, *found.shape[1:]))
-        mask = self._empty((real.size, span), torch.int64)
-        mask.numpy().fill(1)
-        timesteps = self._empty((real.size, span), torch.int64)
+                self._owned(store, buffer, view, low + shift)
+            _clear(buffer, padded)
         np.add((starts + shift)[:, None], self._places, out=timesteps.numpy())
-        for tensor in (mask, timesteps):
+        mask.fill_(1)
+        for tensor in (timesteps, mask):
             tensor.numpy().reshape(-1)[padded] = 0
-        named = self._empty((real.size, 2), torch.int64)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
-            buffers=tuple(buffers),
-            fields=tuple(store.fields for store in self.table.stores),
+            buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
+            fields=tuple(store.fields for store in self._stores),
             timesteps=timesteps.view(*shape, span),
             attention_mask=mask.view(*shape, span),
             segments=named.view(*shape, 2),
         )
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self.pin)
 
     def _real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
         """Return (n,) int64, the steps of each window that exist, at least 1."""
@@ -159,7 +160,8 @@ class CpuGather:
                 "a segment begins outside the table",
                 remedy=f"use episodes below {index.episodes} and starts below their lengths",
             )
-        return np.minimum(left, self.context_length)
+        real: Int64Array = np.minimum(left, self.context_length)
+        return real
 
     def _padded(self, real: Int64Array) -> Int64Array:
         """Return the flat positions, in (n, K), that are padding."""
@@ -169,43 +171,52 @@ class CpuGather:
             mask = self._places >= steps
         else:
             mask = self._places < self.context_length - steps
-        positions = short * self.context_length + self._places
-        return np.asarray(positions[mask], dtype=np.int64)
+        positions: Int64Array = (short * self.context_length + self._places)[mask]
+        return positions
 
-    def _owned(self, store: Store, view: Tensor, first: Int64Array) -> Tensor:
-        """Copy windows that begin at step `first`; return (n, K, W) in the store's dtype."""
-        found = self._empty((first.size, view.shape[1]), view.dtype)
-        torch.index_select(view, 0, torch.from_numpy(first + self.table.margin), out=found)
-        return found.view(first.size, self.context_length, -1).view(torch_dtype(store.dtype))
+    def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
+        """Copy the windows that begin at step `first` into `out`, (n, K, W)."""
+        rows = torch.from_numpy(first + self.table.margin)
+        if store.is_final:
+            words = out.view(view.dtype).view(first.size, -1)
+            torch.index_select(view, 0, rows, out=words)
+        else:
+            words = torch.index_select(view, 0, rows).view(*out.shape[:2], -1)
+            _convert(store, words.view(torch_dtype(store.dtype)).numpy(), out)
 
-    def _mapped(self, store: Store, first: Int64Array, low: Int64Array, real: Int64Array) -> Tensor:
+    def _mapped(
+        self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, real: Int64Array
+    ) -> None:
         """As `_owned`, from mapped pieces; padding repeats a real step, so nothing else is read."""
         assert store.firsts is not None, "a store has rows or pieces"
         rows = np.clip(first[:, None] + self._places, low[:, None], (low + real - 1)[:, None])
-        found = self._empty(
-            (first.size, self.context_length, store.width), torch_dtype(store.dtype)
-        )
         # Bytes, since a mapped column may lie at an odd address.
-        target = found.view(torch.uint8).numpy()
+        row_bytes = store.width * store.dtype.itemsize
+        if store.is_final:
+            found = out.view(torch.uint8).numpy()
+        else:
+            found = np.empty((*rows.shape, row_bytes), dtype=np.uint8)
         piece_of = np.searchsorted(store.firsts, low, side="right") - 1
         for number in np.unique(piece_of).tolist():
             piece = store.pieces[number].view(np.uint8)
             mine = np.flatnonzero(piece_of == number)
-            target[mine] = piece[rows[mine] - store.firsts[number]]
-        return found
+            found[mine] = piece[rows[mine] - store.firsts[number]]
+        if not store.is_final:
+            _convert(store, found.view(store.dtype), out)
 
-    def _finish(self, store: Store, found: Tensor, padded: Int64Array) -> Tensor:
-        """Cast or normalise (n, K, W) where the field asks for it, then clear the padding."""
-        field = store.fields[0]
-        if field.mean is not None or field.dtype != store.dtype:
-            shape = found.shape
-            values = convert(found.numpy().reshape(*shape[:2], *field.shape), field)
-            found = self._empty(shape, torch_dtype(field.dtype))
-            found.numpy()[...] = values.reshape(shape)
-        rows = found.view(torch.uint8).numpy()
-        whole = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
-        whole[padded] = np.zeros((), whole.dtype)
-        return found
+
+def _convert(store: Store, values: Array, out: Tensor) -> None:
+    """Cast or normalise (n, K, W) values of a store's only field into `out`."""
+    field = store.fields[0]
+    final = convert(values.reshape(*values.shape[:2], *field.shape), field)
+    out.numpy()[...] = final.reshape(values.shape)
+
+
+def _clear(out: Tensor, padded: Int64Array) -> None:
+    """Write zero bytes over the rows of (n, K, W) at flat positions `padded`."""
+    rows = out.view(torch.uint8).numpy()
+    whole = rows.view(np.dtype((np.void, rows.shape[-1]))).reshape(-1)
+    whole[padded] = np.zeros((), whole.dtype)
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

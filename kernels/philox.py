@@ -54,29 +54,33 @@ def philox4x32(
         Four arrays of shape ``S``, uint32.
     """
     words = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint32) for word in counter))
-    shape = words[0].shape
-    flat = [np.ascontiguousarray(word).reshape(-1) for word in words]
-    out = tuple(np.empty(flat[0].size, dtype=np.uint32) for _ in range(4))
-    for begin in range(0, flat[0].size, LANES):
+    c0, c1, c2, c3 = (word.reshape(-1) for word in words)
+    out = [np.empty(c0.size, dtype=np.uint32) for _ in range(4)]
+    for begin in range(0, c0.size, LANES):
         part = slice(begin, begin + LANES)
-        _rounds([word[part] for word in flat], key, [word[part] for word in out])
-    return (
-        out[0].reshape(shape),
-        out[1].reshape(shape),
-        out[2].reshape(shape),
-        out[3].reshape(shape),
-    )
+        block = _rounds(c0[part], c1[part], c2[part], c3[part], key)
+        for target, word in zip(out, block, strict=True):
+            target[part] = word & _MASK32
+    w0, w1, w2, w3 = (word.reshape(words[0].shape) for word in out)
+    return w0, w1, w2, w3
 
 
-def _rounds(counter: list[UInt32Array], key: tuple[int, int], out: list[UInt32Array]) -> None:
-    """Compute all rounds of one run of counters, each array (n,), into `out`.
+def _rounds(
+    c0: UInt32Array,
+    c1: UInt32Array | np.uint32,
+    c2: UInt32Array,
+    c3: UInt32Array | np.uint32,
+    key: tuple[int, int],
+) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
+    """Return the output words of (n,) counters as uint64 whose low halves are the words.
 
-    The multiplicands are the low halves of uint64 arrays whose high halves stay zero, and the
-    products are read as pairs of 32-bit words, so a round is two multiplications and four xors.
+    The high halves of words 0 and 2 are zero, those of words 1 and 3 are left-overs: they are the
+    multiplicands, kept as uint64 with zero high halves, and the last products.  Products are read
+    as pairs of 32-bit words, so that a round is two multiplications and four xors.
     """
-    left, right = counter[0].astype(np.uint64), counter[2].astype(np.uint64)
+    left, right = c0.astype(np.uint64), c2.astype(np.uint64)
     left32, right32 = left.view(np.uint32)[_LOW::2], right.view(np.uint32)[_LOW::2]
-    one, three = counter[1], counter[3]
+    one, three = c1, c3
     # Two pairs of buffers: a round reads the low words of the previous products.
     buffers = [(np.empty_like(left), np.empty_like(left)) for _ in range(2)]
     for turn in range(ROUNDS):
@@ -91,8 +95,7 @@ def _rounds(counter: list[UInt32Array], key: tuple[int, int], out: list[UInt32Ar
         np.bitwise_xor(words_left[1 - _LOW :: 2], three, out=right32)
         np.bitwise_xor(right32, key_right, out=right32)
         one, three = words_right[_LOW::2], words_left[_LOW::2]
-    for target, word in zip(out, (left32, one, right32, three), strict=True):
-        target[...] = word
+    return left, product_right, right, product_left
 
 
 def draws(
@@ -116,24 +119,29 @@ def draws(
     tuple
         Two arrays (steps, count) uint64, each uniform over ``[0, 2**64)``.
     """
-    numbers = np.arange(steps, dtype=np.uint64)[:, None] + np.uint64(first_step)
-    words = philox4x32(
-        (
-            np.arange(count, dtype=np.uint32)[None, :],
-            np.uint32(stream),
-            (numbers & _MASK32).astype(np.uint32),
-            (numbers >> _SHIFT32).astype(np.uint32),
-        ),
-        (seed & 0xFFFFFFFF, seed >> 32),
-    )
-    return _join(words[0], words[1]), _join(words[2], words[3])
-
-
-def _join(low: UInt32Array, high: UInt32Array) -> UInt64Array:
-    joined = np.empty((*low.shape, 2), dtype=np.uint32)
-    joined[..., _LOW] = low
-    joined[..., 1 - _LOW] = high
-    return joined.view(np.uint64)[..., 0]
+    key = (seed & 0xFFFFFFFF, seed >> 32)
+    first = np.empty((steps, count), dtype=np.uint64)
+    second = np.empty_like(first)
+    at_once = max(LANES // count, 1)  # whole steps where they are small, else parts of one
+    for row in range(0, steps, at_once):
+        numbers = np.arange(row, min(row + at_once, steps), dtype=np.uint64)
+        numbers += np.uint64(first_step)
+        low = (numbers & _MASK32).astype(np.uint32)
+        high = (numbers >> _SHIFT32).astype(np.uint32)
+        for slot in range(0, count, LANES):
+            slots = np.arange(slot, min(slot + LANES, count), dtype=np.uint32)
+            block = _rounds(
+                np.tile(slots, low.size),
+                np.uint32(stream),
+                np.repeat(low, slots.size),
+                np.repeat(high, slots.size),
+                key,
+            )
+            place = (slice(row, row + low.size), slice(slot, slot + slots.size))
+            shape = (low.size, slots.size)
+            first[place] = (block[0] | block[1] << _SHIFT32).reshape(shape)
+            second[place] = (block[2] | block[3] << _SHIFT32).reshape(shape)
+    return first, second
 
 
 def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
@@ -165,5 +173,4 @@ def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
         middle = high * size_low + (low * size_low >> _SHIFT32)
         carried = low * size_high + (middle & _MASK32)
         result = high * size_high + (middle >> _SHIFT32) + (carried >> _SHIFT32)
-    values: Int64Array = result.astype(np.int64)
-    return values
+    return np.asarray(result).view(np.int64)

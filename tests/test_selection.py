@@ -18,7 +18,14 @@ from gear_offline import selection as module
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import draws
 from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, Selection, make_selection, register, selection_names
+from gear_offline.selection import (
+    Segments,
+    Selection,
+    StepLocator,
+    make_selection,
+    register,
+    selection_names,
+)
 
 NAMES = ("uniform_steps", "uniform_episodes")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -170,6 +177,14 @@ def test_one_episode_longer_than_32_bits() -> None:
     drawn = make_selection("uniform_steps", index).select(seed=0, step=0, count=100)
     assert int(drawn.starts.max()) > 2**61
     assert (drawn.starts < 2**62).all()
+
+
+@given(st.lists(st.integers(1, 3) | st.integers(1, 5000), min_size=1, max_size=60))
+def test_locator_equals_the_episode_index(lengths: list[int]) -> None:
+    index = index_of(lengths)
+    edges = np.concatenate([index.offsets[:-1], index.offsets[1:] - 1, index.offsets[:-1] // 2])
+    steps = np.unique(np.concatenate([edges, np.arange(0, index.steps, 7)]))
+    assert np.array_equal(StepLocator(index)(steps), index.episode_of(steps))
 
 
 def test_seeds_and_steps_differ() -> None:
