@@ -153,11 +153,14 @@ def convert(values: Array, field: Field) -> Array:
         return values.astype(field.dtype, copy=False)
 
 
-def to_float32(values: Array, column: str, first_step: int) -> Array:
-    """Round to float32, refusing finite values that would become infinite."""
+def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:
+    """Round to float32, refusing finite values that would become infinite.
+
+    `finite` says that the values were computed from finite ones: then no infinity is allowed.
+    """
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32, copy=False)
-    lost = np.isinf(rounded) & np.isfinite(values)
+    lost = np.isinf(rounded) & (np.isfinite(values) | finite)
     if lost.any():
         step = first_step + int(np.argwhere(lost)[0][0])
         raise InputError(

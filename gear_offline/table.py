@@ -224,13 +224,15 @@ def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDA
         base = offsets[first]
         rewards = source.read(REWARDS, base, offsets[last], check=source.verified)
         rewards = rewards.astype(np.float64).reshape(-1)
+        finite = bool(np.isfinite(rewards).all())
         for start, stop in zip(offsets[first:last], offsets[first + 1 : last + 1], strict=True):
             back = rewards[start - base : stop - base][::-1]  # a view: overwritten from the end
             if gamma == 1.0:
-                np.cumsum(back, out=back)
+                with np.errstate(over="ignore"):
+                    np.cumsum(back, out=back)
             else:
                 back[:] = list(accumulate(back.tolist(), lambda rest, r: r + gamma * rest))
-        out[base : offsets[last], 0] = to_float32(rewards / scale, REWARDS, base)
+        out[base : offsets[last], 0] = to_float32(rewards / scale, REWARDS, base, finite=finite)
     return out
 
 

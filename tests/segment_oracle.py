@@ -1,0 +1,124 @@
+"""Sampling of the Decision Transformer paper, as plain loops; slow and obvious.
+
+Chen et al. 2021 ("Decision Transformer: Reinforcement Learning via Sequence Modeling"): a batch
+element is a window of up to K consecutive steps of one trajectory, cut where the trajectory ends
+and padded to K; its returns-to-go are the sums of the rewards from each step to the end of the
+trajectory.  Here in Python floats, one element at a time, with nothing shared with the package.
+
+Also a table source over arrays in memory, without files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Moments:
+    mean: npt.NDArray[np.float64]
+    std: npt.NDArray[np.float64]
+
+
+class MemoryTable:
+    """What `build_table` reads from, over arrays; `pieces` cuts the mapped form in shards."""
+
+    def __init__(
+        self, columns: Mapping[str, Array], lengths: Sequence[int], *, pieces: int = 1
+    ) -> None:
+        self.columns = dict(columns)
+        self.episodes = EpisodeIndex(np.asarray(lengths, dtype=np.int64))
+        self.spec = TableSpec(
+            columns=tuple(
+                ColumnSpec(name=name, dtype=values.dtype, shape=values.shape[1:])
+                for name, values in columns.items()
+            ),
+            steps=self.episodes.steps,
+            episodes=self.episodes.episodes,
+        )
+        self.verified = True
+        self.checked_reads = 0
+        cuts = np.linspace(0, len(lengths), min(pieces, len(lengths)) + 1).astype(int)
+        self.cuts = self.episodes.offsets[cuts].tolist()
+
+    @property
+    def statistics(self) -> Mapping[str, Moments]:
+        return {
+            name: Moments(values.astype(np.float64).mean(0), values.astype(np.float64).std(0))
+            for name, values in self.columns.items()
+            if values.dtype.kind != "c"
+        }
+
+    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array:
+        self.checked_reads += check
+        return self.columns[column][start:stop].copy()
+
+    def column(self, name: str, *, mode: Literal["mmap"]) -> list[Array]:
+        found = []
+        for start, stop in zip(self.cuts[:-1], self.cuts[1:], strict=True):
+            part = self.columns[name][start:stop]
+            # At an odd address and read-only, as a column in a mapped file can be.
+            room = np.zeros(part.nbytes + 1, dtype=np.uint8)
+            room[1:] = np.frombuffer(part.tobytes(), dtype=np.uint8)
+            room.setflags(write=False)
+            found.append(room[1:].view(part.dtype).reshape(part.shape))
+        return found
+
+
+def oracle_window(
+    columns: Mapping[str, Array],
+    lengths: Sequence[int],
+    episode: int,
+    start: int,
+    *,
+    context_length: int,
+    padding: str,
+    gamma: float = 1.0,
+    returns_scale: float = 1.0,
+) -> dict[str, list[Any]]:
+    """Return each field of one window as a list of K entries; ``None`` is padding.
+
+    Columns keep their own values (no cast); ``returns_to_go`` are Python floats.
+    """
+    first = sum(lengths[:episode])
+    fields: dict[str, list[Any]] = {name: [] for name in columns}
+    fields["returns_to_go"], fields["timesteps"] = [], []
+    for step in range(start, min(start + context_length, lengths[episode])):
+        for name, values in columns.items():
+            fields[name].append(values[first + step])
+        rest = 0.0
+        for later in reversed(range(step, lengths[episode])):
+            rest = float(columns["rewards"][first + later].reshape(())) + gamma * rest
+        fields["returns_to_go"].append(rest / returns_scale)
+        fields["timesteps"].append(step)
+    missing = [None] * (context_length - len(fields["timesteps"]))
+    return {
+        name: values + missing if padding == "right" else missing + values
+        for name, values in fields.items()
+    }
+
+
+def expect(values: Sequence[Any], dtype: npt.DTypeLike, shape: tuple[int, ...]) -> Array:
+    """Return (K, *shape): each entry cast on its own, zeros for padding."""
+    found = np.zeros((len(values), *shape), dtype=dtype)
+    for place, value in enumerate(values):
+        if value is not None:
+            found[place] = np.asarray(value).astype(dtype).reshape(shape)
+    return found
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Return whether two arrays agree in shape, dtype and every bit (NaN payloads included)."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+    )
