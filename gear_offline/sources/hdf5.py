@@ -24,6 +24,7 @@ from gear_offline.sources.hdf5_guard import (
     ColumnCheck,
     DatasetFacts,
     Limits,
+    no_plugins,
     open_file,
     unreadable,
     walk,
@@ -147,9 +148,10 @@ class Hdf5Rows:
         found: dict[str, Any] = {}
         for name in self._file.attrs:
             try:
-                handle = self._file.attrs.get_id(name)
-                if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                    _keep(found, str(name), self._file.attrs[name])
+                with no_plugins():
+                    handle = self._file.attrs.get_id(name)
+                    if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                        _keep(found, str(name), self._file.attrs[name])
             except LIBRARY_ERRORS:
                 continue  # an attribute of an odd type is no reason to refuse the data
         return found
