@@ -52,10 +52,13 @@ class Staging:
         Where the dataset will appear, resolved.
     path
         Hidden directory beside the target; write here.
+    overwrite
+        Whether a dataset at the target may be replaced.
     """
 
     target: Path
     path: Path
+    overwrite: bool
 
     def publish(self) -> None:
         """Make the finished directory durable and move it to the target in one step.
@@ -63,9 +66,10 @@ class Staging:
         Raises
         ------
         InputError
-            ``TARGET_EXISTS`` when something appeared at the target meanwhile.
+            ``TARGET_EXISTS`` or ``TARGET_KIND`` when something appeared at the target meanwhile.
         """
         _fsync_directory(self.path)
+        _check_target(self.target, overwrite=self.overwrite)
         if _is_empty_or_absent(self.target):
             try:
                 os.rename(self.path, self.target)
@@ -102,7 +106,8 @@ def staging(target: Path, *, overwrite: bool) -> Iterator[Staging]:
         lock = _lock(lock_path, target)
     except OSError as error:
         raise write_error(error, str(target)) from error
-    place = Staging(target=target, path=_hidden(target, f"part-{secrets.token_hex(6)}"))
+    path = _hidden(target, f"part-{secrets.token_hex(6)}")
+    place = Staging(target=target, path=path, overwrite=overwrite)
     try:
         _sweep(target)
         _check_target(target, overwrite=overwrite)
