@@ -178,11 +178,11 @@ class CpuGather:
         """Copy the windows that begin at step `first` into `out`, (n, K, W)."""
         rows = torch.from_numpy(first + self.table.margin)
         if store.is_final:
-            words = out.view(view.dtype).view(first.size, -1)
+            words = out.view(view.dtype).view(first.size, view.shape[1])
             torch.index_select(view, 0, rows, out=words)
         else:
-            words = torch.index_select(view, 0, rows).view(*out.shape[:2], -1)
-            _convert(store, words.view(torch_dtype(store.dtype)).numpy(), out)
+            words = torch.index_select(view, 0, rows).view(torch_dtype(store.dtype))
+            _convert(store, words.view(*out.shape[:2], store.width).numpy(), out)
 
     def _mapped(
         self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, real: Int64Array
