@@ -1,0 +1,78 @@
+"""Small models, their released twins and batches, for the tests of the model."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DecisionTransformerModel
+
+from gear_offline.models.decision_transformer import (
+    DecisionTransformer,
+    DecisionTransformerConfig,
+    build_model,
+)
+
+TOLERANCE = 1e-5  # float32, on valid tokens
+STATES, ACTIONS, STEPS, WINDOWS = 5, 3, 7, 6
+
+
+def make(**changes: Any) -> DecisionTransformer:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "state_dim": STATES,
+        "action_dim": ACTIONS,
+        "hidden_size": 16,
+        "layers": 2,
+        "heads": 2,
+        "max_timestep": 50,
+        "context_length": STEPS,
+    }
+    return build_model(**(options | changes))
+
+
+def released_twin(model: DecisionTransformer) -> DecisionTransformerModel:
+    """The released class with the same weights, in evaluation mode."""
+    config = DecisionTransformerConfig.from_dict(model.config.to_dict())
+    twin = DecisionTransformerModel(config)
+    twin.load_state_dict(model.state_dict(), strict=True)
+    twin.eval()
+    return twin
+
+
+def inputs(steps: int = STEPS, *, seed: int = 1) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(WINDOWS, steps, *shape, generator=generator)
+
+    return {
+        "states": normal(STATES),
+        "actions": normal(ACTIONS).tanh(),
+        "rewards": normal(1),
+        "returns_to_go": normal(1),
+        "timesteps": torch.randint(0, 50, (WINDOWS, steps), generator=generator),
+        "attention_mask": torch.ones((WINDOWS, steps), dtype=torch.long),
+    }
+
+
+def mask(kind: str, steps: int = STEPS) -> Tensor:
+    """(WINDOWS, steps) int64 with 1 + i real steps in window i, where `kind` says."""
+    lengths = torch.arange(WINDOWS).remainder(steps)[:, None] + 1
+    places = torch.arange(steps)
+    if kind == "right":
+        found = places < lengths
+    elif kind == "left":
+        found = places >= steps - lengths
+    elif kind == "holes":
+        found = (places * 5 + torch.arange(WINDOWS)[:, None]) % 3 != 0
+    else:
+        found = torch.ones((WINDOWS, steps), dtype=torch.bool)
+    return found.long()
+
+
+def largest_difference(ours: Tensor, theirs: Tensor, valid: Tensor | EllipsisType = ...) -> float:
+    return float((ours - theirs)[valid].abs().max())

@@ -1,0 +1,356 @@
+"""The model against the released class: weights, outputs, discrete actions, refusals."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DecisionTransformerModel
+
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import (
+    Attention,
+    DecisionTransformer,
+    DecisionTransformerConfig,
+)
+from gear_offline.models.loss import action_loss
+from tests.model_support import (
+    ACTIONS,
+    STATES,
+    STEPS,
+    TOLERANCE,
+    WINDOWS,
+    inputs,
+    largest_difference,
+    make,
+    mask,
+    released_twin,
+)
+
+
+def load_completely(kind: Any, path: Path) -> Any:
+    model, info = kind.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model
+
+
+def test_parameters_have_the_released_names_shapes_and_initial_values() -> None:
+    ours = make()
+    torch.manual_seed(0)
+    theirs = DecisionTransformerModel(ours.config)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+def test_our_file_loads_in_the_released_class_bit_for_bit(tmp_path: Path) -> None:
+    ours = make()
+    ours.save_pretrained(tmp_path)
+    theirs = load_completely(DecisionTransformerModel, tmp_path)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+
+
+def test_a_released_file_loads_in_ours_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = DecisionTransformerConfig(
+        state_dim=4, act_dim=2, hidden_size=8, max_ep_len=9, bos_token_id=None, eos_token_id=None
+    )
+    theirs = DecisionTransformerModel(config)
+    theirs.save_pretrained(tmp_path)
+    ours = load_completely(DecisionTransformer, tmp_path)
+    assert not ours.discrete and ours.padding == "any"
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+def test_own_configuration_keys_survive_both_classes(tmp_path: Path) -> None:
+    make(discrete=True).save_pretrained(tmp_path / "a")
+    DecisionTransformerModel.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    again = DecisionTransformer.from_pretrained(tmp_path / "b")
+    assert again.discrete
+    assert again.config.context_length == STEPS
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["none", "full", "right", "left", "holes"])
+def test_outputs_equal_the_released_class_on_valid_steps(kind: str, attention: Attention) -> None:
+    ours = make().eval()
+    ours.attention = attention
+    batch = inputs()
+    batch["attention_mask"] = mask(kind)
+    valid = batch["attention_mask"].bool()
+    given_batch = {k: v for k, v in batch.items() if kind != "none" or k != "attention_mask"}
+    with torch.no_grad():
+        expected = released_twin(ours)(**given_batch)
+        found = ours(**given_batch)
+        actions_only = ours(**given_batch, only_actions=True)
+    for name in ("state_preds", "action_preds", "return_preds"):
+        assert largest_difference(found[name], expected[name], valid) <= TOLERANCE, name
+    assert largest_difference(actions_only.action_preds, expected.action_preds, valid) <= TOLERANCE
+    assert list(actions_only.keys()) == ["action_preds"]
+
+
+@given(
+    heads=st.sampled_from([1, 2, 4]),
+    steps=st.integers(1, 12),
+    activation=st.sampled_from(["relu", "gelu_new"]),
+    tanh=st.booleans(),
+    scaled=st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_right_padding_needs_no_mask(
+    heads: int, steps: int, activation: str, tanh: bool, scaled: bool
+) -> None:
+    ours = make(heads=heads, activation=activation, action_tanh=tanh)
+    ours.config.scale_attn_by_inverse_layer_idx = scaled
+    ours = DecisionTransformer(ours.config).eval()
+    batch = inputs(steps)
+    batch["attention_mask"] = mask("right", steps)
+    valid = batch["attention_mask"].bool()
+    with torch.no_grad():
+        expected = released_twin(ours)(**batch)
+        found = ours(**batch, padding="right")
+        batch["states"][~valid] = 1e3  # what lies in the padding must not matter
+        batch["actions"][~valid] = -10.0
+        batch["returns_to_go"][~valid] = 1e3
+        disturbed = ours(**batch, padding="right")
+    for name in ("state_preds", "action_preds", "return_preds"):
+        assert largest_difference(found[name], expected[name], valid) <= TOLERANCE
+        assert torch.equal(found[name][valid], disturbed[name][valid])
+
+
+def test_no_mask_is_built_for_right_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(attention_mask: Tensor) -> Tensor:
+        raise AssertionError("a dense mask was built")
+
+    monkeypatch.setattr("gear_offline.models.decision_transformer.dense_mask", refuse)
+    model = make()
+    batch = inputs()
+    model(**batch, padding="right")
+    model.padding = "right"
+    model(**batch)
+    with pytest.raises(AssertionError, match="dense mask"):
+        model(**batch, padding="any")
+
+
+def test_left_padding_equals_the_unpadded_window() -> None:
+    model = make().eval()
+    batch = inputs()
+    short = {name: value[:, 3:] for name, value in batch.items()}
+    batch["attention_mask"][:, :3] = 0
+    with torch.no_grad():
+        padded, alone = model(**batch).action_preds, model(**short).action_preds
+    assert float((padded[:, 3:] - alone).abs().max()) <= TOLERANCE
+
+
+def test_fully_padded_windows_are_finite_in_value_and_gradient() -> None:
+    model = make()
+    batch = inputs()
+    batch["attention_mask"] = torch.zeros_like(batch["attention_mask"])
+    output = model(**batch)
+    action_loss(output.action_preds, batch["actions"], batch["attention_mask"]).backward()
+    assert torch.isfinite(output.action_preds).all()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+def test_dtype_of_the_attention_mask_does_not_matter(dtype: torch.dtype) -> None:
+    model = make().eval()
+    batch = inputs() | {"attention_mask": mask("left")}
+    expected = model(**batch).action_preds
+    batch["attention_mask"] = batch["attention_mask"].to(dtype)
+    assert torch.equal(model(**batch).action_preds, expected)
+
+
+def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
+    ours = make().eval()
+    theirs = released_twin(ours)
+    theirs.set_attn_implementation("eager")
+    batch = inputs()
+    with torch.no_grad():
+        found = ours(**batch, output_hidden_states=True, output_attentions=True)
+        expected = theirs(**batch, output_hidden_states=True, output_attentions=True)
+    assert len(found.hidden_states) == len(expected.hidden_states) == 3
+    assert len(found.attentions) == len(expected.attentions) == 2
+    assert found.attentions[0].shape == (WINDOWS, 2, 3 * STEPS, 3 * STEPS)
+    for name in ("hidden_states", "attentions"):
+        for one, other in zip(found[name], expected[name], strict=True):
+            assert float((one - other).abs().max()) <= TOLERANCE
+    assert torch.equal(found.last_hidden_state, found.hidden_states[-1])
+
+
+def test_return_dict_false_gives_the_three_predictions() -> None:
+    model = make().eval()
+    batch = inputs()
+    output = model(**batch)
+    state_preds, action_preds, return_preds = model(**batch, return_dict=False)
+    assert state_preds.shape == (WINDOWS, STEPS, STATES)
+    assert action_preds.shape == (WINDOWS, STEPS, ACTIONS)
+    assert return_preds.shape == (WINDOWS, STEPS, 1)
+    assert torch.equal(action_preds, output.action_preds)
+    assert output.hidden_states is None and output.attentions is None
+    assert model(**batch, output_hidden_states=True).hidden_states is not None
+
+
+def test_eager_is_taken_when_loaded_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make().save_pretrained(tmp_path)
+    model = DecisionTransformer.from_pretrained(tmp_path, attn_implementation="eager")
+    if not DecisionTransformerModel._supports_sdpa:
+        pytest.skip("this transformers knows eager attention only")
+
+    def refuse(*args: object, **kwargs: object) -> Tensor:
+        raise AssertionError("fused attention was called")
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
+    model(**inputs())
+    model.attention = "sdpa"
+    with pytest.raises(AssertionError, match="fused"):
+        model(**inputs())
+
+
+def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
+    model = make().eval()
+    batch = inputs()
+    before = model(**batch).action_preds
+    changed = {name: value.clone() for name, value in batch.items()}
+    changed["actions"][:, 3:] += 5.0
+    for name in ("states", "returns_to_go"):
+        changed[name][:, 4:] += 5.0
+    after = model(**changed).action_preds
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
+def test_acting_step_by_step_equals_the_released_class() -> None:
+    """The loop of the paper's evaluation: the window grows, each action is fed back."""
+    ours = make().eval()
+    theirs = released_twin(ours)
+    full = inputs(6)
+
+    def act(model: Any) -> Tensor:
+        actions = torch.zeros(WINDOWS, 6, ACTIONS)
+        for step in range(6):
+            window = {name: value[:, : step + 1] for name, value in full.items()}
+            window["actions"] = actions[:, : step + 1]
+            actions[:, step] = model(**window).action_preds[:, -1]
+        return actions
+
+    with torch.no_grad():
+        assert float((act(ours) - act(theirs)).abs().max()) <= TOLERANCE
+
+
+def test_last_action_is_that_of_the_full_pass() -> None:
+    model = make().eval()
+    batch = inputs()
+    last = torch.tensor([0, 1, 2, 3, 6, 6])
+    full = model(**batch).action_preds[torch.arange(WINDOWS), last]
+    arguments = ("states", "actions", "returns_to_go", "timesteps")
+    found = model.predict_last_action(*(batch[name] for name in arguments), last)
+    assert torch.allclose(found, full, rtol=0, atol=TOLERANCE)
+
+
+def test_windows_may_be_longer_than_the_position_table() -> None:
+    model = make().eval()
+    assert model.config.n_positions == 1
+    assert model(**inputs(40)).action_preds.shape == (WINDOWS, 40, ACTIONS)
+
+
+def test_multidimensional_states_are_flattened() -> None:
+    model = make(state_dim=12).eval()
+    batch = inputs()
+    pixels = torch.randint(0, 256, (WINDOWS, STEPS, 2, 3, 2), dtype=torch.uint8)
+    flat = model(**(batch | {"states": pixels.flatten(2).float()})).action_preds
+    assert torch.equal(model(**(batch | {"states": pixels})).action_preds, flat)
+
+
+def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
+    model = make(discrete=True).eval()
+    assert not model.config.action_tanh
+    batch = inputs()
+    numbers = torch.randint(0, ACTIONS, (WINDOWS, STEPS))
+    vectors = torch.nn.functional.one_hot(numbers, ACTIONS).float()
+    with torch.no_grad():
+        found = model(**(batch | {"actions": numbers})).action_preds
+        expected = released_twin(model)(**(batch | {"actions": vectors})).action_preds
+        as_vectors = model(**(batch | {"actions": vectors})).action_preds
+    assert float((found - expected).abs().max()) <= TOLERANCE
+    assert float((as_vectors - expected).abs().max()) <= TOLERANCE
+
+
+def test_discrete_action_embedding_learns() -> None:
+    model = make(discrete=True)
+    numbers = torch.zeros((WINDOWS, STEPS), dtype=torch.long)
+    logits = model(**(inputs() | {"actions": numbers}), only_actions=True).action_preds
+    action_loss(logits, numbers, None).backward()
+    gradient = model.embed_action.weight.grad
+    assert gradient is not None
+    assert float(gradient[:, 0].abs().max()) > 0.0
+    assert float(gradient[:, 1:].abs().max()) == 0.0
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="return_to_go"):
+        make()(**inputs(), return_to_go=None)
+
+
+@pytest.mark.parametrize("timestep", [50, -1])
+def test_timesteps_without_embedding_are_refused(timestep: int) -> None:
+    batch = inputs()
+    batch["timesteps"][2, 3] = timestep
+    with pytest.raises(InputError, match=str(timestep)) as caught:
+        make()(**batch)
+    assert caught.value.code == "TIMESTEP_RANGE"
+
+
+@pytest.mark.parametrize("missing", ["states", "actions", "returns_to_go", "timesteps"])
+def test_missing_inputs_are_refused(missing: str) -> None:
+    batch = inputs()
+    del batch[missing]
+    with pytest.raises(InputError, match="all needed"):
+        make()(**batch)
+
+
+def test_integer_actions_need_a_discrete_model() -> None:
+    batch = inputs() | {"actions": torch.zeros((WINDOWS, STEPS), dtype=torch.long)}
+    with pytest.raises(InputError, match="discrete"):
+        make()(**batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"hidden_size": 15}, "model.heads"),
+        ({"layers": 0}, "model.layers"),
+        ({"max_timestep": 0}, "model.max_timestep"),
+        ({"dropout": 1.0}, "model.dropout"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, Any], place: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make(**changes)
+    assert (caught.value.code, caught.value.where) == ("MODEL_CONFIG", place)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda config: setattr(config, "add_cross_attention", True),
+        lambda config: setattr(config, "discrete_actions", True),
+    ],
+)
+def test_impossible_configurations_are_refused(
+    spoil: Callable[[DecisionTransformerConfig], None],
+) -> None:
+    config = make().config
+    spoil(config)
+    with pytest.raises(InputError) as caught:
+        DecisionTransformer(config)
+    assert caught.value.code == "MODEL_CONFIG"

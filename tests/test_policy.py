@@ -1,0 +1,220 @@
+"""The batched policy against a plain loop over single environments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.policy import Policy
+from tests.model_support import ACTIONS, STATES, make, released_twin
+
+MEAN = np.linspace(-1.0, 1.0, STATES)
+STD = np.linspace(0.5, 2.0, STATES)
+CONTEXT = 4
+
+
+def make_policy(model: DecisionTransformer | None = None, **changes: Any) -> Policy:
+    options: dict[str, Any] = {
+        "state_mean": MEAN,
+        "state_std": STD,
+        "returns_scale": 10.0,
+        "context_length": CONTEXT,
+    }
+    return Policy(model or make(), **(options | changes))
+
+
+class PlainActor:
+    """One environment, the released class, history in lists, no padding: the paper's loop."""
+
+    def __init__(self, model: DecisionTransformer, target: float, *, scale: float = 10.0) -> None:
+        self.model, self.scale, self.returns = released_twin(model), scale, [target / scale]
+        self.limit = int(model.config.max_ep_len)
+        self.states: list[Any] = []
+        self.actions: list[Any] = []
+
+    def act(self, observation: Any) -> Any:
+        self.states.append((np.asarray(observation) - MEAN) / (STD + 1e-6))
+        first = max(0, len(self.states) - CONTEXT)
+        steps = range(first, len(self.states))
+
+        def window(rows: list[Any]) -> torch.Tensor:
+            return torch.tensor(np.asarray(rows[first:]), dtype=torch.float32)[None]
+
+        with torch.no_grad():
+            output = self.model(
+                states=window(self.states),
+                actions=window([*self.actions, np.zeros(ACTIONS)]),
+                returns_to_go=window(self.returns)[:, :, None],
+                timesteps=torch.tensor([[min(step, self.limit - 1) for step in steps]]),
+            )
+        self.actions.append(output.action_preds[0, -1].numpy())
+        return self.actions[-1]
+
+    def observe_reward(self, reward: float) -> None:
+        self.returns.append(self.returns[-1] - reward / self.scale)
+
+
+@given(seed=st.integers(0, 100), resets=st.lists(st.integers(0, 8), max_size=3))
+@settings(max_examples=10, deadline=None)
+def test_lock_step_equals_single_environments(seed: int, resets: list[int]) -> None:
+    """Environments with their own targets and resets at any step act as if they were alone."""
+    rng = np.random.default_rng(seed)
+    model = make()
+    targets = np.array([30.0, 10.0, -5.0])
+    policy = make_policy(model)
+    policy.reset(np.arange(3), targets)
+    alone = [PlainActor(model, float(target)) for target in targets]
+    for step in range(9):
+        if step in resets:
+            policy.reset([step % 3], 7.0)
+            alone[step % 3] = PlainActor(model, 7.0)
+        observations, rewards = rng.normal(size=(3, STATES)), rng.normal(size=3)
+        found = policy.act(observations)
+        expected = [actor.act(o) for actor, o in zip(alone, observations, strict=True)]
+        np.testing.assert_allclose(found, np.asarray(expected), rtol=0, atol=1e-5)
+        policy.observe_reward(rewards)
+        for actor, reward in zip(alone, rewards, strict=True):
+            actor.observe_reward(float(reward))
+
+
+def test_a_subset_acts_as_if_all_did() -> None:
+    rng = np.random.default_rng(0)
+    model = make()
+    every, some = make_policy(model), make_policy(model)
+    for policy in (every, some):
+        policy.reset([0, 1, 2], 5.0)
+    for _ in range(6):
+        observations, rewards = rng.normal(size=(3, STATES)), rng.normal(size=3)
+        full = every.act(observations)
+        part = some.act(observations[[2, 0]], indices=[2, 0])
+        np.testing.assert_allclose(part, full[[2, 0]], rtol=0, atol=1e-5)
+        every.observe_reward(rewards)
+        some.observe_reward(rewards[[2, 0]], indices=[2, 0])
+    np.testing.assert_allclose(some.targets[[2, 0]], every.targets[[2, 0]])
+    assert some.targets[1] == 5.0
+
+
+def test_targets_fall_by_the_rewards_in_reward_units() -> None:
+    policy = make_policy(returns_scale=1000.0)
+    policy.reset([0, 1], [3600.0, 1800.0])
+    policy.act(np.zeros((2, STATES)))
+    policy.observe_reward([3.0, -2.0])
+    np.testing.assert_allclose(policy.targets, [3597.0, 1802.0])
+
+
+def test_window_holds_targets_divided_by_the_scale() -> None:
+    policy = make_policy(returns_scale=1000.0)
+    policy.reset([0], [3600.0])
+    for reward in (100.0, 200.0):
+        policy.act(np.zeros((1, STATES)))
+        policy.observe_reward([reward])
+    policy.act(np.zeros((1, STATES)))
+    returns = policy._windows[2][0, :3, 0].numpy()
+    np.testing.assert_allclose(returns, [3.6, 3.5, 3.3], rtol=1e-6)
+
+
+def test_leftovers_in_the_windows_do_not_matter() -> None:
+    """Unfilled places and the slot of the current action must not influence the action."""
+    rng = np.random.default_rng(1)
+    model = make()
+    clean, dirty = make_policy(model), make_policy(model)
+    for policy in (clean, dirty):
+        policy.reset([0, 1], 3.0)
+    for window in dirty._windows[:3]:
+        window.fill_(77.0)
+    for _ in range(6):
+        observations = rng.normal(size=(2, STATES))
+        np.testing.assert_array_equal(clean.act(observations), dirty.act(observations))
+        for policy in (clean, dirty):
+            policy.observe_reward([1.0, 1.0])
+
+
+def test_reset_forgets_the_history() -> None:
+    policy = make_policy()
+    policy.reset([0], 3.0)
+    first = policy.act(np.ones((1, STATES)))
+    for _ in range(5):
+        policy.observe_reward([0.5])
+        later = policy.act(np.ones((1, STATES)))
+    assert not np.array_equal(first, later)
+    policy.reset([0], 3.0)
+    np.testing.assert_array_equal(policy.act(np.ones((1, STATES))), first)
+
+
+def test_timesteps_stay_at_the_last_embedding() -> None:
+    policy = make_policy(make(max_timestep=3))
+    policy.reset([0], 3.0)
+    for _ in range(6):
+        policy.act(np.zeros((1, STATES)))
+        policy.observe_reward([0.0])
+    assert policy._windows[3].tolist() == [[2, 2, 2, 2]]
+
+
+def test_raw_states_without_statistics() -> None:
+    policy = make_policy(state_mean=None, state_std=None)
+    policy.reset([0], 3.0)
+    policy.act(np.arange(STATES)[None])
+    np.testing.assert_array_equal(policy._windows[0][0, 0].numpy(), np.arange(STATES))
+
+
+def test_discrete_actions_are_the_likeliest_and_are_remembered() -> None:
+    model = make(discrete=True)
+    policy = make_policy(model)
+    policy.reset([0, 1], 3.0)
+    observations = np.random.default_rng(0).normal(size=(2, STATES))
+    actions = policy.act(observations)
+    assert actions.shape == (2,) and actions.dtype == np.int64
+    assert policy._windows[1][:, 0].tolist() == actions.tolist()
+    assert set(actions.tolist()) <= set(range(ACTIONS))
+
+
+def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
+    model = make(dropout=0.5).train()
+    policies = [make_policy(model) for _ in range(2)]
+    for policy in policies:
+        policy.reset([0], 3.0)
+    one, two = (policy.act(np.ones((1, STATES))) for policy in policies)
+    assert not model.training
+    np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"returns_scale": 0.0}, "not positive"),
+        ({"returns_scale": float("nan")}, "not positive"),
+        ({"context_length": 0}, "less than 1"),
+        ({"state_mean": None}, "belong together"),
+        ({"state_std": np.ones(STATES + 1)}, "state_std has 6 elements"),
+        ({"state_mean": np.full(STATES, np.nan)}, "state_mean"),
+    ],
+)
+def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        make_policy(**changes)
+    assert caught.value.code == "POLICY_CONFIG"
+
+
+def test_wrong_use_is_refused() -> None:
+    policy = make_policy()
+    with pytest.raises(InputError, match="reset an environment"):
+        policy.act(np.zeros((1, STATES)))
+    with pytest.raises(InputError, match="negative"):
+        policy.reset([-1], 0.0)
+    policy.reset([0], 1.0)
+    with pytest.raises(InputError, match="the model expects 5"):
+        policy.act(np.zeros((1, STATES + 1)))
+    policy.act(np.zeros((1, STATES)))
+    with pytest.raises(InputError, match="twice"):
+        policy.act(np.zeros((1, STATES)))
+    with pytest.raises(InputError, match="among 1"):
+        policy.observe_reward([1.0], indices=[1])
+    policy.reset([], [])
+    assert policy.environments == 1
