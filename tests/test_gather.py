@@ -289,7 +289,7 @@ def test_rows_beyond_two_gibibytes_are_reached() -> None:
     """Byte offsets need 64 bits.  Zeros that nobody wrote take address space, not memory."""
     steps, margin = 3 << 20, 3
     rows = np.zeros((steps + 2 * margin, 1024), np.uint8)
-    rows[-2 - margin :][:2] = 7, 9
+    rows[-2 - margin :][:2] = [[7], [9]]
     field = Field(name="states", dtype=rows.dtype, shape=(32, 32))
     table = Table(
         episodes=EpisodeIndex(np.array([steps - 10, 10])),

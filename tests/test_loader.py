@@ -1,0 +1,308 @@
+"""GearLoader: the stream as a pure function, resuming, layouts, options, devices."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.loaders import loader as module
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.selection import make_selection
+from tests.segment_oracle import expect, oracle_window, same_bits
+from tests.support import hopper_columns, make_dataset
+
+LENGTHS = [30, 1, 7, 55, 20, 3]
+FIELDS = (
+    "states",
+    "actions",
+    "rewards",
+    "returns_to_go",
+    "timesteps",
+    "attention_mask",
+    "segments",
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Several shards, hopper-like columns and two more."""
+    columns = hopper_columns(sum(LENGTHS), seed=3)
+    columns["infos/qpos"] = np.random.default_rng(0).normal(size=(sum(LENGTHS), 6))
+    return make_dataset(
+        tmp_path_factory.mktemp("loader"), LENGTHS, columns=columns, shard_bytes=4096
+    )
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return (
+        all(same_bits(getattr(one, f).numpy(), getattr(other, f).numpy()) for f in FIELDS)
+        and one.padding == other.padding
+        and one.extras.keys() == other.extras.keys()
+        and all(same_bits(one.extras[k].numpy(), other.extras[k].numpy()) for k in one.extras)
+    )
+
+
+def take(loader: GearLoader, count: int) -> list[Batch]:
+    return list(itertools.islice(loader, count))
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("selection", ["uniform_steps", "uniform_episodes"])
+def test_batches_equal_the_oracle(dataset: Dataset, padding: Any, selection: str) -> None:
+    loader = GearLoader(
+        dataset,
+        batch_size=16,
+        context_length=9,
+        selection=selection,
+        seed=11,
+        padding=padding,
+        returns_scale=1000.0,
+        extra_columns=["infos/qpos"],
+        device="cpu",
+    )
+    columns = {name: dataset.column(name) for name in ("observations", "actions", "rewards")}
+    columns["infos/qpos"] = dataset.column("infos/qpos")
+    law = make_selection(selection, dataset)
+    for step, batch in enumerate(take(loader, 4)):
+        drawn = law.select(seed=11, step=step, count=16)
+        assert batch.segments[:, 0].tolist() == drawn.episodes.tolist()
+        assert batch.segments[:, 1].tolist() == drawn.starts.tolist()
+        for i, (episode, start) in enumerate(batch.segments.tolist()):
+            window = oracle_window(
+                columns,
+                LENGTHS,
+                episode,
+                start,
+                context_length=9,
+                padding=padding,
+                returns_scale=1000.0,
+            )
+            for name, column, width in (
+                ("states", "observations", 11),
+                ("actions", "actions", 3),
+                ("rewards", "rewards", 1),
+                ("returns_to_go", "returns_to_go", 1),
+            ):
+                expected = expect(window[column], np.float32, (width,))
+                assert same_bits(getattr(batch, name)[i].numpy(), expected), name
+            extra = expect(window["infos/qpos"], np.float64, (6,))
+            assert same_bits(batch.extras["infos/qpos"][i].numpy(), extra)
+            assert batch.timesteps[i].tolist() == [t or 0 for t in window["timesteps"]]
+
+
+def test_shapes_and_dtypes(dataset: Dataset) -> None:
+    batch = next(GearLoader(dataset, batch_size=5, device="cpu"))
+    shapes = {f: (tuple(getattr(batch, f).shape), getattr(batch, f).dtype) for f in FIELDS}
+    assert shapes == {
+        "states": ((5, 20, 11), torch.float32),
+        "actions": ((5, 20, 3), torch.float32),
+        "rewards": ((5, 20, 1), torch.float32),
+        "returns_to_go": ((5, 20, 1), torch.float32),
+        "timesteps": ((5, 20), torch.int64),
+        "attention_mask": ((5, 20), torch.int64),
+        "segments": ((5, 2), torch.int64),
+    }
+    assert batch.padding == "right"
+
+
+def test_a_batch_is_a_pure_function_of_seed_and_step(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the blocks that are prepared, of earlier steps, of the layout or the mode."""
+    options: dict[str, Any] = {
+        "batch_size": 7,
+        "context_length": 5,
+        "seed": 2**63 + 1,
+        "device": "cpu",
+        "normalize_states": True,
+        "gamma": 0.97,
+        "extra_columns": ["infos/qpos"],
+    }
+    batches = take(GearLoader(dataset, **options), 10)
+    forms: list[dict[str, Any]] = [{"layout": "records"}, {"layout": "columns"}, {"mode": "mmap"}]
+    for segments in (1, 21, 10**6):
+        monkeypatch.setattr(module, "BLOCK_SEGMENTS", segments)
+        for further in forms:
+            loader = GearLoader(dataset, **(options | further))
+            assert loader._block_steps == max(segments // 7, 1) or segments == 10**6
+            for step in (9, 0, 4):
+                assert same(loader.batch_at(step), batches[step])
+            assert loader.step == 0  # looking does not advance
+            for one, other in zip(take(loader, 10), batches, strict=True):
+                assert same(one, other)
+    late = GearLoader(dataset, **options, start_step=6)
+    assert same(next(late), batches[6]) and late.step == 7
+    reseeded = GearLoader(dataset, **(options | {"seed": 0}))
+    assert not same(next(reseeded), batches[0])
+
+
+def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=700, device="cpu", layout="records")
+    held = take(loader, 3)
+    copies = [{f: getattr(batch, f).clone() for f in FIELDS} for batch in held]
+    for _ in range(12):  # released blocks are used again meanwhile
+        next(loader)
+    gc.collect()
+    for batch, copy in zip(held, copies, strict=True):
+        assert all(torch.equal(getattr(batch, f), copy[f]) for f in FIELDS)
+    held[0].states.zero_()  # and belong to whoever holds them
+    assert same(loader.batch_at(1), held[1])
+    assert not loader.batch_at(0).states.eq(0).all()
+
+
+def test_state_counts_what_was_handed_out(dataset: Dataset) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "seed": 5, "device": "cpu"}
+    loader = GearLoader(dataset, **options)
+    batches = take(loader, 25)
+    loader = GearLoader(dataset, **options)
+    for consumed in range(25):
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state["step"] == consumed == loader.step
+        resumed = GearLoader(dataset, **options)
+        next(resumed)  # a loader that has already prepared other steps
+        resumed.load_state_dict(state)
+        assert same(next(resumed), batches[consumed])
+        assert same(next(loader), batches[consumed])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("seed", 1),
+        ("batch_size", 5),
+        ("context_length", 7),
+        ("padding", "left"),
+        ("selection", "uniform_episodes"),
+        ("gamma", 0.5),
+        ("returns_scale", 10.0),
+        ("normalize_states", True),
+    ],
+)
+def test_state_of_another_stream_is_refused(dataset: Dataset, option: str, value: Any) -> None:
+    state = GearLoader(dataset, batch_size=4, device="cpu").state_dict()
+    options: dict[str, Any] = {"batch_size": 4, "device": "cpu", option: value}
+    other = GearLoader(dataset, **options)
+    before = next(other), other.step
+    with pytest.raises(InputError, match=option) as caught:
+        other.load_state_dict(state | {"step": 17})
+    assert caught.value.code == "LOADER_STATE"
+    assert other.step == before[1] and same(next(other), other.batch_at(1))
+
+
+def test_state_of_another_dataset_or_a_damaged_one_is_refused(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    loader = GearLoader(dataset, batch_size=4, device="cpu")
+    state = loader.state_dict()
+    foreign = GearLoader(make_dataset(tmp_path, LENGTHS, seed=9), batch_size=4, device="cpu")
+    with pytest.raises(InputError, match="dataset is"):
+        foreign.load_state_dict(state)
+    broken: list[dict[str, Any]] = [
+        {},
+        state | {"format": 99},
+        state | {"step": -1},
+        state | {"step": "3"},
+        state | {"step": True},
+        {k: v for k, v in state.items() if k != "dataset"},
+    ]
+    for damaged in broken:
+        with pytest.raises(InputError) as caught:
+            loader.load_state_dict(damaged)
+        assert caught.value.code == "LOADER_STATE"
+    loader.load_state_dict(state)
+
+
+def test_iterating_again_goes_on(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=4, device="cpu")
+    for count, batch in enumerate(loader):
+        assert same(batch, loader.batch_at(count))
+        if count == 2:
+            break
+    assert same(next(iter(loader)), loader.batch_at(3))
+    inputs = next(loader.model_inputs())
+    assert torch.equal(inputs["states"], loader.batch_at(4).states)
+    assert loader.step == 5
+    assert not hasattr(loader, "__len__")
+
+
+def test_segments_at_gives_the_probability(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=4, device="cpu", seed=3)
+    segments = loader.segments_at(8)
+    assert segments.episodes.tolist() == loader.batch_at(8).segments[:, 0].tolist()
+    assert segments.probability.tolist() == [1 / sum(LENGTHS)] * 4
+    assert loader.max_episode_length == 55
+
+
+def test_opens_a_path_and_takes_a_selection_object(dataset: Dataset) -> None:
+    law = make_selection("uniform_episodes", dataset)
+    one = GearLoader(dataset.path, batch_size=4, selection=law, device="cpu")
+    other = GearLoader(str(dataset.path), batch_size=4, selection="uniform_episodes", device="cpu")
+    assert same(next(one), next(other))
+    assert one.dataset.verified
+
+
+def test_context_longer_than_every_episode(dataset: Dataset) -> None:
+    batch = next(GearLoader(dataset, batch_size=8, context_length=100, device="cpu"))
+    assert batch.attention_mask.sum(1).tolist() == [
+        LENGTHS[e] - s for e, s in batch.segments.tolist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"batch_size": 0}, "LOADER_OPTION"),
+        ({"batch_size": 2.0}, "LOADER_OPTION"),
+        ({"context_length": 0}, "LOADER_OPTION"),
+        ({"padding": "both"}, "LOADER_OPTION"),
+        ({"gamma": 1.5}, "LOADER_OPTION"),
+        ({"gamma": float("nan")}, "LOADER_OPTION"),
+        ({"returns_scale": 0.0}, "LOADER_OPTION"),
+        ({"returns_scale": float("inf")}, "LOADER_OPTION"),
+        ({"layout": "rows"}, "LOADER_OPTION"),
+        ({"mode": "stream"}, "LOADER_OPTION"),
+        ({"device": "abacus"}, "LOADER_OPTION"),
+        ({"layout": "records", "mode": "mmap"}, "LAYOUT"),
+        ({"selection": "uniform"}, "SELECTION_UNKNOWN"),
+        ({"seed": -1}, "SELECTION_RANGE"),
+        ({"start_step": -1}, "SELECTION_RANGE"),
+        ({"extra_columns": ["rewards"]}, "EXTRA_COLUMN"),
+        ({"extra_columns": ["nothing"]}, "COLUMN_MISSING"),
+    ],
+)
+def test_options_are_checked(dataset: Dataset, options: dict[str, Any], code: str) -> None:
+    options = {"batch_size": 4, "device": "cpu"} | options
+    with pytest.raises(InputError) as caught:
+        GearLoader(dataset, **options)
+    assert caught.value.code == code
+
+
+def test_cuda_without_cuda(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError) as caught:
+        GearLoader(dataset, batch_size=4, device="cuda")
+    assert caught.value.code == "DEVICE" and isinstance(caught.value, GearError)
+    assert GearLoader(dataset, batch_size=4).device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
+@pytest.mark.parametrize("layout", ["records", "columns"])
+def test_cuda_batches_have_the_same_bits(dataset: Dataset, layout: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 300, "layout": layout, "seed": 1}
+    here = take(GearLoader(dataset, device="cpu", **options), 30)
+    there = GearLoader(dataset, device="cuda", **options)
+    assert GearLoader(dataset, **options).device.type == "cuda"
+    for one, other in zip(here, there, strict=False):
+        assert other.device.type == "cuda"
+        assert same(one, other.to("cpu"))
