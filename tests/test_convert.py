@@ -207,7 +207,7 @@ def test_bad_columns(tmp_path: Path, name: str) -> None:
         {"workers": 2},  # a source in memory cannot be opened by another process
     ],
 )
-def test_bad_options(tmp_path: Path, options: dict[str, int]) -> None:
+def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
     call = lambda: convert(source(), tmp_path / "d", quiet=True, **options)  # noqa: E731
     assert failing_code(call) == "CONVERT_OPTION"
 

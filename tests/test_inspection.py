@@ -1,0 +1,126 @@
+"""What inspect says, as JSON and as text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from gear_offline.convert import convert
+from gear_offline.errors import InputError
+from gear_offline.inspection import bar_text, inspect, number_text, print_inspection, size_text
+from tests.support import ArraySource, hopper_columns, make_dataset
+
+
+def text_of(document: dict[str, Any], *, width: int = 80) -> str:
+    out = io.StringIO()
+    print_inspection(document, console=Console(file=out, width=width))
+    return out.getvalue()
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    return inspect(make_dataset(tmp_path, [4, 9, 2], shard_bytes=600).path)
+
+
+def test_the_promised_keys(document: dict[str, Any]) -> None:
+    promised = {
+        *("format_version", "episodes", "steps", "columns", "statistics", "shards"),
+        *("environment", "verified", "returns", "lengths", "source", "endings", "digests"),
+    }
+    assert promised <= set(document)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert set(document["environment"]) == {"id", "reference_scores"}
+    assert (document["episodes"], document["steps"]) == (3, 15)
+    assert document["verified"] is True
+    assert document["digests"]["checked"] == document["digests"]["blocks"] > 0
+    assert document["endings"] == {"terminated": 2, "truncated": 1, "neither": 0}
+    assert sum(shard["steps"] for shard in document["shards"]) == 15
+    observations = document["columns"][0]
+    assert observations["name"] == "observations" and observations["bytes"] == 15 * 11 * 4
+    assert len(document["statistics"]["observations"]["mean"]) == 11
+
+
+def test_without_verification(tmp_path: Path) -> None:
+    path = make_dataset(tmp_path, [4]).path
+    document = inspect(path, verify=False)
+    assert document["verified"] is False and document["digests"]["checked"] == 0
+    assert "blocks unread" in text_of(document)
+
+
+def test_text_shows_what_matters(document: dict[str, Any]) -> None:
+    text = text_of(document)
+    for word in (
+        *("observations", "float32", "scalar", "Hopper-v5", "3234.3", "indicative only"),
+        *(
+            "terminated",
+            "truncated",
+            "episode return: mean",
+            "episode length: mean",
+            "blocks match",
+        ),
+    ):
+        assert word in text, word
+    assert max(map(len, text.splitlines())) <= 80
+    # The longest episode lies in the last bin of the length histogram.
+    assert text.rstrip().splitlines()[-1].split()[-1] == "1"
+
+
+def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
+    columns = hopper_columns(3)
+    name = "infos/a_long_name_that_nobody_wants_to_lose_in_a_narrow_terminal"
+    columns[name] = np.zeros(3)
+    convert(ArraySource(columns, [3]), tmp_path / "d", quiet=True)
+    lines = text_of(inspect(tmp_path / "d"), width=60).splitlines()
+    first_cells = "".join(line.split()[0] for line in lines if line.strip())
+    assert first_cells.count(name) == 2  # in the table of columns and in that of statistics
+
+
+def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
+    columns = hopper_columns(3)
+    columns["rewards"][:] = np.nan
+    convert(ArraySource(columns, [3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
+    document = inspect(tmp_path / "d")
+    assert document["statistics"]["rewards"]["mean"] is None
+    assert document["returns"]["count"] == 0
+    text = text_of(document)
+    assert "episode return: mean -, std -" in text
+    assert "unknown" in text
+
+
+def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
+    attributes = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
+    source = ArraySource(hopper_columns(3), [3], attributes=attributes)
+    convert(source, tmp_path / "d", quiet=True)
+    text = text_of(inspect(tmp_path / "d"))
+    assert "[red]x[/nonsense]" in text and "nested.deep" in text and "empty" not in text
+
+
+def test_damage_names_file_tensor_and_block(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [4])
+    shard = dataset.manifest.shards[0]
+    raw = bytearray((dataset.path / shard.name).read_bytes())
+    tensor = next(t for t in dataset.manifest.tensors(shard) if t.name == "actions")
+    raw[shard.header_bytes + tensor.start] ^= 1
+    (dataset.path / shard.name).write_bytes(raw)
+    with pytest.raises(InputError, match="tensor actions, block 0") as one:
+        inspect(dataset.path)
+    assert one.value.code == "SHARD_DIGEST" and shard.name in str(one.value)
+
+
+def test_texts() -> None:
+    assert [size_text(n) for n in (0, 1023, 1536, 3 << 30)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+    ]
+    assert [number_text(v) for v in (None, 0.0, 1234.56, 1e-9)] == ["-", "0", "1235", "1e-09"]
+    assert bar_text(0, 10) == "" and bar_text(10, 10, width=3) == "███"
+    assert bar_text(1, 10**9) == "▏"
+    assert bar_text(0, 0) == ""
