@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.hdf5 import Hdf5Rows
-from gear_offline.sources.hdf5_guard import Limits
+from gear_offline.sources.hdf5_guard import ColumnCheck, Limits
 from tests.hdf5_files import Columns, table, write
 
 STEPS = 40
@@ -220,6 +221,44 @@ def bomb(path: Path, steps: int, **options: Any) -> Path:
 def test_shape_bomb_with_equal_lengths(tmp_path: Path, chunked: bool) -> None:
     path = bomb(tmp_path / "hopper.hdf5", 1 << 47, chunked=chunked)
     assert path.stat().st_size < 100_000
+    refused(path, "HDF5_SHAPE")
+
+
+def place(path: Path, name: str, address: int) -> int:
+    """Make the contiguous dataset `name` lie at `address`; returns where it lay before."""
+    with h5py.File(path) as file:
+        offset, size = int(file[name].id.get_offset()), int(file[name].id.get_storage_size())
+    raw = path.read_bytes()
+    old, new = (at.to_bytes(8, "little") + size.to_bytes(8, "little") for at in (offset, address))
+    assert raw.count(old) == 1, "address and size stand together in the dataset's header only"
+    path.write_bytes(raw.replace(old, new))
+    return offset
+
+
+def test_data_behind_the_end_of_the_file(good: Path) -> None:
+    rows = Hdf5Rows(good)
+    fact = dataclasses.replace(rows.facts["rewards"], end=good.stat().st_size + 1)
+    rows.close()
+    with pytest.raises(InputError) as caught:
+        ColumnCheck(good).add(fact)
+    assert caught.value.code == "HDF5_SHAPE"
+    place(good, "observations", good.stat().st_size - 100)
+    refused(good, "HDF5_UNREADABLE")  # recent HDF5 libraries see it before we do
+
+
+def test_columns_that_share_their_bytes(tmp_path: Path) -> None:
+    columns = good_columns() | {"zz": np.zeros((STEPS, 5000))}  # the file's last bytes
+    columns["infos/zz"] = columns["zz"]
+    del columns["zz"]
+    path = write(tmp_path / "hopper.hdf5", columns)
+    with h5py.File(path, "r+") as file:
+        file["zz2"] = columns["infos/zz"]
+        shared = int(file["infos/zz"].id.get_offset())
+    end = place(path, "zz2", shared)
+    raw = bytearray(path.read_bytes()[:end])
+    assert int.from_bytes(raw[40:48], "little") > end, "the superblock's end of file"
+    raw[40:48] = end.to_bytes(8, "little")
+    path.write_bytes(raw)
     refused(path, "HDF5_SHAPE")
 
 
