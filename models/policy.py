@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
+from gear_offline.fields import STD_FLOOR
 from gear_offline.models.decision_transformer import DecisionTransformer
 
 FloatArray = npt.NDArray[np.floating[Any]]
-STATE_EPSILON = 1e-6  # added to the standard deviation, in the loader and here
 
 
 class Policy:
@@ -72,7 +72,7 @@ class Policy:
         self.discrete = model.discrete
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
         std = _statistic(state_std, self.state_dim, "state_std")
-        self._scale = None if std is None else std + STATE_EPSILON
+        self._scale = None if std is None else std + STD_FLOOR
         self._targets: npt.NDArray[np.float64] = np.zeros(0)
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -146,7 +146,8 @@ class Policy:
         if self._waiting[chosen].any():
             raise InputError("POLICY_INPUT", "act was called twice without observe_reward")
         if self._mean is not None and self._scale is not None:
-            states = (states - self._mean) / self._scale
+            # as the loader does it: float32 data, float64 arithmetic, rounded once
+            states = ((states - self._mean) / self._scale).astype(np.float32)
         rows = torch.from_numpy(chosen).to(self.device)
         place = self._append(chosen, rows, states)
         # Early in the episodes the windows are short: leave out what nobody has filled yet.
@@ -239,10 +240,10 @@ class Policy:
 
 def _statistic(
     values: npt.ArrayLike | None, size: int, name: str
-) -> npt.NDArray[np.float32] | None:
+) -> npt.NDArray[np.float64] | None:
     if values is None:
         return None
-    array = np.asarray(values, dtype=np.float32).reshape(-1)
+    array = np.asarray(values, dtype=np.float64).reshape(-1)
     if array.size != size or not np.isfinite(array).all():
         raise InputError(
             "POLICY_CONFIG",

@@ -1,0 +1,190 @@
+"""Train with the Hugging Face `Trainer` on batches of a `GearLoader`.
+
+    python examples/hf_trainer.py data/hopper-medium --steps 1000 --out runs/hf
+
+`gear-offline train` is the shorter way and has less overhead a step.  This example is for those
+whose tooling expects a `Trainer`.  What it takes care of, each for a reason:
+
+- The loader gives whole batches, so the `Trainer` gets it as it is.  Passed through
+  `accelerate.prepare` it would be wrapped as a data set of samples.
+- The class has no labels and returns no loss: `compute_loss` does.
+- `remove_unused_columns=False`: there are no columns of a `datasets.Dataset` to choose from.
+- `logging_nan_inf_filter=False`: the filter reads the loss at every step, which on a GPU waits
+  for the step to end.
+- `per_device_train_batch_size` only feeds the logged rates; without it they assume 8.
+- Resuming skips no batches (`ignore_data_skip=True`): that would draw all of them again.  The
+  position of the loader, one number, lies in each checkpoint and is set back.
+- The statistics that the states were normalised with are part of the model's configuration, so
+  whoever loads the weights has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from gear_offline import GearLoader, open_dataset
+from gear_offline.models.checks import check_timesteps, trainable_parameters
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.loss import action_loss
+from gear_offline.models.policy import Policy
+
+POSITION = "loader.json"
+
+
+class GearTrainer(Trainer):
+    """A `Trainer` whose batches come from a `GearLoader`."""
+
+    def __init__(
+        self, model: DecisionTransformer, loader: GearLoader, arguments: TrainingArguments
+    ) -> None:
+        self.loader = loader
+        super().__init__(model=model, args=arguments, callbacks=[SavePosition(loader)])
+
+    def get_train_dataloader(self) -> Any:
+        """Give the loader itself, not prepared: every rank has its own stream of batches."""
+        return Batches(self.loader)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Loss over the actions of real steps; the model computes nothing else."""
+        padding = "right" if self.loader.padding == "right" else "any"
+        output = model(**inputs, padding=padding, only_actions=True)
+        loss = action_loss(output.action_preds, inputs["actions"], inputs["attention_mask"])
+        return (loss, output) if return_outputs else loss
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint: weights, optimiser, random numbers and the loader."""
+        self.loader.load_state_dict(json.loads((checkpoint / POSITION).read_text()))
+        self.train(resume_from_checkpoint=str(checkpoint))
+
+
+class Batches:
+    """What the `Trainer` iterates over: dictionaries of model inputs, without end."""
+
+    def __init__(self, loader: GearLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.loader.model_inputs()
+
+
+class SavePosition(TrainerCallback):
+    """Writes the position of the loader into each checkpoint."""
+
+    def __init__(self, loader: GearLoader) -> None:
+        self.loader = loader
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """The `Trainer` draws a step's batches inside the step, so the position is exact here."""
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            (folder / POSITION).write_text(json.dumps(self.loader.state_dict()))
+
+
+def training_arguments(
+    out: Path, *, steps: int, batch_size: int, save_steps: int, **changes: Any
+) -> TrainingArguments:
+    """Return the paper's optimiser settings and what `GearLoader` needs."""
+    options: dict[str, Any] = {
+        "output_dir": str(out),
+        "max_steps": steps,
+        "per_device_train_batch_size": batch_size,
+        "learning_rate": 1e-4,
+        "weight_decay": 1e-4,
+        "max_grad_norm": 0.25,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 10_000,
+        "save_steps": save_steps,
+        "logging_steps": 100,
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,
+        "ignore_data_skip": True,
+    }
+    return TrainingArguments(**(options | changes))
+
+
+def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> DecisionTransformer:
+    """Build a model for the loader's data; its configuration carries what acting needs."""
+    spec, statistics = loader.dataset.spec, loader.dataset.statistics["observations"]
+    longest = loader.max_episode_length
+    options: dict[str, Any] = {
+        "state_dim": spec["observations"].shape[0],
+        "action_dim": spec["actions"].shape[0],
+        "max_timestep": longest,
+        "context_length": loader.context_length,
+    }
+    model = build_model(**(options | sizes))
+    check_timesteps(longest - 1, model.config.max_ep_len)
+    trainable_parameters(model)  # freezes what the loss does not reach
+    model.config.state_mean = [float(x) for x in statistics.mean]
+    model.config.state_std = [float(x) for x in statistics.std]
+    model.config.returns_scale = returns_scale
+    return model
+
+
+def load_policy(checkpoint: Path) -> Policy:
+    """Load the weights and the statistics they were trained with."""
+    model = DecisionTransformer.from_pretrained(checkpoint)
+    return Policy(
+        model,
+        state_mean=model.config.state_mean,
+        state_std=model.config.state_std,
+        returns_scale=model.config.returns_scale,
+        context_length=model.config.context_length,
+    )
+
+
+def main() -> None:
+    """Train on a dataset of GEAR shards; go on from the last checkpoint if there is one."""
+    parser = argparse.ArgumentParser(description="Decision Transformer in a Hugging Face Trainer")
+    parser.add_argument("dataset", type=Path)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--out", type=Path, default=Path("runs/hf"))
+    options = parser.parse_args()
+    returns_scale, batch_size = 1000.0, 64
+    loader = GearLoader(
+        open_dataset(options.dataset),
+        batch_size=batch_size,
+        returns_scale=returns_scale,
+        normalize_states=True,
+    )
+    arguments = training_arguments(
+        options.out, steps=options.steps, batch_size=batch_size, save_steps=500
+    )
+    model = make_model(loader, returns_scale=returns_scale)
+    trainer = GearTrainer(model, loader, arguments)
+    found = sorted(
+        options.out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1])
+    )
+    if found:
+        trainer.resume(found[-1])
+    else:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The example with the Hugging Face Trainer: resuming is bit-exact, the files are complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from examples.hf_trainer import POSITION, GearTrainer, load_policy, make_model, training_arguments
+from gear_offline.dataset import Dataset
+from gear_offline.loaders.loader import GearLoader
+from tests.support import make_dataset
+
+BATCH, STEPS, SAVED = 4, 6, 3
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("data"), [4, 3, 8, 2])
+
+
+def make_trainer(dataset: Dataset, out: Path, *, padding: str = "right") -> GearTrainer:
+    loader = GearLoader(
+        dataset,
+        batch_size=BATCH,
+        context_length=5,
+        normalize_states=True,
+        returns_scale=10.0,
+        padding="right" if padding == "right" else "left",
+        device="cpu",
+        seed=5,
+    )
+    torch.manual_seed(0)
+    model = make_model(loader, returns_scale=10.0, hidden_size=16, layers=1, heads=1)
+    arguments = training_arguments(
+        out,
+        steps=STEPS,
+        batch_size=BATCH,
+        save_steps=SAVED,
+        use_cpu=True,
+        disable_tqdm=True,
+        warmup_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+    )
+    return GearTrainer(model, loader, arguments)
+
+
+def weights(trainer: GearTrainer) -> dict[str, Tensor]:
+    assert trainer.model is not None
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Path) -> None:
+    whole = make_trainer(dataset, tmp_path / "run")
+    start = weights(whole)
+    whole.train()
+    expected = weights(whole)
+    checkpoint = tmp_path / "run" / f"checkpoint-{SAVED}"
+    assert json.loads((checkpoint / POSITION).read_text())["step"] == SAVED
+
+    resumed = make_trainer(dataset, tmp_path / "again")
+    resumed.resume(checkpoint)
+    found = weights(resumed)
+    assert resumed.loader.step == whole.loader.step == STEPS
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert any(not torch.equal(start[name], value) for name, value in expected.items())
+
+    # the comparison notices a loader that starts over
+    forgotten = make_trainer(dataset, tmp_path / "forgotten")
+    forgotten.train(resume_from_checkpoint=str(checkpoint))
+    wrong = weights(forgotten)
+    assert any(not torch.equal(wrong[name], value) for name, value in expected.items())
+
+
+def test_padding_side_does_not_change_the_loss(dataset: Dataset, tmp_path: Path) -> None:
+    losses = []
+    for padding in ("right", "left"):
+        trainer = make_trainer(dataset, tmp_path / padding, padding=padding)
+        assert trainer.model is not None
+        trainer.model.eval()
+        inputs = next(iter(trainer.get_train_dataloader()))
+        assert int(inputs["attention_mask"].sum()) < inputs["attention_mask"].numel()
+        loss, output = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
+        assert output.action_preds.shape == (BATCH, 5, 3)
+        losses.append(loss.detach())
+    assert torch.allclose(losses[0], losses[1], rtol=0, atol=1e-5)
+
+
+def test_checkpoint_is_enough_to_act(dataset: Dataset, tmp_path: Path) -> None:
+    trainer = make_trainer(dataset, tmp_path)
+    trainer.train()
+    policy = load_policy(tmp_path / f"checkpoint-{STEPS}")
+    policy.reset([0, 1], [20.0, 10.0])
+    assert policy.context_length == 5 and policy.returns_scale == 10.0
+    raw = dataset.read("observations", 0, 2)
+    actions = policy.act(raw)
+    assert actions.shape == (2, 3) and np.isfinite(actions).all()
+    statistics = dataset.statistics["observations"]
+    expected = (raw - statistics.mean) / (statistics.std + 1e-6)
+    np.testing.assert_allclose(policy._windows[0][:, 0].numpy(), expected, rtol=1e-6, atol=1e-7)
