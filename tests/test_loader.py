@@ -281,9 +281,9 @@ def test_context_longer_than_every_episode(dataset: Dataset) -> None:
     ],
 )
 def test_options_are_checked(dataset: Dataset, options: dict[str, Any], code: str) -> None:
-    options = {"batch_size": 4, "device": "cpu"} | options
+    given: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
     with pytest.raises(InputError) as caught:
-        GearLoader(dataset, **options)
+        GearLoader(dataset, **(given | options))
     assert caught.value.code == code
 
 

@@ -1,0 +1,188 @@
+"""How others make batches of segments: each a function from data to "give me the next batch".
+
+A peer that is not installed raises ImportError when it is made.
+
+Shape legend: N steps, E episodes, B segments, K steps of a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+NextBatch = Callable[[], object]
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """Flat columns in memory.
+
+    Attributes
+    ----------
+    states, actions
+        (N, S) and (N, A) float32.
+    rewards, returns_to_go
+        (N,) float32.
+    offsets
+        (E + 1,) int64.
+    """
+
+    states: Float32Array
+    actions: Float32Array
+    rewards: Float32Array
+    returns_to_go: Float32Array
+    offsets: Int64Array
+
+
+class PlainGather:
+    """The plain vectorised gather: one index matrix, one `numpy.take` a column.
+
+    Padding points at a row of zeros behind the data, so that no second pass is needed.
+    """
+
+    def __init__(self, data: Data, span: int) -> None:
+        self.steps = len(data.rewards)
+        self.places = np.arange(span)
+        columns = (data.states, data.actions, data.rewards[:, None], data.returns_to_go[:, None])
+        self.columns = [np.concatenate([c, np.zeros_like(c[:1])]) for c in columns]
+
+    def __call__(self, first: Int64Array, start: Int64Array, end: Int64Array) -> object:
+        """Gather windows from global steps `first`; `start` within and global `end` of episodes."""
+        rows = first[:, None] + self.places
+        real = rows < end[:, None]
+        rows = np.where(real, rows, self.steps)
+        fields = [np.take(column, rows, axis=0) for column in self.columns]
+        timesteps = np.where(real, start[:, None] + self.places, 0)
+        return [torch.from_numpy(x) for x in (*fields, timesteps, real.astype(np.int64))]
+
+
+def _draw(
+    data: Data, generator: np.random.Generator, count: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    first = generator.integers(0, len(data.rewards), count)
+    episode = np.searchsorted(data.offsets, first, side="right") - 1
+    return first, first - data.offsets[episode], data.offsets[episode + 1]
+
+
+def numpy_gather(data: Data, batch_size: int, span: int) -> NextBatch:
+    """Gather segments that were drawn beforehand."""
+    gather, generator = PlainGather(data, span), np.random.default_rng(0)
+    drawn = [_draw(data, generator, batch_size) for _ in range(256)]
+    at = 0
+
+    def call() -> object:
+        nonlocal at
+        at = (at + 1) % len(drawn)
+        return gather(*drawn[at])
+
+    return call
+
+
+def numpy_gather_and_selection(data: Data, batch_size: int, span: int) -> NextBatch:
+    """Draw uniformly over steps with NumPy's generator, then gather."""
+    gather, generator = PlainGather(data, span), np.random.default_rng(0)
+    return lambda: gather(*_draw(data, generator, batch_size))
+
+
+def original_procedure(data: Data, batch_size: int, span: int) -> NextBatch:
+    """The paper's sampling, one segment at a time in Python: slice, sum rewards, pad, stack."""
+    bounds = list(zip(data.offsets[:-1].tolist(), data.offsets[1:].tolist(), strict=True))
+    episodes = [
+        {"states": data.states[a:b], "actions": data.actions[a:b], "rewards": data.rewards[a:b]}
+        for a, b in bounds
+    ]
+    lengths = np.diff(data.offsets)
+    chances = lengths / lengths.sum()
+    generator = np.random.default_rng(0)
+
+    def padded(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        zeros = np.zeros((1, span - values.shape[0], *values.shape[1:]), values.dtype)
+        return np.concatenate([zeros, values[None]], axis=1)
+
+    def call() -> object:
+        fields: list[list[npt.NDArray[Any]]] = [[] for _ in range(6)]
+        for number in generator.choice(len(episodes), size=batch_size, p=chances):
+            episode = episodes[number]
+            start = int(generator.integers(0, lengths[number]))
+            window = slice(start, start + span)
+            rewards = episode["rewards"][start:].astype(np.float64)
+            rest = np.zeros_like(rewards)
+            total = 0.0
+            for t in range(len(rewards) - 1, -1, -1):
+                total += rewards[t]
+                rest[t] = total
+            states = episode["states"][window]
+            parts = (
+                states,
+                episode["actions"][window],
+                episode["rewards"][window][:, None],
+                rest[:span, None].astype(np.float32),
+                np.arange(start, start + len(states)),
+                np.ones(len(states), dtype=np.int64),
+            )
+            for field, part in zip(fields, parts, strict=True):
+                field.append(padded(part))
+        return [torch.from_numpy(np.concatenate(field)) for field in fields]
+
+    return call
+
+
+def d3rlpy_trajectories(data: Data, batch_size: int, span: int) -> NextBatch:
+    """d3rlpy's replay buffer, `sample_trajectory_batch`."""
+    import d3rlpy
+
+    bounds = zip(data.offsets[:-1].tolist(), data.offsets[1:].tolist(), strict=True)
+    episodes = [
+        d3rlpy.dataset.Episode(
+            observations=data.states[a:b],
+            actions=data.actions[a:b],
+            rewards=data.rewards[a:b, None],
+            terminated=True,
+        )
+        for a, b in bounds
+    ]
+    buffer = d3rlpy.dataset.ReplayBuffer(d3rlpy.dataset.InfiniteBuffer(), episodes=episodes)
+    return lambda: buffer.sample_trajectory_batch(batch_size, span)
+
+
+def torchrl_slices(data: Data, batch_size: int, span: int) -> NextBatch:
+    """TorchRL's replay buffer with a slice sampler; flat slices, no padding."""
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+
+    steps = len(data.rewards)
+    episode = np.repeat(np.arange(len(data.offsets) - 1), np.diff(data.offsets))
+    rows = TensorDict(
+        {
+            "states": torch.from_numpy(data.states),
+            "actions": torch.from_numpy(data.actions),
+            "rewards": torch.from_numpy(data.rewards[:, None].copy()),
+            "returns_to_go": torch.from_numpy(data.returns_to_go[:, None].copy()),
+            "timesteps": torch.from_numpy(np.arange(steps) - data.offsets[episode]),
+            "episode": torch.from_numpy(episode),
+        },
+        batch_size=[steps],
+    )
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(steps),
+        sampler=SliceSampler(slice_len=span, traj_key="episode", cache_values=True),
+        batch_size=batch_size * span,
+    )
+    buffer.extend(rows)
+    return lambda: buffer.sample()
+
+
+PEERS: dict[str, Callable[[Data, int, int], NextBatch]] = {
+    "NumPy gather": numpy_gather,
+    "NumPy gather + selection": numpy_gather_and_selection,
+    "original procedure": original_procedure,
+    "d3rlpy": d3rlpy_trajectories,
+    "TorchRL": torchrl_slices,
+}
