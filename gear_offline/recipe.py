@@ -89,10 +89,10 @@ class DataSettings(Section):
     """Directory of GEAR shards, relative to the current directory."""
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
-    collect: CollectSettings | None = None
-    """What to record and convert into `path` when it does not exist, instead of `source`."""
     verify: bool = True
     """Check every byte of the shards when they are opened."""
+    collect: CollectSettings | None = None
+    """What to record and convert into `path` when it does not exist, instead of `source`."""
 
 
 class LoaderSettings(Section):
