@@ -163,9 +163,9 @@ def _columns(document: Mapping[str, Any]) -> RenderableType:
         (spreads, ("name",), ("mean", "std", "min", "max")),
     ):
         for name in left:
-            table.add_column(name, overflow="fold")
+            table.add_column(name, overflow="fold", min_width=12 if name == "name" else None)
         for name in right:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right")
     for column in document["columns"]:
         found = document["statistics"][column["name"]]
         name = escape(column["name"])

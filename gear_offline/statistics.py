@@ -83,40 +83,35 @@ class Moments:
             The first row that holds NaN or an infinity, ``None`` if there is none.
         """
         flat = rows.reshape(rows.shape[0], self.counts.size)
+        moments = _mean_and_squares
         if flat.dtype == np.bool_:
-            flat = flat.view(np.uint8)
-        count, width = flat.shape
-        self.rows += count
-        first_bad: int | None = None
+            flat, moments = flat.view(np.uint8), _mean_and_squares_of_flags
+        self.rows += len(flat)
+        bad: list[int] = []
         with np.errstate(all="ignore"):
-            for left in range(0, width, TILE_ELEMENTS):
+            for left in range(0, flat.shape[1] if len(flat) else 0, TILE_ELEMENTS):
                 tile = flat[:, left : left + TILE_ELEMENTS]
-                bad = self._update_tile(tile, left)
-                if bad is not None:
-                    first_bad = bad if first_bad is None else min(bad, first_bad)
-        return first_bad
+                span = slice(left, left + tile.shape[1])
+                low = _reduce(np.minimum, tile).astype(np.float64)
+                high = _reduce(np.maximum, tile).astype(np.float64)
+                # NaN survives minimum and maximum: two finite results mean that all is finite.
+                if np.isfinite(low).all() and np.isfinite(high).all():
+                    self._merge(span, len(tile), *moments(tile), low, high)
+                else:
+                    bad.append(self._update_masked(tile, span))
+        return min(bad, default=None)
 
-    def _update_tile(self, tile: npt.NDArray[Any], left: int) -> int | None:
-        count, width = tile.shape
-        fold = max(1, LANE_ELEMENTS // width)
-        step = max(fold, BLOCK_ELEMENTS // width // fold * fold)
-        span = slice(left, left + width)
-        first_bad: int | None = None
-        for start in range(0, count, step):
-            block = np.ascontiguousarray(tile[start : start + step])
-            low = _reduce(np.minimum, block, fold).astype(np.float64)
-            high = _reduce(np.maximum, block, fold).astype(np.float64)
-            # NaN survives minimum and maximum, so two finite results mean a finite block.
-            if np.isfinite(low).all() and np.isfinite(high).all():
-                wide = block.astype(np.float64)
-                mean = _reduce(np.add, wide, fold) / len(wide)
-                self._merge(span, len(wide), mean, _squares(wide, mean, fold), low, high)
-                continue
+    def _update_masked(self, tile: npt.NDArray[Any], span: slice) -> int:
+        """Add rows of which some are not finite; returns the first such row."""
+        step = max(1, BLOCK_ELEMENTS // tile.shape[1])
+        first_bad: list[int] = []
+        for start in range(0, len(tile), step):
+            block = tile[start : start + step]
             finite = np.isfinite(block)
-            if first_bad is None:
-                first_bad = start + int(np.argmin(finite.all(axis=1)))
+            if not first_bad and not finite.all():
+                first_bad.append(start + int(np.argmin(finite.all(axis=1))))
             self._merge(span, *_masked(block, finite))
-        return first_bad
+        return first_bad[0]
 
     def _merge(
         self,
@@ -181,43 +176,71 @@ class Moments:
         return found
 
 
-def _reduce(ufunc: np.ufunc, block: npt.NDArray[Any], fold: int) -> npt.NDArray[Any]:
-    """Reduce (N, D) over N; `fold` rows are laid side by side first, which vectorises narrow D."""
-    whole = len(block) // fold * fold
-    if fold == 1 or whole == 0:
-        return np.asarray(ufunc.reduce(block, axis=0))
-    width = block.shape[1]
-    lanes = ufunc.reduce(block[:whole].reshape(-1, fold * width), axis=0)
-    found = ufunc.reduce(lanes.reshape(fold, width), axis=0)
-    if whole < len(block):
-        found = ufunc(found, ufunc.reduce(block[whole:], axis=0))
-    return np.asarray(found)
+def _lanes(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Lay several narrow rows (N, D) side by side; returns (M, fold * D) and the rows left over.
+
+    NumPy reduces over the first axis with vector instructions along the second: eleven numbers
+    wide is slow, two thousand is fast.
+    """
+    fold = max(1, LANE_ELEMENTS // rows.shape[1])
+    whole = len(rows) // fold * fold
+    if fold == 1:
+        return rows, rows[whole:]
+    return rows[:whole].reshape(-1, fold * rows.shape[1]), rows[whole:]
 
 
-def _squares(wide: Float64Array, mean: Float64Array, fold: int) -> Float64Array:
-    """Return (D,) sums of squared distances from `mean`; may overwrite `wide`, (N, D)."""
-    raw = _sum_squares(wide, fold)
-    found = raw - len(wide) * mean * mean
-    if (found >= CANCELLATION * raw).all():
-        return found
-    # Some element is far from zero compared with its spread: distances first, then squares.
-    width = wide.shape[1]
-    whole = len(wide) // fold * fold
-    for part, centre in (
-        (wide[:whole].reshape(-1, fold * width), np.tile(mean, fold)),
-        (wide[whole:], mean),
-    ):
-        part -= centre
-    return _sum_squares(wide, fold)
+def _unfold(lanes: npt.NDArray[Any], width: int, ufunc: np.ufunc) -> npt.NDArray[Any]:
+    return np.asarray(ufunc.reduce(lanes.reshape(-1, width), axis=0))
 
 
-def _sum_squares(wide: Float64Array, fold: int) -> Float64Array:
-    width = wide.shape[1]
-    whole = len(wide) // fold * fold
-    lanes = wide[:whole].reshape(-1, fold * width)
-    found = np.einsum("ij,ij->j", lanes, lanes).reshape(fold, width).sum(axis=0)
-    rest = wide[whole:]
-    return np.asarray(found + np.einsum("ij,ij->j", rest, rest))
+def _reduce(ufunc: np.ufunc, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Reduce (N, D) over N with minimum or maximum."""
+    lanes, rest = _lanes(rows)
+    parts = [ufunc.reduce(part, axis=0) for part in (lanes, rest) if len(part)]
+    return np.asarray(ufunc.reduce([_unfold(p, rows.shape[1], ufunc) for p in parts]))
+
+
+def _mean_and_squares(rows: npt.NDArray[Any]) -> tuple[Float64Array, Float64Array]:
+    """Return mean and sum of squared distances from it, both (D,), of finite rows (N, D)."""
+    count, width = rows.shape
+    total, raw = _sums(rows, np.zeros(width))
+    mean = total / count
+    squares = raw - count * mean * mean
+    if not (squares >= CANCELLATION * raw).all():
+        # Some element is far from zero compared with its spread: distances first, then squares.
+        rest, squares = _sums(rows, mean)
+        squares -= rest * rest / count  # what rounding of the mean left
+    return mean, np.maximum(squares, 0.0)
+
+
+def _mean_and_squares_of_flags(rows: npt.NDArray[Any]) -> tuple[Float64Array, Float64Array]:
+    """Return what `_mean_and_squares` does, for rows of 0 and 1: counting is enough, and exact."""
+    mean = np.count_nonzero(rows, axis=0) / len(rows)
+    return mean, len(rows) * mean * (1 - mean)
+
+
+def _sums(rows: npt.NDArray[Any], centre: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Return sums and sums of squares, (D,) each, of rows (N, D) less `centre` (D,)."""
+    width = rows.shape[1]
+    found = np.zeros((2, width))
+    for part in _lanes(rows):
+        if not len(part):
+            continue
+        lanes = part.shape[1]
+        step = max(1, BLOCK_ELEMENTS // lanes)
+        scratch = np.empty((min(step, len(part)), lanes))
+        sums = np.zeros((2, lanes))
+        shift = np.tile(centre, lanes // width) if centre.any() else None
+        for start in range(0, len(part), step):
+            block = part[start : start + step]
+            wide = scratch[: len(block)]
+            np.copyto(wide, block)
+            if shift is not None:
+                wide -= shift
+            sums[0] += np.add.reduce(wide, axis=0)
+            sums[1] += np.einsum("ij,ij->j", wide, wide)
+        found += sums.reshape(2, -1, width).sum(axis=1)
+    return found[0], found[1]
 
 
 def _masked(
