@@ -160,7 +160,7 @@ def build_table(
         ``(x - mean) / (std + 1e-6)`` with the source's statistics, in float64, rounded once to
         float32.
     layout
-        ``"auto"`` takes ``"columns"``.
+        ``"auto"`` takes ``"records"``, or ``"columns"`` for mapped files.
     mode
         ``"read"`` copies the columns into memory of this process; ``"mmap"`` leaves them in the
         files and casts when gathering.
@@ -180,6 +180,8 @@ def build_table(
             "mapped files cannot be arranged as records",
             remedy="use mode='read' for layout='records', or layout='columns' for mode='mmap'",
         )
+    if layout == "auto":
+        layout = "records" if mode == "read" else "columns"
     fields = standard_fields(source, normalize_states=normalize_states)
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
@@ -211,7 +213,7 @@ def build_table(
         episodes=source.episodes,
         stores=tuple(stores),
         margin=context_length,
-        layout="records" if layout == "records" else "columns",
+        layout=layout,
     )
 
 

@@ -24,6 +24,8 @@ from gear_offline.kernels.arena import Arena, carve
 from gear_offline.selection import Segments
 from gear_offline.table import Store, Table
 
+CLOCK_STEPS = 1 << 20  # timesteps of episodes up to this long are copied from 8 MiB of numbers
+
 Padding = Literal["right", "left"]
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -107,6 +109,11 @@ class CpuGather:
         self._arena = Arena(pin=pin)
         self._stores = table.stores
         self._places = np.arange(context_length, dtype=np.int64)
+        real = self._places < np.arange(context_length + 1)[:, None]  # row r: r real steps
+        if padding == "left":
+            real = real[:, ::-1]
+        self._masks = torch.from_numpy(real.astype(np.int64))
+        self._clock = _clock(table, context_length)
         self._views = [_windows(store, context_length) for store in table.stores]
 
     def fill(self, segments: Segments) -> Windows:
@@ -136,10 +143,9 @@ class CpuGather:
             else:
                 self._owned(store, buffer, view, low + shift)
             _clear(buffer, padded)
-        np.add((starts + shift)[:, None], self._places, out=timesteps.numpy())
-        mask.fill_(1)
-        for tensor in (timesteps, mask):
-            tensor.numpy().reshape(-1)[padded] = 0
+        self._count(timesteps, starts + shift)
+        timesteps.numpy().reshape(-1)[padded] = 0
+        torch.index_select(self._masks, 0, torch.from_numpy(real), out=mask)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
@@ -148,6 +154,14 @@ class CpuGather:
             attention_mask=mask.view(*shape, span),
             segments=named.view(*shape, 2),
         )
+
+    def _count(self, out: Tensor, first: Int64Array) -> None:
+        """Write ``first, first + 1, ...`` in each row of (n, K); `first` is above -K."""
+        if self._clock is None:
+            np.add(first[:, None], self._places, out=out.numpy())
+        else:
+            rows = torch.from_numpy(first + self.context_length)
+            torch.index_select(self._clock, 0, rows, out=out)
 
     def _real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
         """Return (n,) int64, the steps of each window that exist, at least 1."""
@@ -222,6 +236,15 @@ def _clear(out: Tensor, padded: Int64Array) -> None:
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return PyTorch's dtype of the same name."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def _clock(table: Table, span: int) -> Tensor | None:
+    """Return windows over ``-K, -K + 1, ...``, so that counting is copying; None if too long."""
+    longest = int(table.episodes.lengths.max(initial=0))
+    if longest > CLOCK_STEPS:
+        return None
+    numbers = torch.arange(-span, longest + span, dtype=torch.int64)
+    return numbers.as_strided((longest + span, span), (1, 1))
 
 
 def _windows(store: Store, span: int) -> Tensor | None:

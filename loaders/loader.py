@@ -25,7 +25,7 @@ from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode, build_table
 
 STATE_FORMAT = 1
-BLOCK_SEGMENTS = 2048  # segments selected and gathered in one pass, at most ...
+BLOCK_SEGMENTS = 4096  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 16 << 20  # ... and at most this many bytes, at least one batch
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.fields import Field, TableSource
+from gear_offline.kernels import gather as module
 from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.schema import EpisodeIndex
@@ -244,6 +245,21 @@ def test_no_future_and_no_neighbour_leaks() -> None:
                 for name in one:
                     assert same_bits(one[name].numpy(), other[name].numpy())
                     assert torch.isfinite(one[name]).all()
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_timesteps_of_long_episodes_are_computed(
+    padding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [9, 2]
+    columns = {name: np.ones((11, 1)) for name in ("observations", "actions", "rewards")}
+    table = build_table(MemoryTable(columns, lengths), context_length=4)
+    copied = CpuGather(table, context_length=4, padding=padding)
+    monkeypatch.setattr(module, "CLOCK_STEPS", 8)
+    computed = CpuGather(table, context_length=4, padding=padding)
+    assert copied._clock is not None and computed._clock is None
+    segments = all_segments(lengths)
+    assert torch.equal(copied.fill(segments).timesteps, computed.fill(segments).timesteps)
 
 
 def test_any_leading_shape() -> None:

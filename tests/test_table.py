@@ -55,7 +55,9 @@ def test_records_are_aligned_and_cost_what_is_stated(
 
 
 def test_columns_layout_and_its_cost() -> None:
-    table = build_table(MemoryTable(columns(), LENGTHS), context_length=5)
+    source = MemoryTable(columns(), LENGTHS)
+    assert build_table(source, context_length=5).layout == "records"
+    table = build_table(source, context_length=5, layout="columns")
     assert table.layout == "columns"
     assert [store.fields[0].name for store in table.stores] == [
         "states",
@@ -147,7 +149,7 @@ def test_normalisation_is_rounded_once_from_float64() -> None:
     data = columns()
     data["observations"][:, 4] = 2.5  # no deviation: the floor keeps it finite
     source = MemoryTable(data, LENGTHS)
-    table = build_table(source, context_length=2, normalize_states=True)
+    table = build_table(source, context_length=2, normalize_states=True, layout="columns")
     rows = table.stores[0].rows
     assert rows is not None
     wide = data["observations"].astype(np.float64)
