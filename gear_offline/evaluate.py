@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from rich.console import Console
 
 from gear_offline.episode_runner import (
@@ -24,16 +23,12 @@ from gear_offline.episode_runner import (
     run_episodes,
     space_sizes,
 )
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.evaluation_report import EvaluationReport, TargetResult, evaluation_table
-from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
 from gear_offline.scores import ReferenceScores, reference_scores
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
-
-if TYPE_CHECKING:
-    from gear_offline.recipe import Recipe
 
 
 def resolve_reference(
@@ -150,7 +145,7 @@ def evaluate(
     device: str = "auto",
     quiet: bool = False,
 ) -> EvaluationReport:
-    """Evaluate a run; write ``evaluation.json`` and the plot of achieved against asked return.
+    """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
 
     Parameters
     ----------
@@ -173,8 +168,9 @@ def evaluate(
         ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
     """
     from gear_offline.checkpoint import load_policy_parts, read_state
+    from gear_offline.loaders.loader import resolve_device
     from gear_offline.models.policy import Policy
-    from gear_offline.plots import plot_asked_vs_achieved
+    from gear_offline.report import write_report
 
     folder = find_checkpoint(Path(run), checkpoint)
     model, state_mean, state_std, returns_scale, context_length, recipe = load_policy_parts(folder)
@@ -204,9 +200,7 @@ def evaluate(
     home = run_of(folder)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
     report.write(home / "evaluation.json")
-    plot_asked_vs_achieved(
-        home / "plots" / "asked_vs_achieved.png", report.to_json(), **_data_levels(recipe)
-    )
+    write_report(home)
     return report
 
 
@@ -245,14 +239,6 @@ def run_of(checkpoint: Path) -> Path:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
 
 
-def _data_levels(recipe: Recipe) -> dict[str, float]:
-    """Return the mean and best return of the data where it is still there."""
-    if recipe.data.path is None or not Path(recipe.data.path).is_dir():
-        return {}
-    returns = Manifest.read(Path(recipe.data.path)).returns
-    return {"data_mean": returns.mean, "data_best": returns.max} if returns.count else {}
-
-
 def _chosen(value: Any, default: Any, name: str, remedy: str) -> Any:
     if (found := default if value is None else value) is not None:
         return found
@@ -288,23 +274,6 @@ def check_sizes(model: Any, environment_id: str) -> None:
             where="evaluate.environment",
             remedy="evaluate in the environment that the data came from",
         )
-
-
-def resolve_device(device: str) -> torch.device:
-    """Return the torch device that `device` (``auto``, ``cpu``, ``cuda``, ``cuda:1``) names.
-
-    Raises
-    ------
-    UnavailableError
-        ``DEVICE`` when CUDA is asked for and is not here.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE", f"device {device} is not here", remedy="use --device cpu; see doctor"
-        )
-    return torch.device(device)
 
 
 def _check_options(targets: Sequence[float], episodes: int, environments: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from gear_offline.episode_runner import Float64Array
+from gear_offline.run_directory import write_whole
 from gear_offline.schema import BoolArray, Int64Array
 from gear_offline.scores import ReferenceScores, normalized_score
 
@@ -147,9 +147,7 @@ class EvaluationReport:
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
-        os.replace(partial, path)
+        write_whole(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
 
 
 def _number(value: float) -> float | None:

@@ -74,11 +74,13 @@ def _recipe(run: Path) -> Recipe | None:
 
 
 def _final_evaluation(run: Path, evaluations: list[dict[str, Any]]) -> Mapping[str, Any] | None:
-    """Return what `evaluate` wrote, else the last evaluation of the training."""
+    """Return what `evaluate` wrote, unless the training has evaluated later weights since."""
+    last = {"run": run.name, **evaluations[-1]} if evaluations else None
     if (run / "evaluation.json").is_file():
         found: dict[str, Any] = json.loads((run / "evaluation.json").read_text())
-        return found
-    return {"run": run.name, **evaluations[-1]} if evaluations else None
+        if last is None or (found.get("step") or 0) >= last["step"]:
+            return found
+    return last
 
 
 def _data(run: Path, recipe: Recipe | None) -> dict[str, Any]:
