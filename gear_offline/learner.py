@@ -43,7 +43,7 @@ def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype
         if precision == "bf16":
             return torch.bfloat16, "bfloat16 autocast as the recipe says, emulated by this GPU"
         return None, "float32: this GPU has no bfloat16"
-    native = bool(torch.cpu._is_avx512_bf16_supported())
+    native = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
     if precision == "bf16":
         remark = "" if native else "; this CPU has no instructions for it and will be slow"
         return torch.bfloat16, f"bfloat16 autocast as the recipe says{remark}"

@@ -296,11 +296,11 @@ class _Run:
         )
         document = {"score": report.best.mean, **finite(report.to_json())}
         self.metrics.evaluation(step, document)
-        shown = ", ".join(f"{r.target:,.4g}: {r.mean:,.4g}" for r in report.results)
         score = report.normalized(report.best)
         text = f"return {report.best.mean:,.4g}" + ("" if score is None else f", score {score:.1f}")
         self.display.score(text)
-        self.display.say(f"step {step:,}: asked and achieved return {shown}; best {text}")
+        pairs = (f"asked {r.target:,.4g}, got {r.mean:,.4g}" for r in report.results)
+        self.display.say(f"step {step:,}: {'; '.join(pairs)}; best {text}")
         return True
 
     def _sum_up(self) -> None:

@@ -63,7 +63,7 @@ class TrainingDisplay:
     def say(self, message: str) -> None:
         """Print a line above the bar."""
         if self._bar is not None:
-            self._bar.console.print(message, markup=False, highlight=False)
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
         else:
             say(message, quiet=self._quiet)
 

@@ -78,7 +78,7 @@ def test_paper_spells_out_the_defaults() -> None:
 
 
 def test_the_papers_hyper_parameters() -> None:
-    """Chen et al. 2021, table 8, and gym/experiment.py of the public code."""
+    """Chen et al. 2021, and gym/experiment.py of the public code."""
     targets = {"hopper": (3600, 1800), "halfcheetah": (12000, 6000), "walker2d": (5000, 2500)}
     for name in LOCOMOTION:
         recipe = load_recipe(name)

@@ -1,0 +1,96 @@
+"""Before training: data are made on first use, and what a recipe leaves open is filled in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gear_offline.checkpoint import load_policy_parts
+from gear_offline.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.metrics import read_records
+from gear_offline.preparation import prepare_dataset, resolve
+from gear_offline.recipe import load_recipe
+from gear_offline.trainer import train
+from tests.support import make_dataset
+from tests.training_support import (
+    ACTION_DIM,
+    ENVIRONMENT,
+    STATE_DIM,
+    STEP_LIMIT,
+    register_environment,
+    tiny_recipe,
+)
+
+
+def test_smoke_as_a_new_user_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = train(load_recipe("smoke"))
+    assert run == Path("runs/smoke-s0")
+    said = capfd.readouterr()
+    assert said.out == ""
+    for line in ("collecting 2,000 steps", "converting data/", "step 40", "complete after"):
+        assert line in said.err
+    assert [r["step"] for r in read_records(run / "metrics.jsonl")] == list(range(5, 41, 5))
+    assert len(read_records(run / "evaluations.jsonl")) == 2
+    assert list((run / "tensorboard").iterdir())
+    assert (run / "report.md").is_file()
+    assert load_policy_parts(run).model.config.max_ep_len == 200
+
+    # the same file as a source, and the dataset that is there already
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    overrides = ["data.collect=null", "data.source=data/smoke-pendulum.hdf5", "train.steps=5"]
+    overrides += ["evaluate.episodes=0", "train.tensorboard=false"]
+    other = load_recipe("smoke", [*overrides, "data.path=data/other", "name=other"])
+    train(other)
+    assert "converting data/smoke-pendulum.hdf5 to data/other" in capfd.readouterr().err
+    assert open_dataset("data/other").episodes.steps == 2000
+    train(other.replace(seed=1))
+    assert "converting" not in capfd.readouterr().err
+
+
+def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
+    register_environment()
+    dataset = make_dataset(
+        tmp_path,
+        [3, STEP_LIMIT + 4],
+        state_dim=STATE_DIM,
+        action_dim=ACTION_DIM,
+        environment_id=ENVIRONMENT,
+    )
+    recipe = tiny_recipe(dataset.path)
+    assert prepare_dataset(recipe).episodes.steps == dataset.episodes.steps
+    resolved, sizes = resolve(recipe, dataset)
+    assert (sizes.state_dim, sizes.action_dim, sizes.discrete) == (STATE_DIM, ACTION_DIM, False)
+    assert resolved.model.max_timestep == STEP_LIMIT + 4
+    assert resolved.evaluate.targets == (dataset.returns.max(), dataset.returns.mean())
+    assert resolve(resolved, dataset) == (resolved, sizes)
+
+
+def test_an_environment_that_only_the_data_name_may_be_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path, [3, 3], environment_id="NoSuchEnvironment-v0")
+    resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
+    assert resolved.evaluate.environment is None
+    assert "no evaluation: " in capfd.readouterr().err
+    with pytest.raises(InputError) as caught:
+        resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
+    assert caught.value.code == "ENVIRONMENT_UNKNOWN"
+
+
+def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: Path) -> None:
+    import numpy as np
+
+    from tests.support import hopper_columns
+
+    columns = hopper_columns(6, state_dim=4)
+    columns["actions"] = np.zeros(6, np.int64)  # CartPole has two actions
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns, environment_id="CartPole-v1")
+    resolved, sizes = resolve(tiny_recipe(dataset.path), dataset)
+    assert (sizes.action_dim, sizes.discrete) == (2, True)
+    assert not resolved.model.action_tanh
+    assert resolved.model.max_timestep == 500

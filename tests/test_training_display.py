@@ -1,0 +1,71 @@
+"""What a person sees: plain lines without a terminal, a bar with one, nothing when quiet."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import sys
+from contextlib import suppress
+
+import pytest
+
+from gear_offline.interruption import Aborted, StopRequest
+from gear_offline.training_display import TrainingDisplay
+
+
+def show(*, quiet: bool = False) -> None:
+    with TrainingDisplay("tiny", steps=2000, done=1000, quiet=quiet) as display:
+        display.step(1500)
+        display.log(1500, 0.125)
+        display.evaluating()
+        display.evaluating(3.0)
+        display.score("return 41")
+        display.say("step 1,500: asked [3,600]")
+        display.step(2000)
+        display.log(2000, 0.0625)
+
+
+def test_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    show()
+    said = capfd.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert lines[0] == "step 1,500: asked [3,600]"
+    assert lines[1].startswith("step 2,000 of 2,000  loss 0.0625  ")
+    assert lines[1].endswith("return 41")
+    assert len(lines) == 2, "a line now and then, not one a log entry"
+
+
+def test_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    show(quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        show()
+    said = ""
+    with suppress(OSError):  # Linux's way of saying that the other end is closed
+        while part := os.read(leader, 1 << 16).decode():
+            said += part
+    os.close(leader)
+    for part in ("step 1,500: asked [3,600]", "1500/2000", "loss 0.125", "loss 0.0625", "return"):
+        assert part in said
+    assert "return 41" in said
+
+
+def test_the_first_signal_is_a_request_the_second_is_final() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGTERM"
+        with pytest.raises(Aborted), stop.abortable():
+            pytest.fail("what can be aborted does not begin after a request")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopRequest() as stop, pytest.raises(Aborted), stop.abortable():
+        os.kill(os.getpid(), signal.SIGINT)
