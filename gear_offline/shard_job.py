@@ -2,8 +2,10 @@
 
 Three things run at once, each in its own thread: reading the source, digesting and writing, and
 statistics.  HDF5, xxhash, NumPy and the kernel's write release the interpreter lock.  At most
-`DEPTH` pieces wait in front of each of the latter two, so memory is bounded:
-``(2 * DEPTH + 3) * piece_bytes`` and a few megabytes, whatever the size of source or shard.
+`DEPTH` pieces are on their way and one is being read, so a conversion needs about
+``(DEPTH + 2) * piece_bytes`` of buffers, 26 bytes an episode and the source's own caches, whatever
+the size of source or shard.  A piece has `PIECE_BYTES`, or what the source prefers if that is more
+(8 MiB for HDF5 whose rows of chunks are not larger).
 
 Shape legend: N steps and E episodes of this shard.
 """

@@ -34,14 +34,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "gzip": {"compression": "gzip"},
 }
 _PEAK = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import gear_offline.sources.generic
 from gear_offline.convert import convert
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+# Not getrusage: its maximum survives exec, so it would be the parent's.
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+before = peak()
 convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([before * 1024, after * 1024]))
+print(json.dumps([before, peak()]))
 """
 
 
