@@ -192,28 +192,17 @@ def build_table(
         )
     builder = _Builder(source, context_length)
     returns = returns_to_go(source, gamma=gamma, scale=returns_scale)
-    stores: list[Store] = []
     if mode == "mmap":
-        stores += [builder.mapped(column, field) for column, field in fields.items()]
+        stores = [builder.mapped(column, field) for column, field in fields.items()]
         stores.append(builder.owned({None: returns_field()}, returns))
     else:
-        packed: dict[str | None, Field] = {
-            c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
-        }
-        packed[None] = returns_field()
-        together = layout == "records"
-        groups = [packed] if together else [{column: field} for column, field in packed.items()]
-        stores += [builder.owned(group, returns) for group in groups]
-        stores += [builder.alone(c, f) for c, f in fields.items() if c not in packed]
+        stores = builder.standard(fields, returns, together=layout == "records")
     for column in extra_columns:
         spec = source.spec[column]
         field = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
         stores.append((builder.mapped if mode == "mmap" else builder.alone)(column, field))
     return Table(
-        episodes=source.episodes,
-        stores=tuple(stores),
-        margin=context_length,
-        layout=layout,
+        episodes=source.episodes, stores=tuple(stores), margin=context_length, layout=layout
     )
 
 
@@ -272,6 +261,18 @@ class _Builder:
         begin = -spare.ctypes.data % 64
         used = spare[begin : begin + count * width * dtype.itemsize]
         return used.view(dtype).reshape(count, width)
+
+    def standard(
+        self, fields: Mapping[str, Field], returns: Array, *, together: bool
+    ) -> list[Store]:
+        """Return the stores of the fields that every batch has; `together` makes records."""
+        packed: dict[str | None, Field] = {
+            c: f for c, f in fields.items() if _is_packed(self.source.spec[c], f)
+        }
+        packed[None] = returns_field()
+        groups = [packed] if together else [{column: field} for column, field in packed.items()]
+        stores = [self.owned(group, returns) for group in groups]
+        return stores + [self.alone(c, f) for c, f in fields.items() if c not in packed]
 
     def owned(self, group: Mapping[str | None, Field], returns: Array) -> Store:
         """Return one float32 store of several fields; column ``None`` is the returns-to-go."""

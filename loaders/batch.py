@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Segments with their padding.  Padded positions are zeros in every field.
 
@@ -46,8 +46,8 @@ class Batch:
     timesteps: Tensor
     attention_mask: Tensor
     segments: Tensor
-    padding: Literal["right", "left"] = "right"
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    padding: Literal["right", "left"] = field(default="right", kw_only=True)
+    extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def __len__(self) -> int:
         """Return B."""

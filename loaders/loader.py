@@ -27,7 +27,9 @@ from gear_offline.table import Layout, Mode, build_table
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 4096  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 16 << 20  # ... and at most this many bytes, at least one batch
+# Fields of a `Batch` in its order: from the table, then from the windows.
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
+_NAMED = ("timesteps", "attention_mask", "segments")
 
 
 class Gather(Protocol):
@@ -107,32 +109,29 @@ class GearLoader(Iterator[Batch]):
         self.selection: Selection = (
             make_selection(selection, self.dataset) if isinstance(selection, str) else selection
         )
-        self.table = build_table(
-            self.dataset,
-            context_length=context_length,
-            gamma=gamma,
-            returns_scale=returns_scale,
-            normalize_states=normalize_states,
-            layout=layout,
-            mode=mode,
-            extra_columns=extra_columns,
-        )
-        self.gather: Gather = CpuGather(
-            self.table,
-            context_length=context_length,
-            padding=padding,
-            pin=self.device.type == "cuda",
-        )
-        self.batch_size = batch_size
-        self.context_length = context_length
-        self.padding: Padding = padding
-        self.seed = seed
-        self.extra_columns = tuple(extra_columns)
-        self._law = {
+        law: dict[str, Any] = {
             "gamma": float(gamma),
             "returns_scale": float(returns_scale),
             "normalize_states": bool(normalize_states),
         }
+        self.table = build_table(
+            self.dataset,
+            context_length=context_length,
+            layout=layout,
+            mode=mode,
+            extra_columns=extra_columns,
+            **law,
+        )
+        pin = self.device.type == "cuda"
+        self.gather: Gather = CpuGather(
+            self.table, context_length=context_length, padding=padding, pin=pin
+        )
+        self.batch_size = batch_size
+        self.context_length = context_length
+        self.padding: Padding = padding
+        self.seed = int(seed)
+        self.extra_columns = tuple(extra_columns)
+        self._law = law
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -245,36 +244,11 @@ class GearLoader(Iterator[Batch]):
         extras = [
             {name: fields[EXTRA + name][i] for name in self.extra_columns} for i in range(steps)
         ]
-        rows = zip(
-            *(fields[name] for name in _FIELDS),
-            windows.timesteps.unbind(0),
-            windows.attention_mask.unbind(0),
-            windows.segments.unbind(0),
-            extras,
-            strict=True,
-        )
+        fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
+        rows = zip(*(fields[name] for name in (*_FIELDS, *_NAMED)), strict=True)
         return [
-            Batch(
-                states=states,
-                actions=actions,
-                rewards=rewards,
-                returns_to_go=returns_to_go,
-                timesteps=timesteps,
-                attention_mask=attention_mask,
-                segments=named,
-                padding=self.padding,
-                extras=further,
-            )
-            for (
-                states,
-                actions,
-                rewards,
-                returns_to_go,
-                timesteps,
-                attention_mask,
-                named,
-                further,
-            ) in rows
+            Batch(*row, padding=self.padding, extras=further)
+            for row, further in zip(rows, extras, strict=True)
         ]
 
 

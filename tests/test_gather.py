@@ -48,6 +48,26 @@ def gathered(source: TableSource, segments: Segments, **options: Any) -> Windows
     return CpuGather(table, context_length=span, padding=padding).fill(segments)
 
 
+Kind = tuple[tuple[int, ...], Any]  # per-step shape, dtype
+
+
+def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tuple[int, ...]]]:
+    """Return, per field of a batch, its column, dtype and per-step shape."""
+    image = states[1] is np.uint8 and len(states[0]) == 2
+    discrete = np.dtype(actions[1]).kind == "i"
+    return {
+        "states": ("observations", np.uint8 if image else np.float32, states[0] or (1,)),
+        "actions": (
+            "actions",
+            np.int64 if discrete else np.float32,
+            actions[0] if discrete else actions[0] or (1,),
+        ),
+        "rewards": ("rewards", np.float32, (1,)),
+        "returns_to_go": ("returns_to_go", np.float32, (1,)),
+        "extras/infos/x": ("infos/x", np.float64, (2,)),
+    }
+
+
 @settings(max_examples=120)
 @given(
     lengths=LENGTHS,
@@ -92,19 +112,7 @@ def test_every_field_of_every_segment_equals_the_oracle(
         extra_columns=["infos/x"],
         **({"mode": "mmap"} if layout == "mmap" else {"layout": layout}),
     )
-    image = states[1] is np.uint8 and len(states[0]) == 2
-    discrete = np.dtype(actions[1]).kind == "i"
-    dtypes: dict[str, tuple[str, Any, tuple[int, ...]]] = {
-        "states": ("observations", np.uint8 if image else np.float32, states[0] or (1,)),
-        "actions": (
-            "actions",
-            np.int64 if discrete else np.float32,
-            actions[0] if discrete else actions[0] or (1,),
-        ),
-        "rewards": ("rewards", np.float32, (1,)),
-        "returns_to_go": ("returns_to_go", np.float32, (1,)),
-        "extras/infos/x": ("infos/x", np.float64, (2,)),
-    }
+    dtypes = expected_kinds(states, actions)
     found = windows.tensors()
     assert set(found) == set(dtypes)
     for i, (episode, start) in enumerate(windows.segments.tolist()):
