@@ -31,8 +31,7 @@ PENDULUM = DemoSettings(
     collect=("--policy", "random", "--steps", "400"),
     recipe="smoke",
     random_episodes=2,
-    margin=-1e9,  # so little training learns nothing: only the path is tested
-    follow=-1.1,
+    margin=2.0,  # a return of zero or more, which Pendulum never pays
 )
 
 
@@ -219,7 +218,9 @@ def test_the_real_commands_work_together(tmp_path: Path, monkeypatch: pytest.Mon
     """Every step for real, with Pendulum and a model of one small layer."""
     monkeypatch.chdir(tmp_path)
     text, console = page()
-    Demo(Path("out"), PENDULUM, console=console).complete()
+    with pytest.raises(GearError) as caught:
+        Demo(Path("out"), PENDULUM, console=console).complete()
+    assert caught.value.code == "DEMO_CHECK", "the last step of all; everything else is done"
     run = tmp_path / "out" / "run"
     for name in ("learning_curve", "data_returns", "asked_vs_achieved"):
         assert (run / "plots" / f"{name}.png").stat().st_size > 10_000
