@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import sync_directory
@@ -45,7 +45,6 @@ FORMAT_VERSION = 1
 CONFIG, MODEL = "config.json", "model.safetensors"
 TRAINING, STATE = "training.safetensors", "state.json"
 MAX_STATE_BYTES = 256 << 20
-_NAME = re.compile(r"step-([0-9]{8,19})")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,18 +98,6 @@ class Checkpoint:
     state: TrainingState
 
 
-def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`."""
-    return f"step-{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints in `folder` as (step, path), oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    named = [(match, path) for path in found if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match.group(1)), path) for match, path in named if path.is_dir())
-
-
 def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
     """Write a checkpoint into `folder` and return its directory.
 
@@ -132,7 +119,7 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
             os.fsync(file.fileno())
     sync_directory(partial)
     if final.exists():  # a damaged one that a resumed run has passed again
-        _remove(final)
+        remove_checkpoint(final)
     os.rename(partial, final)
     sync_directory(folder)
     return final
@@ -308,36 +295,6 @@ def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | 
             remedy="remove that directory to begin the run again",
         )
     return None
-
-
-def sweep(folder: Path) -> None:
-    """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith((".partial-", ".removed-")):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def prune(folder: Path, *, keep: int, best: int | None) -> None:
-    """Keep the newest `keep` checkpoints and that of step `best`; point the link ``best`` to it."""
-    found = list_checkpoints(folder)
-    steps = {step for step, _ in found}
-    if best in steps:
-        link = folder / ".partial-best"
-        link.unlink(missing_ok=True)
-        link.symlink_to(checkpoint_name(int(best or 0)))
-        os.replace(link, folder / "best")
-    for step, path in found[:-keep]:
-        if step != best:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is half removed is no checkpoint any more."""
-    aside = path.with_name(f".removed-{path.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    os.rename(path, aside)
-    shutil.rmtree(aside)
 
 
 class PolicyParts(NamedTuple):

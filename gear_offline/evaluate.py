@@ -212,7 +212,7 @@ def find_checkpoint(run: Path, which: str = "last") -> Path:
     InputError
         ``CHECKPOINT_MISSING``.
     """
-    from gear_offline.checkpoint import list_checkpoints
+    from gear_offline.checkpoint_folder import list_checkpoints
 
     folder = run / "checkpoints"
     if not folder.is_dir():

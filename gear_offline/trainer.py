@@ -17,15 +17,8 @@ from typing import Any
 
 import torch
 
-from gear_offline.checkpoint import (
-    TrainingState,
-    damaged,
-    list_checkpoints,
-    newest_checkpoint,
-    prune,
-    save_checkpoint,
-    sweep,
-)
+from gear_offline.checkpoint import TrainingState, damaged, newest_checkpoint, save_checkpoint
+from gear_offline.checkpoint_folder import list_checkpoints, prune, sweep
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.interruption import Aborted, StopRequest

@@ -16,16 +16,13 @@ from transformers import DecisionTransformerModel
 
 from gear_offline.checkpoint import (
     TrainingState,
-    checkpoint_name,
-    list_checkpoints,
     load_policy_parts,
     newest_checkpoint,
-    prune,
     read_checkpoint,
     read_state,
     save_checkpoint,
-    sweep,
 )
+from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, prune, sweep
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.recipe import load_recipe

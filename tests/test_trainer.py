@@ -1,16 +1,9 @@
-"""Training: deterministic, resumable bit for bit after any kill, and clear when it cannot go on."""
+"""Training: deterministic, like a plain loop, and clear when recipe and data do not fit."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import list_checkpoints, load_policy_parts, read_checkpoint
+from gear_offline.checkpoint import load_policy_parts, read_checkpoint
+from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError, InputError
-from gear_offline.learner import Learner, resolve_precision
+from gear_offline.learner import resolve_precision
 from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
 from gear_offline.recipe_files import recipe_paths
-from gear_offline.trainer import RESUMABLE, TrainingInterrupted, train
+from gear_offline.trainer import train
 from tests.support import make_dataset
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
     STATE_DIM,
     STEP_LIMIT,
+    learnt,
     register_environment,
     tiny_recipe,
 )
@@ -62,28 +57,6 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time of a tiny run; the undisturbed one has them."""
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
-
-
-def learnt(run: Path) -> dict[str, Any]:
-    """Return everything of a run that must not depend on kills: weights, moments, metrics."""
-    step, last = list_checkpoints(run / "checkpoints")[-1]
-    measured = [
-        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
-        for record in read_records(run / "metrics.jsonl")
-    ]
-    played = [
-        (record["step"], [target["returns"] for target in record["targets"]])
-        for record in read_records(run / "evaluations.jsonl")
-    ]
-    return {
-        "step": step,
-        "model": (last / "model.safetensors").read_bytes(),
-        "training": (last / "training.safetensors").read_bytes(),
-        "config": (last / "config.json").read_bytes(),
-        "metrics": measured,
-        "evaluations": played,
-        "recipe": load_recipe(run).replace(description=""),
-    }
 
 
 def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
@@ -185,168 +158,6 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     for name, value in model.state_dict().items():
         if not name.startswith(("predict_state.", "predict_return.", "encoder.wte.")):
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
-
-
-# ---- kills and resumes
-
-
-@pytest.mark.timeout(300)
-def test_a_run_survives_sigkill_at_any_instant(whole: Path, data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "killed"
-    kills = 24
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.training_support", str(data), str(run), str(kills), "7"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == str(kills)
-    for path in tmp_path.glob("killed*"):
-        assert learnt(path) == learnt(whole)
-        assert not list((path / "checkpoints").glob(".*")), "leftovers are swept"
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5, 7, 13, 14, 19])
-def test_an_interrupted_run_goes_on(whole: Path, data: Path, tmp_path: Path, stop: int) -> None:
-    run = tmp_path / "run"
-    said = f"after step {stop},"
-    with interrupted_in(stop), pytest.raises(TrainingInterrupted, match=said) as caught:
-        train(tiny_recipe(data), out=run, quiet=True)
-    assert f"gear-offline train {run}/recipe.yaml --resume --out {run}" in str(caught.value)
-    assert list_checkpoints(run / "checkpoints")[-1][0] == stop
-    train(load_recipe(run), out=run, resume=True, quiet=True)
-    assert learnt(run) == learnt(whole)
-
-
-@contextmanager
-def interrupted_in(step: int, number: int = signal.SIGINT) -> Iterator[None]:
-    """Send this process a signal in the middle of the optimiser step `step`."""
-    advance = Learner.advance
-
-    def interrupted(self: Learner) -> None:
-        if self.step + 1 == step:
-            os.kill(os.getpid(), number)
-        advance(self)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Learner, "advance", interrupted)
-        yield
-
-
-def test_sigterm_saves_too_and_handlers_are_given_back(data: Path, tmp_path: Path) -> None:
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    with interrupted_in(2, signal.SIGTERM), pytest.raises(TrainingInterrupted, match="SIGTERM"):
-        train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1][0] == 2
-
-
-def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
-    whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import gear_offline.evaluate
-
-    run = tmp_path / "run"
-
-    def slow(*_: Any, **__: Any) -> None:
-        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        time.sleep(60)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gear_offline.evaluate, "evaluate_policy", slow)
-        with pytest.raises(TrainingInterrupted, match="after step 7,"):
-            train(tiny_recipe(data), out=run, quiet=True)
-    assert read_records(run / "evaluations.jsonl") == []
-    train(tiny_recipe(data), out=run, resume=True, quiet=True)
-    assert learnt(run) == learnt(whole)
-
-
-def test_a_damaged_checkpoint_is_passed_over(
-    whole: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    with interrupted_in(12), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(data), out=run, quiet=True)
-    newest = run / "checkpoints" / "step-00000012" / "model.safetensors"
-    damaged = bytearray(newest.read_bytes())
-    damaged[-1] ^= 1
-    newest.write_bytes(damaged)
-    train(tiny_recipe(data), out=run, resume=True)
-    assert "passing over step-00000012" in capfd.readouterr().err
-    assert learnt(run) == learnt(whole)
-
-    for _, path in list_checkpoints(run / "checkpoints"):
-        (path / "state.json").write_text("{}")
-    with pytest.raises(InputError, match="none of the checkpoints is whole") as caught:
-        train(tiny_recipe(data), out=run, resume=True, quiet=True)
-    assert caught.value.code == "CHECKPOINT_DAMAGED"
-
-
-def test_a_complete_run_stays_as_it_is(whole: Path, data: Path) -> None:
-    before = learnt(whole)
-    assert train(tiny_recipe(data), out=whole, resume=True, quiet=True) == whole
-    assert learnt(whole) == before
-    with pytest.raises(InputError) as caught:
-        train(tiny_recipe(data), out=whole, quiet=True)
-    assert caught.value.code == "RUN_EXISTS"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "seed=1",
-        "loader.batch_size=5",
-        "model.dropout=0.2",
-        "optimizer.learning_rate=1e-3",
-        "train.log_every=4",
-        "evaluate.seed=5",
-        "evaluate.targets=[1.0]",
-    ],
-)
-def test_resuming_with_another_recipe_names_the_change(
-    whole: Path, data: Path, change: str
-) -> None:
-    with pytest.raises(InputError, match=change.split("=")[0]) as caught:
-        train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
-    assert caught.value.code == "RUN_RECIPE"
-
-
-def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> None:
-    assert "train.steps" in RESUMABLE
-    run = tmp_path / "run"
-    train(tiny_recipe(data, "train.steps=9"), out=run, quiet=True)
-    with pytest.raises(InputError, match="9 steps are done"):
-        train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
-    train(tiny_recipe(data), out=run, resume=True, quiet=True)
-    assert learnt(run)["model"] == learnt(whole)["model"]
-    falling = ("optimizer.schedule=cosine",)
-    train(tiny_recipe(data, "train.steps=9", *falling), out=tmp_path / "b", quiet=True)
-    with pytest.raises(InputError, match=r"train\.steps was 9"):
-        train(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
-
-
-def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None:
-    other = make_dataset(
-        tmp_path / "other",
-        LENGTHS,
-        seed=9,
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
-    ).path
-    link = tmp_path / "link"
-    link.symlink_to(data)
-    fixed = ("evaluate.targets=[1.0]",)
-    with interrupted_in(4), pytest.raises(TrainingInterrupted):
-        train(tiny_recipe(link, *fixed), out=tmp_path / "run", quiet=True)
-    link.unlink()
-    link.symlink_to(other)
-    with pytest.raises(InputError) as caught:
-        train(tiny_recipe(link, *fixed), out=tmp_path / "run", resume=True, quiet=True)
-    assert caught.value.code == "LOADER_STATE"
 
 
 # ---- what cannot be trained

@@ -20,6 +20,8 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.metrics import read_records
 from gear_offline.recipe import Recipe, load_recipe
 
 ENVIRONMENT = "GearOfflineTiny-v0"
@@ -81,6 +83,28 @@ def tiny_recipe(data: Path, *overrides: str) -> Recipe:
             *overrides,
         ],
     )
+
+
+def learnt(run: Path) -> dict[str, Any]:
+    """Return everything of a run that must not depend on kills: weights, moments, metrics."""
+    step, last = list_checkpoints(run / "checkpoints")[-1]
+    measured = [
+        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+    played = [
+        (record["step"], [target["returns"] for target in record["targets"]])
+        for record in read_records(run / "evaluations.jsonl")
+    ]
+    return {
+        "step": step,
+        "model": (last / "model.safetensors").read_bytes(),
+        "training": (last / "training.safetensors").read_bytes(),
+        "config": (last / "config.json").read_bytes(),
+        "metrics": measured,
+        "evaluations": played,
+        "recipe": load_recipe(run).replace(description=""),
+    }
 
 
 def _kill_in_call(number: int) -> None:
