@@ -101,7 +101,8 @@ def convert(
     InputError
         ``TARGET_EXISTS``, ``TARGET_KIND``, ``TARGET_BUSY``, ``NONFINITE``, ``BOOL_BYTES``,
         ``REWARDS``, ``COLUMN_MISSING``, ``COLUMN_NAME``, ``EMPTY_SOURCE``, ``CONVERT_OPTION``,
-        ``REFERENCE_UNKNOWN``, ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own errors.
+        ``REFERENCE_UNKNOWN``, ``SOURCE_READ``, ``SOURCE_ENDS``, ``SOURCE_CHANGED`` and the
+        source's own errors.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
     """
@@ -162,6 +163,13 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
     spec = source.spec
     if spec.episodes < 1 or spec.steps < 1:
         raise InputError("EMPTY_SOURCE", "the source has no episodes", where=source.info.uri)
+    if (source.terminated & source.truncated).any():
+        raise InputError(
+            "SOURCE_ENDS",
+            "the source says of an episode that it is both terminated and truncated",
+            where=source.info.uri,
+            remedy="report this: a reader lets termination win",
+        )
     if REWARDS not in spec:
         raise InputError(
             "REWARDS",

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -97,10 +98,12 @@ class Dataset:
         found = self.manifest.reference_scores
         return None if found is None else ReferenceScores(**found)
 
-    @property
+    @cached_property
     def first_steps(self) -> Int64Array:
         """(shards + 1,) int64: first global step of each shard, and N at the end."""
-        return np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+        found = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+        found.setflags(write=False)
+        return found
 
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column` in memory of their own.
@@ -145,12 +148,18 @@ class Dataset:
                     break
                 target = found[low - start : high - start]
                 parts.append((index, low - int(firsts[index]), target))
-            # Reading and digesting release the interpreter lock; shards are independent.
-            threads = thread_count(None) if found.nbytes >= PARALLEL_BYTES else 1
-            with ThreadPoolExecutor(max_workers=threads) as pool:
-                jobs = [pool.submit(self._read_rows, directory, p, column, check) for p in parts]
-            for job in jobs:
-                job.result()
+            if found.nbytes < PARALLEL_BYTES:
+                for part in parts:
+                    self._read_rows(directory, part, column, check)
+            else:
+                # Reading and digesting release the interpreter lock; shards are independent.
+                with ThreadPoolExecutor(max_workers=thread_count(None)) as pool:
+                    jobs = [
+                        pool.submit(self._read_rows, directory, part, column, check)
+                        for part in parts
+                    ]
+                for job in jobs:
+                    job.result()
         return found.view(spec.dtype).reshape(stop - start, *spec.shape)
 
     @overload
@@ -299,6 +308,8 @@ def _read_episodes(
             if tensor.dtype == np.bool_ and raw.max(initial=0) > 1:
                 raise _contradiction(path / shard.name, f"{column.name} is not 0 or 1 everywhere")
             found[column.name] = raw.view(tensor.dtype)
+    if (found["episode_terminated"] & found["episode_truncated"]).any():
+        raise _contradiction(path / shard.name, "an episode is both terminated and truncated")
     lengths = found["episode_lengths"]
     if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
         raise _contradiction(path / shard.name, f"lengths do not add up to {shard.steps} steps")

@@ -5,16 +5,19 @@ Shape legend: N steps, E episodes, S observation size, A action size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import h5py
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import GearError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
 
@@ -137,3 +140,26 @@ def make_dataset(
     target = path / "dataset"
     convert(source, target, shard_bytes=shard_bytes, quiet=True)
     return open_dataset(target, verify=verify)
+
+
+def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25) -> Path:
+    """Write a D4RL-layout file whose episodes end with timeouts."""
+    columns = hopper_columns(episodes * length)
+    columns["timeouts"][length - 1 :: length] = True
+    with h5py.File(path, "w") as file:
+        for name, values in columns.items():
+            file.create_dataset(name, data=values)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of each file in a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failing_code(call: Callable[[], object]) -> str:
+    """Return the code of the error that `call` raises; its message must be one line."""
+    with pytest.raises(GearError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return caught.value.code

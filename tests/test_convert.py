@@ -1,15 +1,8 @@
-"""Conversion: the same bytes each time, all or nothing, and one clear error for what goes wrong."""
+"""Conversion: the same bytes each time, and one clear error for what cannot be converted."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
-import resource
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline import shard_job, staging
+from gear_offline import shard_job
 from gear_offline.convert import convert, plan_shards
 from gear_offline.dataset import open_dataset
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.manifest import Manifest
 from gear_offline.schema import EpisodeIndex
 from gear_offline.shards import EPISODE_COLUMNS
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
 
 LENGTHS = [4, 3, 5, 1, 7]
 STEPS = sum(LENGTHS)
@@ -37,30 +30,6 @@ STEPS = sum(LENGTHS)
 
 def source(*, seed: int = 0, **options: Any) -> ArraySource:
     return ArraySource(hopper_columns(STEPS, seed=seed), LENGTHS, **options)
-
-
-def hdf5(path: Path, *, episodes: int = 40, length: int = 25) -> Path:
-    """Write a D4RL-layout file whose episodes end with timeouts."""
-    columns = hopper_columns(episodes * length)
-    columns["timeouts"][length - 1 :: length] = True
-    with h5py.File(path, "w") as file:
-        for name, values in columns.items():
-            file.create_dataset(name, data=values)
-    return path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def failing_code(call: Callable[[], object]) -> str:
-    with pytest.raises(GearError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return caught.value.code
-
-
-# --- what is written ------------------------------------------------------------------------
 
 
 def test_bytes_do_not_depend_on_piece_sizes(tmp_path: Path) -> None:
@@ -92,7 +61,7 @@ def test_pieces_are_cut_at_storage_chunks(tmp_path: Path, monkeypatch: Any) -> N
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_workers_write_the_same_bytes(tmp_path: Path, workers: int) -> None:
-    path = hdf5(tmp_path / "x.hdf5")
+    path = write_hdf5(tmp_path / "x.hdf5")
     for count in (1, workers):
         convert(path, tmp_path / str(count), shard_bytes=9_000, workers=count, quiet=True)
     assert len(contents(tmp_path / "1")) > 6
@@ -103,7 +72,7 @@ def test_workers_write_the_same_bytes(tmp_path: Path, workers: int) -> None:
 
 
 def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
-    path = hdf5(tmp_path / "x.hdf5")
+    path = write_hdf5(tmp_path / "x.hdf5")
     with h5py.File(path, "r+") as file:
         file["actions"][617, 1] = np.nan
     with pytest.raises(InputError, match="column actions, step 617: step 17 of episode 24") as one:
@@ -213,7 +182,7 @@ def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
-    path = hdf5(tmp_path / "x.hdf5")
+    path = write_hdf5(tmp_path / "x.hdf5")
 
     class Touching(ArraySource):
         def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
@@ -226,6 +195,17 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 
 
+def test_ends_that_contradict_are_refused(tmp_path: Path) -> None:
+    ends = [True] * len(LENGTHS)
+    both = source(terminated=ends, truncated=ends)
+    assert failing_code(lambda: convert(both, tmp_path / "d", quiet=True)) == "SOURCE_ENDS"
+
+
+def test_a_source_without_episodes_is_refused(tmp_path: Path) -> None:
+    empty = ArraySource(hopper_columns(0), [], terminated=[], truncated=[])
+    assert failing_code(lambda: convert(empty, tmp_path / "d", quiet=True)) == "EMPTY_SOURCE"
+
+
 @pytest.mark.parametrize("answer", [np.zeros((1, 11), "f4"), np.zeros((STEPS, 11), "f8")])
 def test_a_source_that_breaks_its_promise_is_refused(
     tmp_path: Path, answer: npt.NDArray[Any]
@@ -233,220 +213,3 @@ def test_a_source_that_breaks_its_promise_is_refused(
     broken = source()
     broken.read = lambda column, start, stop: answer  # type: ignore[method-assign]
     assert failing_code(lambda: convert(broken, tmp_path / "d", quiet=True)) == "SOURCE_READ"
-
-
-# --- where it is written --------------------------------------------------------------------
-
-
-def test_existing_targets(tmp_path: Path) -> None:
-    first = make_dataset(tmp_path, [3, 4], seed=1)
-    before = contents(first.path)
-    again = lambda: convert(source(), first.path, quiet=True)  # noqa: E731
-    assert failing_code(again) == "TARGET_EXISTS"
-    assert contents(first.path) == before
-    convert(source(), first.path, overwrite=True, quiet=True)
-    assert open_dataset(first.path).spec.steps == STEPS
-    (tmp_path / "empty").mkdir()
-    convert(source(), tmp_path / "empty", quiet=True)
-    assert sorted(os.listdir(tmp_path)) == ["dataset", "empty"]
-
-
-def test_only_datasets_are_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("mine")
-    mixed = make_dataset(tmp_path, [3]).path
-    (mixed / "notes.txt").write_text("mine")
-    for name in ("file", "folder", "dataset"):
-        call = lambda n=name: convert(source(), tmp_path / n, overwrite=True, quiet=True)  # noqa: E731
-        assert failing_code(call) == "TARGET_KIND"
-    assert (tmp_path / "file").read_text() == "mine"
-    assert (mixed / "notes.txt").read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["dataset", "file", "folder"]
-
-
-def test_a_link_as_target_keeps_pointing(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "d")
-    convert(source(), tmp_path / "link", quiet=True)
-    convert(source(seed=1), tmp_path / "link", overwrite=True, quiet=True)
-    assert (tmp_path / "link").is_symlink()
-    assert os.listdir(tmp_path / "disk") == ["d"]
-
-
-def test_overwriting_without_atomic_exchange(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
-    path = make_dataset(tmp_path, [3, 4]).path
-    convert(source(), path, overwrite=True, quiet=True)
-    assert open_dataset(path).spec.steps == STEPS
-    assert os.listdir(tmp_path) == ["dataset"]
-
-
-def test_a_failed_overwrite_keeps_the_old_dataset(tmp_path: Path) -> None:
-    path = make_dataset(tmp_path, [3, 4]).path
-    before = contents(path)
-    columns = hopper_columns(STEPS)
-    columns["actions"][3] = np.nan
-    call = lambda: convert(ArraySource(columns, LENGTHS), path, overwrite=True, quiet=True)  # noqa: E731
-    assert failing_code(call) == "NONFINITE"
-    assert contents(path) == before and os.listdir(tmp_path) == ["dataset"]
-
-
-@pytest.mark.parametrize("call", ["pwrite", "fsync"])
-@pytest.mark.parametrize(("number", "code"), [(28, "OUTPUT_SPACE"), (5, "OUTPUT_WRITE")])
-def test_disk_errors(tmp_path: Path, monkeypatch: Any, call: str, number: int, code: str) -> None:
-    assert (errno.ENOSPC, errno.EIO) == (28, 5)
-
-    def fail(*values: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, fail)
-    assert failing_code(lambda: convert(source(), tmp_path / "d", quiet=True)) == code
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_real_file_size_limit(tmp_path: Path) -> None:
-    """The kernel refuses to write more: one error, nothing left, also with workers."""
-    path = hdf5(tmp_path / "x.hdf5")
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom gear_offline.convert import convert\n"
-        "from gear_offline.errors import GearError\n"
-        "try:\n    convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=30_000, quiet=True,"
-        " workers=int(sys.argv[3]))\nexcept GearError as error:\n    print(error.code)\n"
-    )
-    for workers in ("1", "2"):
-        found = subprocess.run(
-            [sys.executable, "-c", script, str(path), str(tmp_path / "d"), workers],
-            capture_output=True,
-            text=True,
-            check=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)),
-        )
-        assert found.stdout.split() == ["OUTPUT_SPACE"]
-        assert os.listdir(tmp_path) == ["x.hdf5"]
-
-
-def test_places_that_cannot_hold_a_dataset(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for target in (tmp_path / "file" / "d", Path("/proc/d"), tmp_path / ("x" * 250)):
-        call = lambda t=target: convert(source(), t, quiet=True)  # noqa: E731
-        assert failing_code(call) == "OUTPUT_WRITE"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-# --- kills and neighbours -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["new", "overwrite", "overwrite-without-exchange"])
-def test_killed_at_any_point(tmp_path: Path, mode: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.convert_kill_points", str(tmp_path), mode],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    points = json.loads(found.stdout)
-    assert len(points) > 25 and points[-1]["status"] == 0
-    allowed = {"absent", "seed 2"} if mode == "new" else {"seed 1", "seed 2"}
-    between = [point for point in points if point["after"] not in allowed]
-    # Without the kernel's exchange there is one instant between two renames; the next run
-    # repairs it.
-    assert [point["after"] for point in between] == (["absent"] if "without" in mode else [])
-    for point in points[:-1]:
-        assert point["status"] == -signal.SIGKILL
-    for point in points:
-        assert (point["again"], point["final"], point["names"]) == (0, "seed 2", ["d"])
-    assert {point["after"] for point in points} >= allowed
-
-
-def test_an_old_dataset_caught_between_two_renames_is_put_back(tmp_path: Path) -> None:
-    path = make_dataset(tmp_path, [3, 4]).path
-    before = contents(path)
-    path.rename(tmp_path / ".dataset.gear-old")
-    (tmp_path / ".dataset.gear-part-00").mkdir()
-    assert failing_code(lambda: convert(source(), path, quiet=True)) == "TARGET_EXISTS"
-    assert contents(path) == before and os.listdir(tmp_path) == ["dataset"]
-
-
-class Paused(ArraySource):
-    """A source that waits in its first read until it is told to go on."""
-
-    def __init__(self, *values: Any) -> None:
-        super().__init__(*values)
-        self.reading, self.go_on = threading.Event(), threading.Event()
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        self.reading.set()
-        assert self.go_on.wait(30), "nobody let the source go on"
-        return super().read(column, start, stop)
-
-
-def test_a_live_conversion_is_not_disturbed(tmp_path: Path) -> None:
-    paused = Paused(hopper_columns(STEPS), LENGTHS)
-    thread = threading.Thread(target=lambda: convert(paused, tmp_path / "d", quiet=True))
-    thread.start()
-    try:
-        assert paused.reading.wait(30)
-        for overwrite in (False, True):
-            call = lambda o=overwrite: convert(source(), tmp_path / "d", overwrite=o, quiet=True)  # noqa: E731
-            assert failing_code(call) == "TARGET_BUSY"
-        convert(source(seed=1), tmp_path / "neighbour", quiet=True)
-    finally:
-        paused.go_on.set()
-        thread.join(30)
-    found = open_dataset(tmp_path / "d").column("observations")
-    assert found.tobytes() == hopper_columns(STEPS)["observations"].tobytes()
-    assert sorted(os.listdir(tmp_path)) == ["d", "neighbour"]
-
-
-def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:
-    paused = Paused(hopper_columns(STEPS), LENGTHS)
-    codes: list[str] = []
-    thread = threading.Thread(
-        target=lambda: codes.append(
-            failing_code(lambda: convert(paused, tmp_path / "d", quiet=True))
-        )
-    )
-    thread.start()
-    assert paused.reading.wait(30)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "mine").write_text("x")
-    paused.go_on.set()
-    thread.join(30)
-    assert codes == ["TARGET_KIND"]
-    assert os.listdir(tmp_path / "d") == ["mine"] and os.listdir(tmp_path) == ["d"]
-
-
-def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
-    path = hdf5(tmp_path / "x.hdf5", episodes=4_000)
-    script = (
-        "import sys\nfrom pathlib import Path\nfrom gear_offline.convert import convert\n"
-        "convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=20_000, workers=2, quiet=True)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(path), str(tmp_path / "d")])
-    deadline = time.monotonic() + 60
-    pattern = ".d.gear-part-*/shard-*"
-    while not list(tmp_path.glob(pattern)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert list(tmp_path.glob(pattern)), "no worker wrote anything"
-    children = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(parent.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert len(children) == 2
-    parent.kill()
-    parent.wait()
-    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(alive(pid) for pid in children)
-    assert not (tmp_path / "d").exists()
-    convert(path, tmp_path / "d", shard_bytes=1 << 20, quiet=True)
-    assert sorted(os.listdir(tmp_path)) == ["d", "x.hdf5"]
-
-
-def alive(pid: str) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # a zombie waits for whoever adopted it

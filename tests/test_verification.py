@@ -1,0 +1,247 @@
+"""Verification: no damaged, foreign or missing byte gets through."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.convert import convert
+from gear_offline.dataset import open_dataset, verify_dataset
+from gear_offline.errors import InputError
+from gear_offline.manifest import MANIFEST_NAME, Manifest
+from gear_offline.shards import digest
+from tests.support import ArraySource, hopper_columns, make_dataset
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards of about a kilobyte: small enough to flip bit after bit."""
+    folder = tmp_path_factory.mktemp("tiny")
+    columns = hopper_columns(6, state_dim=2, action_dim=1)
+    del columns["timeouts"]
+    convert(ArraySource(columns, [4, 2]), folder / "d", shard_bytes=100, block_bytes=64, quiet=True)
+    return folder / "d"
+
+
+def damaged_code(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        verify_dataset(path, threads=1)
+    assert "\n" not in str(caught.value)
+    return caught.value.code
+
+
+def test_a_flipped_bit_in_any_byte_is_found(tiny: Path) -> None:
+    verify_dataset(tiny)
+    manifest = Manifest.read(tiny)
+    assert len(manifest.shards) == 2
+    for shard in manifest.shards:
+        # All bits around the borders: length field, padding, first data, last byte.
+        borders = {*range(9), *range(shard.header_bytes - 2, shard.header_bytes + 2)}
+        borders.add(shard.bytes - 1)
+        handle = os.open(tiny / shard.name, os.O_RDWR)
+        try:
+            for position in range(shard.bytes):
+                original = os.pread(handle, 1, position)[0]
+                for bit in range(8) if position in borders else (position % 8,):
+                    os.pwrite(handle, bytes([original ^ 1 << bit]), position)
+                    assert damaged_code(tiny) == "SHARD_DIGEST", (shard.name, position, bit)
+                os.pwrite(handle, bytes([original]), position)
+        finally:
+            os.close(handle)
+    verify_dataset(tiny)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_random_flips_are_found(tiny: Path, data: st.DataObject) -> None:
+    shard = data.draw(st.sampled_from(Manifest.read(tiny).shards))
+    raw = (tiny / shard.name).read_bytes()
+    flips = data.draw(st.lists(st.integers(0, 8 * len(raw) - 1), min_size=1, unique=True))
+    damaged = bytearray(raw)
+    for flip_at in flips:
+        damaged[flip_at // 8] ^= 1 << flip_at % 8
+    try:
+        (tiny / shard.name).write_bytes(damaged)
+        assert damaged_code(tiny) == "SHARD_DIGEST"
+    finally:
+        (tiny / shard.name).write_bytes(raw)
+
+
+@pytest.fixture
+def copy(tiny: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tiny, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def flip(path: Path, position: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 4
+    path.write_bytes(raw)
+
+
+def test_the_message_names_file_tensor_and_block(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    shard = manifest.shards[1]
+    observations = next(t for t in manifest.tensors(shard) if t.name == "observations")
+    flip(copy / shard.name, shard.header_bytes + observations.start)
+    for check in (lambda: verify_dataset(copy), lambda: open_dataset(copy)):
+        with pytest.raises(InputError) as caught:
+            check()
+        assert "shard-00001.safetensors, tensor observations, block 0" in str(caught.value)
+
+
+def test_without_verification_columns_are_not_read_but_the_rest_is(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    shard = manifest.shards[0]
+    tensors = {t.name: t for t in manifest.tensors(shard)}
+    flip(copy / shard.name, shard.header_bytes + tensors["actions"].start)
+    dataset = open_dataset(copy, verify=False)
+    assert not dataset.verified
+    assert dataset.read("rewards", 0, 6, check=True).shape == (6,)
+    with pytest.raises(InputError, match="tensor actions, block 0"):
+        dataset.read("actions", 0, 1, check=True)
+    flip(copy / shard.name, shard.header_bytes + tensors["episode_returns"].start)
+    with pytest.raises(InputError, match="episode_returns"):
+        open_dataset(copy, verify=False)
+
+
+def test_bytes_that_change_after_opening_do_not_reach_a_column(copy: Path) -> None:
+    dataset = open_dataset(copy)
+    shard = dataset.manifest.shards[0]
+    flip(copy / shard.name, shard.bytes - 10)
+    seen = []
+    for column in dataset.spec:
+        try:
+            dataset.column(column.name)
+        except InputError as error:
+            seen.append(error.code)
+    flip(copy / shard.name, shard.bytes - 10)
+    flip(copy / shard.name, shard.header_bytes + 40)
+    for column in dataset.spec:
+        try:
+            dataset.column(column.name)
+        except InputError as error:
+            seen.append(error.code)
+    assert "SHARD_DIGEST" in seen
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 100, -1])
+def test_a_truncated_shard_is_an_error_not_a_signal(copy: Path, keep: int) -> None:
+    dataset = open_dataset(copy)
+    path = copy / dataset.manifest.shards[0].name
+    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
+    calls = (
+        lambda: dataset.column("observations"),
+        lambda: dataset.column("observations", mode="mmap"),
+        lambda: open_dataset(copy),
+        lambda: open_dataset(copy, verify=False),
+    )
+    for call in calls:
+        with pytest.raises(InputError) as caught:
+            call()
+        assert caught.value.code == "FILE_SIZE"
+
+
+def test_links_directories_and_missing_shards(copy: Path) -> None:
+    path = copy / "shard-00000.safetensors"
+    aside = copy.parent / "aside"
+    path.rename(aside)
+    assert damaged_code(copy) == "FILE_MISSING"
+    path.symlink_to(aside)
+    assert damaged_code(copy) == "FILE_KIND"
+    path.unlink()
+    path.mkdir()
+    assert damaged_code(copy) == "FILE_KIND"
+    path.rmdir()
+    os.mkfifo(path)
+    assert damaged_code(copy) == "FILE_KIND"
+
+
+def test_shards_that_changed_places_are_refused(copy: Path) -> None:
+    a, b = copy / "shard-00000.safetensors", copy / "shard-00001.safetensors"
+    a.rename(copy / "x")
+    b.rename(a)
+    (copy / "x").rename(b)
+    assert damaged_code(copy) in ("FILE_SIZE", "SHARD_DIGEST")
+
+
+def test_a_replaced_dataset_is_noticed(copy: Path, tmp_path: Path) -> None:
+    dataset = open_dataset(copy)
+    copy.rename(tmp_path / "old")
+    make_dataset(tmp_path, [4, 2], state_dim=2, action_dim=1).path.rename(copy)
+    with pytest.raises(InputError) as caught:
+        dataset.read("rewards", 0, 1)
+    assert caught.value.code == "DATASET_CHANGED"
+
+
+def reseal(path: Path, raw: bytes) -> None:
+    body = raw[: raw.rindex(b',\n"digest"')]
+    path.write_bytes(body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode())
+
+
+def forge(copy: Path, name: str, data: bytes) -> None:
+    """Overwrite the start of a tensor of shard 0 and write digests that fit."""
+    manifest = Manifest.read(copy)
+    shard = manifest.shards[0]
+    tensor = next(t for t in manifest.tensors(shard) if t.name == name)
+    path = copy / shard.name
+    raw = bytearray(path.read_bytes())
+    start = shard.header_bytes + tensor.start
+    old = f'"{name}": "{digest(bytes(raw[start : start + tensor.bytes]))}"'.encode()
+    raw[start : start + len(data)] = data
+    path.write_bytes(raw)
+    text = (copy / MANIFEST_NAME).read_bytes()
+    new = f'"{name}": "{digest(bytes(raw[start : start + tensor.bytes]))}"'.encode()
+    assert old in text and old != new
+    reseal(copy / MANIFEST_NAME, text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("episode_lengths", (5).to_bytes(8, "little")),
+        ("episode_lengths", (0).to_bytes(8, "little")),
+        ("episode_lengths", b"\xff" * 8),
+        ("episode_terminated", b"\x00"),
+        ("episode_terminated", b"\x02"),
+        ("episode_truncated", b"\x01"),  # terminated as well
+    ],
+)
+def test_per_episode_tensors_that_contradict_are_refused(
+    copy: Path, name: str, data: bytes
+) -> None:
+    forge(copy, name, data)
+    verify_dataset(copy)
+    with pytest.raises(InputError) as caught:
+        open_dataset(copy)
+    assert caught.value.code == "DATASET_CONTENT"
+
+
+def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
+    manifest = Manifest.read(copy)
+    shard = manifest.shards[0]
+    path = copy / shard.name
+    raw = path.read_bytes()
+    header = raw[: shard.header_bytes].replace(b'"actions"', b'"notions"')
+    path.write_bytes(header + raw[shard.header_bytes :])
+    text = (copy / MANIFEST_NAME).read_bytes()
+    reseal(
+        copy / MANIFEST_NAME,
+        text.replace(shard.header_digest.encode(), digest(header).encode()),
+    )
+    assert damaged_code(copy) == "SHARD_HEADER"
+
+
+def test_progress_and_report_count_every_byte(tiny: Path) -> None:
+    done: list[int] = []
+    manifest = Manifest.read(tiny)
+    report = verify_dataset(tiny, threads=2, on_progress=done.append)
+    assert sum(done) == report.bytes == manifest.total_bytes
+    assert report.shards == len(manifest.shards) == 2
+    digests = [d for s in manifest.shards for d in s.digests.values()]
+    assert report.blocks == sum(len(d) for d in digests)
