@@ -275,7 +275,8 @@ def plot(path: Path, document: dict[str, Any]) -> None:
     for kind, found in runs.items():
         curve = np.array([r["probe_loss"] for r in found])
         steps, loss = curve[0, :, 0], curve[:, :, 1]
-        axes[0].plot(steps, loss.mean(0), color=COLOURS[kind], label=kind)
+        style = "--" if kind == OURS else "-"  # the curves may lie on each other
+        axes[0].plot(steps, loss.mean(0), style, color=COLOURS[kind], label=kind)
         axes[0].fill_between(
             steps, loss.min(0), loss.max(0), color=COLOURS[kind], alpha=0.2, linewidth=0
         )
@@ -284,7 +285,7 @@ def plot(path: Path, document: dict[str, Any]) -> None:
             for i in range(len(targets)):
                 returns = [r["returns"][i] for r in found]
                 axes[1].plot([i + shift] * len(returns), returns, "o", color=COLOURS[kind])
-    axes[0].set(xlabel="step", ylabel="squared error on fixed windows", yscale="log")
+    axes[0].set(xlabel="step", ylabel="squared error on fixed windows")
     axes[0].legend(frameon=False)
     if played:
         axes[1].set_xticks(range(len(targets)), [f"{target:g}" for target in targets])

@@ -1,0 +1,98 @@
+"""The parity benchmark: its sampling is the paper's, and its verdict can fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare, run, verdict
+from gear_offline.dataset import Dataset
+from gear_offline.loaders.loader import GearLoader
+from tests.support import make_dataset
+
+LENGTHS = (9, 2, 6)
+SETTINGS = Settings(
+    steps=2,
+    batch_size=8,
+    context_length=4,
+    hidden_size=8,
+    layers=1,
+    learning_rate=1e-2,
+    warmup_steps=1,
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("parity"), LENGTHS)
+
+
+def test_windows_of_the_paper_are_those_of_the_loader_on_real_steps(dataset: Dataset) -> None:
+    paper = PaperSampling(dataset, SETTINGS, seed=0)
+    loader = GearLoader(
+        dataset,
+        batch_size=8,
+        context_length=4,
+        returns_scale=SETTINGS.returns_scale,
+        normalize_states=True,
+        padding="left",
+        device="cpu",
+    )
+    padded = 0
+    for step in range(10):
+        batch = loader.batch_at(step)
+        for row, (episode, start) in enumerate(batch.segments.tolist()):
+            theirs = paper._window(episode, start)
+            real = theirs["attention_mask"] > 0
+            padded += int((~real).sum())
+            for name, values in theirs.items():
+                ours = batch.model_inputs()[name][row].numpy()
+                np.testing.assert_allclose(
+                    ours[real], values[real], rtol=1e-5, atol=1e-6, err_msg=name
+                )
+            assert (theirs["actions"][~real] == -10.0).all()
+    assert padded > 0
+
+
+def test_trajectories_are_drawn_by_length(dataset: Dataset) -> None:
+    batch = PaperSampling(dataset, SETTINGS, seed=0).batch(4000)
+    lengths = batch["attention_mask"].sum(1).numpy()
+    # uniform over the 17 steps: a window is cut short at the last 3 starts of each episode
+    expected = {1: 3 / 17, 2: 3 / 17, 3: 2 / 17, 4: 9 / 17}
+    for length, share in expected.items():
+        deviation = (share * (1 - share) / 4000) ** 0.5
+        assert abs(float((lengths == length).mean()) - share) < 5 * deviation, length
+
+
+def test_both_learners_run_and_are_compared(dataset: Dataset) -> None:
+    probe = PaperSampling(dataset, SETTINGS, seed=9).batch(16)
+    runs = {
+        kind: [run(kind, dataset, SETTINGS, seed, probe)[0] for seed in (0, 1)]
+        for kind in (RELEASED, OURS)
+    }
+    for one, other in zip(runs[RELEASED], runs[OURS], strict=True):
+        assert one["probe_loss"][0] == other["probe_loss"][0]  # the same initial weights
+        assert one["probe_loss"][-1] != other["probe_loss"][-1]
+    found = verdict(runs, [])
+    assert list(found) == ["probe loss at step 1", "probe loss at step 2"]
+
+
+def test_verdict_tells_noise_from_a_difference() -> None:
+    theirs = [1.0, 2.0, 3.0]
+    assert compare([1.1, 1.9, 3.05], theirs)["within_seed_noise"] is True
+    assert compare([1.5, 2.5, 3.49], theirs)["within_seed_noise"] is False
+    assert compare([1.0], [2.0])["within_seed_noise"] is None
+    low, high = compare([1.1, 1.9, 3.05], theirs)["interval"]
+    # by hand: differences 0.1, -0.1, 0.05 have mean 1/60 and deviation 0.10408; t(2) = 4.303
+    assert low == pytest.approx(1 / 60 - 4.303 * 0.104083 / 3**0.5, rel=1e-4)
+    assert high == pytest.approx(1 / 60 + 4.303 * 0.104083 / 3**0.5, rel=1e-4)
+
+
+def test_plot_is_written(tmp_path: Path) -> None:
+    from benchmarks.parity import plot
+
+    found = [{"probe_loss": [(0, 1.0), (1, 0.5)], "returns": [3.0]}]
+    plot(tmp_path / "p.png", {"runs": {RELEASED: found, OURS: found}, "targets": [9.0]})
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
