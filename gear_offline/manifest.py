@@ -242,11 +242,24 @@ class Manifest:
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
     def write(self, directory: int) -> None:
-        """Write and fsync the file in the directory of descriptor `directory`."""
+        """Write and fsync the file in the directory of descriptor `directory`.
+
+        Raises
+        ------
+        InputError
+            ``MANIFEST_SIZE`` when the file would be too large to be read back.
+        """
+        raw = self.encode()
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise InputError(
+                "MANIFEST_SIZE",
+                f"the manifest would have {len(raw)} bytes, more than {MAX_MANIFEST_BYTES}",
+                remedy="leave out very wide columns, or convert with larger digest blocks",
+            )
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         handle = os.open(MANIFEST_NAME, flags, 0o666, dir_fd=directory)
         with os.fdopen(handle, "wb") as file:
-            file.write(self.encode())
+            file.write(raw)
             file.flush()
             os.fsync(handle)
 

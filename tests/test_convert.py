@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -213,3 +216,26 @@ def test_a_source_that_breaks_its_promise_is_refused(
     broken = source()
     broken.read = lambda column, start, stop: answer  # type: ignore[method-assign]
     assert failing_code(lambda: convert(broken, tmp_path / "d", quiet=True)) == "SOURCE_READ"
+
+
+def test_a_worker_that_dies_is_one_error(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "x.hdf5", episodes=2_000)
+    codes: list[str] = []
+    thread = threading.Thread(
+        target=lambda: codes.append(
+            failing_code(
+                lambda: convert(path, tmp_path / "d", shard_bytes=9_000, workers=2, quiet=True)
+            )
+        )
+    )
+    thread.start()
+    listing = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
+    victims: list[int] = []
+    while thread.is_alive() and not victims:
+        lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+        victims = [int(x.split()[0]) for x in lines.splitlines() if "shard_workers" in x]
+    for pid in victims[:1]:
+        os.kill(pid, signal.SIGKILL)
+    thread.join(60)
+    assert codes == ["WORKER_FAILED"]
+    assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]

@@ -224,3 +224,19 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         Manifest.read(dataset.path)
     assert caught.value.code == "FILE_KIND"
+
+
+def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gear_offline.manifest.MAX_MANIFEST_BYTES", 1_000)
+    with pytest.raises(InputError) as caught:
+        make_dataset(tmp_path, [3])
+    assert caught.value.code == "MANIFEST_SIZE"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch: Any) -> None:
+    path = make_dataset(tmp_path, [3]).path
+    monkeypatch.setattr("gear_offline.manifest.MAX_MANIFEST_BYTES", 1_000)
+    with pytest.raises(InputError) as caught:
+        Manifest.read(path)
+    assert caught.value.code == "MANIFEST_FORMAT"
