@@ -32,6 +32,7 @@ Float64Array = npt.NDArray[np.float64]
 ALGORITHM = "ARS-V2t linear"
 EVALUATE_EVERY = 10  # iterations
 EVALUATION_EPISODES = 5
+CONFIRMATION_EPISODES = 15  # five lucky episodes do not end the training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +80,15 @@ OPTIONS = {
         alive_bonus=1.0,
         attempt_steps=400_000,
         train_steps=2_000_000,
-        target=2_800.0,
+        target=2_500.0,
     ),
     "HalfCheetah": ArsOptions(directions=8, top=4, noise=0.03, step_size=0.02),
     "Walker2d": ArsOptions(directions=40, top=30, noise=0.025, step_size=0.03, alive_bonus=1.0),
     "Ant": ArsOptions(directions=60, top=20, noise=0.025, step_size=0.015, alive_bonus=1.0),
+    # Not in the paper: its noise of 0.03 is lost in a pole that falls within 30 steps.
+    "InvertedPendulum": ArsOptions(
+        directions=8, top=4, noise=0.1, step_size=0.1, attempt_steps=200_000, target=1_000.0
+    ),
     "Swimmer": ArsOptions(directions=1, top=1, noise=0.01, step_size=0.02),
 }
 
@@ -172,7 +177,9 @@ class Snapshot:
     steps
         Training steps of all attempts so far.
     mean_return
-        Over `EVALUATION_EPISODES` episodes, alive bonus included.
+        Over `episodes` episodes, alive bonus included.
+    episodes
+        `EVALUATION_EPISODES`, and `CONFIRMATION_EPISODES` more where those reached the target.
     """
 
     policy: LinearPolicy
@@ -180,6 +187,7 @@ class Snapshot:
     iteration: int
     steps: int
     mean_return: float
+    episodes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -297,7 +305,7 @@ def train(
     started = time.monotonic()
     while training.steps < steps:
         limit = min(steps, training.steps + options.attempt_steps)
-        for used, snapshot in _attempt(crew, training, limit):
+        for used, snapshot in _attempt(crew, training, limit, target):
             on_progress(used, snapshot)
             if snapshot and target is not None and snapshot.mean_return >= target:
                 training.seconds = time.monotonic() - started
@@ -306,7 +314,9 @@ def train(
     return training
 
 
-def _attempt(crew: Crew, training: Training, limit: int) -> Iterator[tuple[int, Snapshot | None]]:
+def _attempt(
+    crew: Crew, training: Training, limit: int, target: float | None
+) -> Iterator[tuple[int, Snapshot | None]]:
     facts, options, seed = crew.facts, training.options, training.seed
     attempt = training.attempts
     training.attempts += 1
@@ -351,24 +361,32 @@ def _attempt(crew: Crew, training: Training, limit: int) -> Iterator[tuple[int, 
         policy = replace(policy, weight=weight, mean=moments.mean, std=moments.std())
         snapshot = None
         if number % EVALUATE_EVERY == 0 or training.steps >= limit:
-            snapshot = _evaluate(crew, training, policy, attempt, number)
+            snapshot = _evaluate(crew, training, policy, attempt, number, target)
             training.snapshots.append(snapshot)
         yield int(lengths.sum()), snapshot
 
 
 def _evaluate(
-    crew: Crew, training: Training, policy: LinearPolicy, attempt: int, number: int
+    crew: Crew,
+    training: Training,
+    policy: LinearPolicy,
+    attempt: int,
+    number: int,
+    target: float | None,
 ) -> Snapshot:
-    plans: list[EpisodePlan] = []
-    for i in range(EVALUATION_EPISODES):
-        # The same start states at every evaluation, so that snapshots compare fairly.
-        path = (training.seed, EVALUATE, i)
-        plans.append(EpisodePlan(policy=policy, reset_seed=reset_seed(*path), noise_path=path))
-    mean = float(np.mean([s.total_reward for s in crew.score(plans)]))
+    # The same start states at every evaluation, so that snapshots compare fairly.
+    paths = [
+        (training.seed, EVALUATE, i) for i in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES)
+    ]
+    plans = [EpisodePlan(policy=policy, reset_seed=reset_seed(*p), noise_path=p) for p in paths]
+    returns = [s.total_reward for s in crew.score(plans[:EVALUATION_EPISODES])]
+    if target is not None and np.mean(returns) >= target:
+        returns += [s.total_reward for s in crew.score(plans[EVALUATION_EPISODES:])]
     return Snapshot(
         policy=policy,
         attempt=attempt,
         iteration=number,
         steps=training.steps,
-        mean_return=mean,
+        mean_return=float(np.mean(returns)),
+        episodes=len(returns),
     )

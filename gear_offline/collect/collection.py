@@ -185,6 +185,8 @@ def collect(
         if request.save_policy is not None and isinstance(best, LinearPolicy):
             save_linear_policy(best, request.save_policy, environment_id=crew.facts.environment_id)
         writer.finish(_attributes(request, writer, makers, reports, used), _metadata(makers, best))
+        for part in reports:
+            say(part.line(), quiet=request.quiet)
         return CollectReport(
             path=request.out,
             environment_id=request.environment,
@@ -252,7 +254,8 @@ def _train(request: Request, crew: Crew) -> ars.Training:
     options = ars.options_for(request.environment)
     budget = request.train_steps or options.train_steps
     target = request.target if request.target is not None else options.target
-    with progress(budget, f"train {ars.ALGORITHM}", quiet=request.quiet) as advance:
+    until = "" if target is None else f" until a mean return of {target:g}"
+    with progress(budget, f"train {ars.ALGORITHM}{until}", quiet=request.quiet) as advance:
         training = ars.train(
             crew,
             seed=request.seed,

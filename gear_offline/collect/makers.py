@@ -78,6 +78,14 @@ class MakerReport:
     max_return: float
     action_noise: float
 
+    def line(self) -> str:
+        """Return a summary for people."""
+        return (
+            f"{self.name}: {self.episodes:,} episodes, {self.steps:,} steps, return"
+            f" {self.mean_return:.0f} ± {self.std_return:.0f}"
+            f" ({self.min_return:.0f} to {self.max_return:.0f})"
+        )
+
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 

@@ -27,8 +27,7 @@ from gear_offline.collect.rollout import Episode
 from gear_offline.errors import GearError, InputError
 
 CHUNK_ROWS = 4096  # and rows that are held before they are written
-# Level 4 makes the file 2 % smaller than level 1 and takes twice as long (docs/collect.md).
-GZIP_LEVEL = 1
+GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 % (docs/collect.md)
 METADATA = "metadata"
 
 AnyArray = npt.NDArray[Any]
@@ -107,6 +106,7 @@ class D4rlWriter:
                     dtype=rows.dtype,
                     compression="gzip",
                     compression_opts=GZIP_LEVEL,
+                    shuffle=True,
                 )
             dataset = self._file[name]
             start = dataset.shape[0]
