@@ -65,8 +65,7 @@ class GearTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Loss over the actions of real steps; the model computes nothing else."""
-        padding = "right" if self.loader.padding == "right" else "any"
-        output = model(**inputs, padding=padding, only_actions=True)
+        output = model(**inputs, padding=self.loader.padding, only_actions=True)
         loss = action_loss(output.action_preds, inputs["actions"], inputs["attention_mask"])
         return (loss, output) if return_outputs else loss
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Attention = Literal["auto", "sdpa", "eager"]
-Padding = Literal["any", "right"]
+Padding = Literal["any", "left", "right"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 
 
@@ -48,6 +48,8 @@ class TrainingBatch(Protocol):
     def actions(self) -> Tensor: ...
     @property
     def attention_mask(self) -> Tensor: ...
+    @property
+    def padding(self) -> Padding: ...
     def model_inputs(self) -> dict[str, Tensor]: ...
 
 
@@ -63,8 +65,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     padding
         ``"right"`` promises that in every window the real steps come first.  Then causality
         alone keeps real steps from looking at padding, and no mask is built.  ``"any"``, the
-        default, builds the dense mask whenever an `attention_mask` is given.  The mask's values
-        are never inspected: that would make the host wait for a GPU at each step.  Not saved.
+        default, and ``"left"`` build the dense mask whenever an `attention_mask` is given.  The
+        values of the mask are never inspected: the host would have to wait for a GPU at each
+        step.  Not saved.
     attention
         ``"auto"`` takes PyTorch's fused attention unless attention weights are asked for or the
         model was loaded with ``attn_implementation="eager"``.  Not saved.
@@ -188,8 +191,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Under DistributedDataParallel call the wrapper with ``only_actions=True`` and
         `action_loss` instead, for gradients are only exchanged when its forward ran.
         """
-        padding = "right" if getattr(batch, "padding", None) == "right" else None
-        output = self(**batch.model_inputs(), padding=padding, only_actions=True)
+        output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         return action_loss(
             output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid_steps
         )

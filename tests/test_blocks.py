@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gear_offline.models.blocks import add_dropped, drop
 from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import Padding
 from gear_offline.models.loss import action_loss
 from tests.model_support import (
     TOLERANCE,
@@ -20,7 +21,9 @@ from tests.model_support import (
 )
 
 
-@pytest.mark.parametrize(("kind", "padding"), [("right", "right"), ("left", "any")])
+@pytest.mark.parametrize(
+    ("kind", "padding"), [("right", "right"), ("left", "left"), ("holes", "any")]
+)
 def test_gradients_equal_those_of_the_released_class(kind: str, padding: str) -> None:
     ours = make(dropout=0.0)
     theirs = released_twin(ours)
@@ -40,7 +43,7 @@ def test_loss_of_a_batch_takes_the_masked_actions() -> None:
     class Batch:
         actions = inputs()["actions"]
         attention_mask = mask("right")
-        padding = "right"
+        padding: Padding = "right"
 
         def model_inputs(self) -> dict[str, Tensor]:
             return inputs() | {"attention_mask": self.attention_mask}
