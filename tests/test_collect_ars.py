@@ -121,6 +121,25 @@ def test_attempts_differ_and_share_the_budget(training: Training) -> None:
     assert firsts[0] != firsts[1] != firsts[2]
 
 
+def test_a_promising_attempt_gets_more_steps() -> None:
+    options = dataclasses.replace(OPTIONS, attempt_steps=1_000, promising=5.0)
+    with Crew(PUSH, environments=1, processes=1) as crew:
+        hopeful = train(crew, seed=3, steps=4_000, options=options)
+        options = dataclasses.replace(options, promising=100.0)
+        hopeless = train(crew, seed=3, steps=4_000, options=options)
+    assert (hopeful.attempts, hopeless.attempts) == (2, 4)
+    steps = sum(int(i.lengths.sum()) for i in hopeful.iterations if i.attempt == 0)
+    assert 3_000 <= steps < 3_000 + 2 * 6 * 10
+
+
+def test_a_target_needs_confirmation() -> None:
+    with Crew(PUSH, environments=1, processes=1) as crew:
+        reached = train(crew, seed=3, steps=3_000, options=OPTIONS, target=6.0)
+        missed = train(crew, seed=3, steps=3_000, options=OPTIONS, target=9.99)
+    assert [s.episodes for s in reached.snapshots][-1] == 20
+    assert {s.episodes for s in missed.snapshots} == {5}
+
+
 def test_it_stops_at_the_target() -> None:
     with Crew(PUSH, environments=1, processes=1) as crew:
         short = train(crew, seed=3, steps=6_000, options=OPTIONS, target=6.0)

@@ -53,6 +53,8 @@ class ArsOptions:
         Taken off the reward of every step during training, so that standing still does not pay.
     attempt_steps
         Environment steps after which an attempt is given up for fresh random streams.
+    promising
+        Mean return that earns an attempt twice those steps more.
     train_steps
         Environment steps of all attempts, unless the caller says otherwise.
     target
@@ -65,6 +67,7 @@ class ArsOptions:
     step_size: float = 0.02
     alive_bonus: float = 0.0
     attempt_steps: int = 1_000_000
+    promising: float | None = None
     train_steps: int = 1_000_000
     target: float | None = None
 
@@ -78,7 +81,8 @@ OPTIONS = {
         noise=0.025,
         step_size=0.01,
         alive_bonus=1.0,
-        attempt_steps=400_000,
+        attempt_steps=150_000,
+        promising=1_200.0,
         train_steps=2_000_000,
         target=2_500.0,
     ),
@@ -280,9 +284,10 @@ def train(
 ) -> Training:
     """Train a linear policy.
 
-    An attempt that has used `ArsOptions.attempt_steps` is followed by one with fresh streams,
-    until `steps` are used or `target` is reached: the method's luck varies much by seed.  Budgets
-    are steps, not seconds, so that the result does not depend on the machine's speed.
+    An attempt that has used `ArsOptions.attempt_steps` (three times those, if it is promising) is
+    followed by one with fresh streams, until `steps` are used or `target` is reached: the method's
+    luck varies much by seed.  Budgets are steps, not seconds, so that the result does not depend
+    on the machine's speed.
 
     Parameters
     ----------
@@ -304,8 +309,7 @@ def train(
     training = Training(environment_id=facts.environment_id, seed=seed, options=options)
     started = time.monotonic()
     while training.steps < steps:
-        limit = min(steps, training.steps + options.attempt_steps)
-        for used, snapshot in _attempt(crew, training, limit, target):
+        for used, snapshot in _attempt(crew, training, steps, target):
             on_progress(used, snapshot)
             if snapshot and target is not None and snapshot.mean_return >= target:
                 training.seconds = time.monotonic() - started
@@ -330,7 +334,9 @@ def _attempt(
         ALGORITHM,
     )
     number = 0
-    while training.steps < limit:
+    end = min(limit, training.steps + options.attempt_steps)
+    extended = min(limit, training.steps + 3 * options.attempt_steps)
+    while training.steps < end:
         at = Iteration(
             base=policy,
             attempt=attempt,
@@ -360,9 +366,11 @@ def _attempt(
         number += 1
         policy = replace(policy, weight=weight, mean=moments.mean, std=moments.std())
         snapshot = None
-        if number % EVALUATE_EVERY == 0 or training.steps >= limit:
+        if number % EVALUATE_EVERY == 0 or training.steps >= end:
             snapshot = _evaluate(crew, training, policy, attempt, number, target)
             training.snapshots.append(snapshot)
+            if options.promising is not None and snapshot.mean_return >= options.promising:
+                end = extended
         yield int(lengths.sum()), snapshot
 
 
