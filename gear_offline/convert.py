@@ -356,7 +356,7 @@ def _source_error(path: Path, error: OSError) -> GearError:
 
 
 def _file_digest(path: Path, stop: Sequence[bool]) -> str:
-    found, buffer = xxhash.xxh3_128(), bytearray(1 << 20)
+    found, buffer = xxhash.xxh3_128(), bytearray(256 << 10)
     try:
         with open(path, "rb", buffering=0) as file:
             while not stop and (count := file.readinto(buffer)):

@@ -83,20 +83,19 @@ class Moments:
             The first row that holds NaN or an infinity, ``None`` if there is none.
         """
         flat = rows.reshape(rows.shape[0], self.counts.size)
-        moments = _mean_and_squares
+        moments = _moments
         if flat.dtype == np.bool_:
-            flat, moments = flat.view(np.uint8), _mean_and_squares_of_flags
+            flat, moments = flat.view(np.uint8), _moments_of_flags
         self.rows += len(flat)
         bad: list[int] = []
         with np.errstate(all="ignore"):
             for left in range(0, flat.shape[1] if len(flat) else 0, TILE_ELEMENTS):
                 tile = flat[:, left : left + TILE_ELEMENTS]
                 span = slice(left, left + tile.shape[1])
-                low = _reduce(np.minimum, tile).astype(np.float64)
-                high = _reduce(np.maximum, tile).astype(np.float64)
+                mean, squares, low, high = moments(tile)
                 # NaN survives minimum and maximum: two finite results mean that all is finite.
                 if np.isfinite(low).all() and np.isfinite(high).all():
-                    self._merge(span, len(tile), *moments(tile), low, high)
+                    self._merge(span, len(tile), mean, squares, low, high)
                 else:
                     bad.append(self._update_masked(tile, span))
         return min(bad, default=None)
@@ -189,40 +188,37 @@ def _lanes(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return rows[:whole].reshape(-1, fold * rows.shape[1]), rows[whole:]
 
 
-def _unfold(lanes: npt.NDArray[Any], width: int, ufunc: np.ufunc) -> npt.NDArray[Any]:
-    return np.asarray(ufunc.reduce(lanes.reshape(-1, width), axis=0))
+def _moments(rows: npt.NDArray[Any]) -> tuple[Float64Array, ...]:
+    """Return mean, sum of squared distances from it, minimum and maximum, (D,), of rows (N, D).
 
-
-def _reduce(ufunc: np.ufunc, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Reduce (N, D) over N with minimum or maximum."""
-    lanes, rest = _lanes(rows)
-    parts = [ufunc.reduce(part, axis=0) for part in (lanes, rest) if len(part)]
-    return np.asarray(ufunc.reduce([_unfold(p, rows.shape[1], ufunc) for p in parts]))
-
-
-def _mean_and_squares(rows: npt.NDArray[Any]) -> tuple[Float64Array, Float64Array]:
-    """Return mean and sum of squared distances from it, both (D,), of finite rows (N, D)."""
+    Only minimum and maximum mean anything when some element is not finite.
+    """
     count, width = rows.shape
-    total, raw = _sums(rows, np.zeros(width))
+    total, raw, low, high = _sums(rows, np.zeros(width))
     mean = total / count
     squares = raw - count * mean * mean
     if not (squares >= CANCELLATION * raw).all():
         # Some element is far from zero compared with its spread: distances first, then squares.
-        rest, squares = _sums(rows, mean)
+        rest, squares, *_ = _sums(rows, mean)
         squares -= rest * rest / count  # what rounding of the mean left
-    return mean, np.maximum(squares, 0.0)
+    return mean, np.maximum(squares, 0.0), low, high
 
 
-def _mean_and_squares_of_flags(rows: npt.NDArray[Any]) -> tuple[Float64Array, Float64Array]:
-    """Return what `_mean_and_squares` does, for rows of 0 and 1: counting is enough, and exact."""
+def _moments_of_flags(rows: npt.NDArray[Any]) -> tuple[Float64Array, ...]:
+    """Return what `_moments` does, for bytes 0 and 1: counting is enough, and exact."""
     mean = np.count_nonzero(rows, axis=0) / len(rows)
-    return mean, len(rows) * mean * (1 - mean)
+    squares = len(rows) * mean * (1 - mean)
+    return mean, squares, rows.min(axis=0).astype(float), rows.max(axis=0).astype(float)
 
 
-def _sums(rows: npt.NDArray[Any], centre: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """Return sums and sums of squares, (D,) each, of rows (N, D) less `centre` (D,)."""
+def _sums(rows: npt.NDArray[Any], centre: Float64Array) -> tuple[Float64Array, ...]:
+    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima.
+
+    All are (D,).  Minima and maxima are those of the rows themselves.
+    """
     width = rows.shape[1]
-    found = np.zeros((2, width))
+    total, squares = np.zeros(width), np.zeros(width)
+    low, high = np.full(width, np.inf), np.full(width, -np.inf)
     for part in _lanes(rows):
         if not len(part):
             continue
@@ -230,17 +226,23 @@ def _sums(rows: npt.NDArray[Any], centre: Float64Array) -> tuple[Float64Array, F
         step = max(1, BLOCK_ELEMENTS // lanes)
         scratch = np.empty((min(step, len(part)), lanes))
         sums = np.zeros((2, lanes))
+        ends = np.stack([part[0], part[0]])
         shift = np.tile(centre, lanes // width) if centre.any() else None
         for start in range(0, len(part), step):
-            block = part[start : start + step]
+            block = part[start : start + step]  # stays in the cache for all that follows
+            np.minimum(ends[0], np.minimum.reduce(block, axis=0), out=ends[0])
+            np.maximum(ends[1], np.maximum.reduce(block, axis=0), out=ends[1])
             wide = scratch[: len(block)]
             np.copyto(wide, block)
             if shift is not None:
                 wide -= shift
             sums[0] += np.add.reduce(wide, axis=0)
             sums[1] += np.einsum("ij,ij->j", wide, wide)
-        found += sums.reshape(2, -1, width).sum(axis=1)
-    return found[0], found[1]
+        total += sums[0].reshape(-1, width).sum(axis=0)
+        squares += sums[1].reshape(-1, width).sum(axis=0)
+        np.minimum(low, ends[0].reshape(-1, width).min(axis=0), out=low)
+        np.maximum(high, ends[1].reshape(-1, width).max(axis=0), out=high)
+    return total, squares, low, high
 
 
 def _masked(
