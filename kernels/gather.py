@@ -24,6 +24,7 @@ from gear_offline.kernels.arena import Arena, carve
 from gear_offline.selection import Segments
 from gear_offline.table import Store, Table
 
+UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 CLOCK_STEPS = 1 << 20  # timesteps of episodes up to this long are copied from 8 MiB of numbers
 
 Padding = Literal["right", "left"]
@@ -145,7 +146,7 @@ class CpuGather:
             _clear(buffer, padded)
         self._count(timesteps, starts + shift)
         timesteps.numpy().reshape(-1)[padded] = 0
-        torch.index_select(self._masks, 0, torch.from_numpy(real), out=mask)
+        _select(self._masks, torch.from_numpy(real), mask)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
@@ -161,7 +162,7 @@ class CpuGather:
             np.add(first[:, None], self._places, out=out.numpy())
         else:
             rows = torch.from_numpy(first + self.context_length)
-            torch.index_select(self._clock, 0, rows, out=out)
+            _select(self._clock, rows, out)
 
     def _real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
         """Return (n,) int64, the steps of each window that exist, at least 1."""
@@ -192,11 +193,12 @@ class CpuGather:
         """Copy the windows that begin at step `first` into `out`, (n, K, W)."""
         rows = torch.from_numpy(first + self.table.margin)
         if store.is_final:
-            words = out.view(view.dtype).view(first.size, view.shape[1])
-            torch.index_select(view, 0, rows, out=words)
+            _select(view, rows, out.flatten(1).view(view.dtype))
         else:
-            words = torch.index_select(view, 0, rows).view(torch_dtype(store.dtype))
-            _convert(store, words.view(*out.shape[:2], store.width).numpy(), out)
+            words = torch.empty((first.size, view.shape[1]), dtype=view.dtype)
+            _select(view, rows, words)
+            values = words.view(torch_dtype(store.dtype)).view(*out.shape[:2], store.width)
+            _convert(store, values.numpy(), out)
 
     def _mapped(
         self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, real: Int64Array
@@ -217,6 +219,18 @@ class CpuGather:
             found[mine] = piece[rows[mine] - store.firsts[number]]
         if not store.is_final:
             _convert(store, found.view(store.dtype), out)
+
+
+def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Copy rows of (R, D) `view` to (n, D) `out`, in runs that torch does not split over threads.
+
+    The copy is bound by memory, and a second thread gains about a quarter.  But where another
+    program wants the cores, threads that wait for each other lose a scheduler's time slice at
+    every call: 20 to 70 times slower on two busy cores.
+    """
+    run = max(UNSPLIT_ELEMENTS // view.shape[1], 1)
+    for some, target in zip(torch.split(rows, run), torch.split(out, run), strict=True):
+        torch.index_select(view, 0, some, out=target)
 
 
 def _convert(store: Store, values: Array, out: Tensor) -> None:
@@ -250,12 +264,14 @@ def _clock(table: Table, span: int) -> Tensor | None:
 def _windows(store: Store, span: int) -> Tensor | None:
     """Return (rows - K + 1, K * W) words: row ``i`` is the window that begins at row ``i``.
 
-    The rows overlap in memory and are only read.  Words are integers, so that no bit pattern of a
-    float is touched on the way.
+    The rows overlap in memory and are only read.  Words are as wide as the row's size allows, for
+    fewer and longer runs; only moved, whatever their type, so that no bit pattern changes.
     """
     if store.rows is None:
         return None
-    word = {1: np.uint8, 2: np.int16, 4: np.int32}.get(store.dtype.itemsize, np.int64)
+    row_bytes = store.rows.strides[0]
+    width = next(w for w in (16, 8, 4, 2, 1) if row_bytes % w == 0)
+    word = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
     words = torch.from_numpy(store.rows.view(word))
-    count, width = words.shape
-    return words.as_strided((count - span + 1, span * width), (width, 1))
+    count, wide = words.shape
+    return words.as_strided((count - span + 1, span * wide), (wide, 1))

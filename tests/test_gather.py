@@ -203,8 +203,9 @@ def test_extra_columns_keep_every_bit(form: str, dtype: Any) -> None:
         assert found.dtype == dtype and found.tobytes() == expected.tobytes()
 
 
-def test_float_states_keep_their_bits_too() -> None:
-    raw = np.random.default_rng(0).integers(0, 256, size=(20, 8), dtype=np.uint8)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+def test_float_states_keep_their_bits_too(width: int) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, size=(20, 4 * width), dtype=np.uint8)
     columns: dict[str, Array] = {
         "observations": raw.view(np.float32),
         "actions": np.ones((20, 1), np.float32),
