@@ -8,6 +8,7 @@ stays valid for as long as somebody holds it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -62,7 +63,7 @@ def _aligned(nbytes: int) -> UInt8Array:
     return spare[begin : begin + nbytes]
 
 
-def carve(arena: Arena, parts: list[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+def carve(arena: Arena, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
     """Return one tensor of unspecified content per (shape, dtype), all in one block."""
     ends, total = [], 0
     for shape, dtype in parts:

@@ -109,6 +109,7 @@ class CpuGather:
         self.padding = padding
         self._arena = Arena(pin=pin)
         self._stores = table.stores
+        self._rows = [(store.width, torch_dtype(store.final_dtype)) for store in table.stores]
         self._places = np.arange(context_length, dtype=np.int64)
         real = self._places < np.arange(context_length + 1)[:, None]  # row r: r real steps
         if padding == "left":
@@ -131,12 +132,9 @@ class CpuGather:
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
         padded = self._padded(real)
-        layout = [((real.size, span, s.width), torch_dtype(s.final_dtype)) for s in self._stores]
-        long = torch.int64
-        whole: tuple[int, ...] = (real.size, span)
-        outputs = carve(
-            self._arena, [*layout, (whole, long), (whole, long), ((real.size, 2), long)]
-        )
+        whole, long = (real.size, span), torch.int64
+        parts = [((*whole, width), dtype) for width, dtype in self._rows]
+        outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
         *buffers, timesteps, mask, named = outputs
         for store, view, buffer in zip(self._stores, self._views, buffers, strict=True):
             if view is None:

@@ -25,8 +25,8 @@ from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode, build_table
 
 STATE_FORMAT = 1
-BLOCK_SEGMENTS = 4096  # segments selected and gathered in one pass, at most ...
-BLOCK_BYTES = 16 << 20  # ... and at most this many bytes, at least one batch
+BLOCK_SEGMENTS = 8192  # segments selected and gathered in one pass, at most ...
+BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
 # Fields of a `Batch` in its order: from the table, then from the windows.
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
 _NAMED = ("timesteps", "attention_mask", "segments")
