@@ -45,8 +45,12 @@ class Arena:
         """Return (nbytes,) uint8 of unspecified content, 64-byte aligned."""
         if self.pin:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        fits = [i for i, block in enumerate(self._free) if nbytes <= block.size <= 2 * nbytes]
-        owner = self._free.pop(fits[-1]) if fits else _aligned(nbytes)
+        try:
+            owner = self._free.pop()  # one step, so that threads need no lock
+        except IndexError:
+            owner = _aligned(nbytes)
+        if not nbytes <= owner.size <= 2 * nbytes:
+            owner = _aligned(nbytes)
         lent = owner[:nbytes].view(_Lent)
         weakref.finalize(lent, _give_back, self._free, owner).atexit = False
         return torch.from_numpy(lent)

@@ -10,6 +10,7 @@ Shape legend: n segments, K steps of a window, W elements of a row, N steps of t
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from gear_offline.selection import Segments
 from gear_offline.table import Store, Table
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
+SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread
+MAX_THREADS = 4  # that copy together; torch's own number if that is smaller
 CLOCK_STEPS = 1 << 20  # timesteps of episodes up to this long are copied from 8 MiB of numbers
 
 Padding = Literal["right", "left"]
@@ -220,15 +223,30 @@ class CpuGather:
 
 
 def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Copy rows of (R, D) `view` to (n, D) `out`, in runs that torch does not split over threads.
+    """Copy rows of (R, D) `view` to (n, D) `out`, in runs that threads take from a common list.
 
-    The copy is bound by memory, and a second thread gains about a quarter.  But where another
-    program wants the cores, threads that wait for each other lose a scheduler's time slice at
-    every call: 20 to 70 times slower on two busy cores.
+    Windows lie anywhere in memory, so that a copy waits for memory rather than for a core: two
+    threads are nearly twice as fast.  The runs are short enough that torch does not split them
+    over threads of its own: those wait for each other, and where another program wants the cores
+    they lose a scheduler's time slice at every call (20 to 70 times slower on two busy cores).
+    Here a thread that gets no core leaves its share to the others.
     """
     run = max(UNSPLIT_ELEMENTS // view.shape[1], 1)
-    for some, target in zip(torch.split(rows, run), torch.split(out, run), strict=True):
-        torch.index_select(view, 0, some, out=target)
+    runs = iter(list(zip(torch.split(rows, run), torch.split(out, run), strict=True)))
+
+    def copy() -> None:
+        for some, target in runs:
+            torch.index_select(view, 0, some, out=target)
+
+    helpers = min(torch.get_num_threads(), MAX_THREADS, len(rows) // run) - 1
+    if helpers < 1 or out.nbytes < SPLIT_BYTES:
+        copy()
+        return
+    with ThreadPoolExecutor(helpers) as pool:
+        jobs = [pool.submit(copy) for _ in range(helpers)]
+        copy()
+        for job in jobs:
+            job.result()
 
 
 def _convert(store: Store, values: Array, out: Tensor) -> None:

@@ -25,7 +25,7 @@ from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode, build_table
 
 STATE_FORMAT = 1
-BLOCK_SEGMENTS = 8192  # segments selected and gathered in one pass, at most ...
+BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
 # Fields of a `Batch` in its order: from the table, then from the windows.
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
@@ -132,6 +132,7 @@ class GearLoader(Iterator[Batch]):
         self.seed = int(seed)
         self.extra_columns = tuple(extra_columns)
         self._law = law
+        self._moves = self.device.type != "cpu"
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -238,7 +239,7 @@ class GearLoader(Iterator[Batch]):
             seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
         )
         windows = self.gather.fill(segments)
-        if self.device.type != "cpu":
+        if self._moves:
             windows = windows.to(self.device, non_blocking=True)
         fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
         extras = [
