@@ -259,9 +259,9 @@ def recipes_validate(
     ] = None,
 ) -> None:
     """Check a recipe and print it with every default filled in."""
-    from gear_offline.recipe import load_recipe
+    from gear_offline.recipe import validate_recipe
 
-    print(load_recipe(recipe, overrides or ()).to_yaml(), end="")
+    print(validate_recipe(recipe, overrides or ()).to_yaml(), end="")
 
 
 @app.command()

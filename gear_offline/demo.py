@@ -44,6 +44,8 @@ class DemoSettings:
         Further arguments of ``gear-offline collect``.
     recipe, overrides
         Arguments of ``gear-offline train``.
+    evaluate
+        Further arguments of ``gear-offline evaluate``.
     random_episodes, random_seed
         Episodes of the random baseline.
     margin
@@ -58,6 +60,7 @@ class DemoSettings:
     collect: tuple[str, ...] = ()
     recipe: str = "demo"
     overrides: tuple[str, ...] = ()
+    evaluate: tuple[str, ...] = ()
     random_episodes: int = 50
     random_seed: int = 1000
     margin: float = 1.5
@@ -65,8 +68,10 @@ class DemoSettings:
 
 
 HOPPER = DemoSettings(
-    collect=("--policy", "ars", "--quality", "mixed", "--steps", "200000", "--gate", "2000")
-)
+    collect=("--policy", "ars", "--quality", "mixed", "--steps", "200000", "--action-noise", "0.05",
+             "--gate", "2000"),
+    evaluate=("--episodes", "20"),
+)  # fmt: skip
 
 
 class Demo:
@@ -139,7 +144,7 @@ class Demo:
         self.step(
             5,
             "the policy plays, asked for several returns",
-            ["evaluate", str(self.run)],
+            ["evaluate", str(self.run), *settings.evaluate],
             made=self.run / "evaluation.json",
         )
         self.finish()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -187,21 +188,35 @@ def evaluate(
         context_length=context_length,
         device=where,
     )
-    report = evaluate_policy(
-        policy,
-        environment_id=environment_id,
-        targets=_chosen(targets, settings.targets, "targets", "say them: --targets 3600,1800"),
-        episodes=episodes or settings.episodes or 10,  # 0 means: not while training
-        environments=settings.environments,
-        seed=settings.seed if seed is None else seed,
-        reference=settings.reference,
-        quiet=quiet,
-    )
+    with _threads(recipe.train.threads):
+        report = evaluate_policy(
+            policy,
+            environment_id=environment_id,
+            targets=_chosen(targets, settings.targets, "targets", "say them: --targets 3600,1800"),
+            episodes=episodes or settings.episodes or 10,  # 0 means: not while training
+            environments=settings.environments,
+            seed=settings.seed if seed is None else seed,
+            reference=settings.reference,
+            quiet=quiet,
+        )
     home = run_of(folder)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
     report.write(home / "evaluation.json")
     write_report(home)
     return report
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` threads, as the training did; ``None`` changes nothing."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def find_checkpoint(run: Path, which: str = "last") -> Path:

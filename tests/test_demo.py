@@ -24,6 +24,7 @@ from gear_offline.demo import (
     results_table,
 )
 from gear_offline.errors import GearError
+from gear_offline.recipe import load_recipe
 
 PENDULUM = DemoSettings(
     environment="Pendulum-v1",
@@ -212,6 +213,19 @@ def test_errors_are_one_line_and_exit_code_1(
 
 def test_the_real_demos_margin_is_strict() -> None:
     assert HOPPER.environment == "Hopper-v5" and HOPPER.margin >= 1.2 and HOPPER.follow > 0.5
+
+
+def test_demo_and_recipe_make_the_same_data() -> None:
+    made = load_recipe("demo").data.collect
+    assert made is not None and made.environment == HOPPER.environment
+    options = dict(zip(HOPPER.collect[::2], HOPPER.collect[1::2], strict=True))
+    assert options == {
+        "--policy": made.policy,
+        "--quality": made.quality,
+        "--steps": str(made.steps),
+        "--action-noise": str(made.action_noise),
+        "--gate": f"{made.gate:.0f}",
+    }
 
 
 def test_the_real_commands_work_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

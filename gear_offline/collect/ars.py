@@ -219,11 +219,14 @@ class Training:
         Environment steps of training rollouts (evaluations not counted).
     seconds
         Wall time.
+    action_noise
+        Noise on the actions of evaluations, as in `EpisodePlan`.
     """
 
     environment_id: str
     seed: int
     options: ArsOptions
+    action_noise: float = 0.0
     snapshots: list[Snapshot] = field(default_factory=list)
     iterations: list[Iteration] = field(default_factory=list)
     steps: int = 0
@@ -280,6 +283,7 @@ def train(
     steps: int,
     options: ArsOptions | None = None,
     target: float | None = None,
+    action_noise: float = 0.0,
     on_progress: Callable[[int, Snapshot | None], None] = lambda steps, snapshot: None,
 ) -> Training:
     """Train a linear policy.
@@ -301,12 +305,17 @@ def train(
         Hyper-parameters; default: `options_for` the environment.
     target
         Stop at the first snapshot whose mean return reaches it.
+    action_noise
+        Noise under which snapshots are evaluated.  A gait that only holds without it is worth
+        little when its recordings are to have noise, so training goes on past such a gait.
     on_progress
         Called after each iteration with its steps and, after an evaluation, its snapshot.
     """
     facts = crew.facts
     options = options or options_for(facts.environment_id)
-    training = Training(environment_id=facts.environment_id, seed=seed, options=options)
+    training = Training(
+        environment_id=facts.environment_id, seed=seed, options=options, action_noise=action_noise
+    )
     started = time.monotonic()
     while training.steps < steps:
         for used, snapshot in _attempt(crew, training, steps, target):
@@ -386,7 +395,15 @@ def _evaluate(
     paths = [
         (training.seed, EVALUATE, i) for i in range(EVALUATION_EPISODES + CONFIRMATION_EPISODES)
     ]
-    plans = [EpisodePlan(policy=policy, reset_seed=reset_seed(*p), noise_path=p) for p in paths]
+    plans = [
+        EpisodePlan(
+            policy=policy,
+            reset_seed=reset_seed(*p),
+            noise_path=p,
+            action_noise=training.action_noise,
+        )
+        for p in paths
+    ]
     returns = [s.total_reward for s in crew.score(plans[:EVALUATION_EPISODES])]
     if target is not None and np.mean(returns) >= target:
         returns += [s.total_reward for s in crew.score(plans[EVALUATION_EPISODES:])]

@@ -262,6 +262,7 @@ def _train(request: Request, crew: Crew) -> ars.Training:
             steps=budget,
             options=options,
             target=target,
+            action_noise=request.action_noise,
             on_progress=lambda steps, snapshot: advance(steps),
         )
     best = training.best
