@@ -21,7 +21,7 @@ demo:
 
 test:
 	@.ci/setup test
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2
 
 test-gpu:
 	@python3 -m pytest -m gpu

@@ -125,8 +125,9 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
+    from gear_offline.inspection import print_summary
 
-    run(
+    manifest = run(
         source,
         out,
         rule=rule,
@@ -139,6 +140,8 @@ def convert(
         reference=reference,
         quiet=quiet,
     )
+    if not quiet:
+        print_summary(manifest)
     print(out)
 
 
@@ -154,7 +157,7 @@ def inspect(
     from gear_offline.inspection import inspect as run
     from gear_offline.inspection import print_inspection
 
-    document = run(dataset, verify=verify)
+    document = run(dataset, verify=verify, quiet=as_json)
     if as_json:
         _print_json(document)
     else:

@@ -49,16 +49,16 @@ CORE_PACKAGES = (
 )
 # package -> (what it is for, how to get it)
 OPTIONAL_PACKAGES = {
-    "mujoco": ("simulator of the locomotion tasks", "pip install 'gymnasium[mujoco]'"),
-    "minari": ("Minari datasets", "pip install 'minari[hdf5]' pillow"),
-    "pyarrow": ("Minari datasets in arrow format", "pip install pyarrow"),
-    "d4rl": ("d4rl:NAME through D4RL's own package", "pip install d4rl"),
-    "cupy": ("GPU kernels", "pip install cupy-cuda13x (CUDA 12: cupy-cuda12x)"),
-    "pyverbs": ("RDMA between nodes", "pip install pyverbs"),
-    "stable-baselines3": ("collecting with stronger policies", "pip install stable-baselines3"),
-    "sbx-rl": ("collecting with stronger policies, faster", "pip install sbx-rl"),
-    "d3rlpy": ("peer in benchmarks", "pip install d3rlpy"),
-    "torchrl": ("peer in benchmarks", "pip install torchrl"),
+    "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
+    "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
+    "pyarrow": ("Minari datasets in arrow format", "pip install 'gear-offline[minari]'"),
+    "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
+    "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
+    "pyverbs": ("RDMA between nodes", "pip install 'gear-offline[rdma]'"),
+    "stable-baselines3": ("collecting with stronger policies", "pip install 'gear-offline[rl]'"),
+    "sbx-rl": ("collecting with stronger policies, faster", "pip install 'gear-offline[rl]'"),
+    "d3rlpy": ("peer in benchmarks", "pip install 'gear-offline[bench]'"),
+    "torchrl": ("peer in benchmarks", "pip install 'gear-offline[bench]'"),
 }
 
 

@@ -113,7 +113,7 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         raise UnavailableError(
             "ENVIRONMENT_PACKAGE",
             f"the simulator of {environment_id} is not usable: {_first_line(error)}",
-            remedy="install it, for MuJoCo: pip install 'gymnasium[mujoco]'",
+            remedy="install it, for MuJoCo: pip install 'gear-offline[mujoco]'",
         ) from error
     except gymnasium.error.Error as error:
         raise InputError(

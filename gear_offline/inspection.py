@@ -18,6 +18,7 @@ from gear_offline.progress import progress
 from gear_offline.verification import verify_dataset
 
 BAR_WIDTH = 40
+MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -90,6 +91,21 @@ def print_inspection(document: Mapping[str, Any], *, console: Console | None = N
     )
 
 
+def print_summary(manifest: Manifest, *, console: Console | None = None) -> None:
+    """Print what was converted in a line, and each warning of the source in one more."""
+    console = console or Console(stderr=True, highlight=False)
+    spec, endings = manifest.spec, (manifest.terminated, manifest.truncated)
+    console.print(
+        f"{spec.episodes:,} episodes ({endings[0]:,} terminated, {endings[1]:,} truncated), "
+        f"{spec.steps:,} steps, {len(manifest.shards):,} shard(s), "
+        f"{size_text(manifest.total_bytes)}; rule {manifest.source.rule}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for warning in manifest.source.attributes.get("warnings", ()):
+        console.print(f"warning: {warning}", markup=False, soft_wrap=True, style="yellow")
+
+
 def size_text(count: int) -> str:
     """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
     value, unit = float(count), 0
@@ -105,7 +121,7 @@ def number_text(value: float | None) -> str:
 
 def _summary(document: Mapping[str, Any]) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
     for name, value in _summary_rows(document):
         table.add_row(name, escape(value))
@@ -143,12 +159,16 @@ def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
-    """Yield the names and texts of a nested object's leaves; empty parts are left out."""
+    """Yield names and texts of a nested object's leaves: no empty parts, long ones cut short."""
     if isinstance(value, dict):
+        if prefix and len(value) > MOST_LEAVES:
+            yield f"  {prefix}", f"{len(value)} entries: {', '.join(value)}"[:LONGEST_TEXT] + " …"
+            return
         for key, part in value.items():
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), part)
     elif value not in (None, [], ""):
-        yield f"  {prefix}", str(value)
+        text = str(value)
+        yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 
 def _columns(document: Mapping[str, Any]) -> RenderableType:

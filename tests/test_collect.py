@@ -289,7 +289,7 @@ def test_a_missing_simulator_is_one_error(tmp_path: Path) -> None:
 
 def test_a_missing_library_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
-    with pytest.raises(UnavailableError, match="pip install stable-baselines3") as caught:
+    with pytest.raises(UnavailableError, match=r"pip install 'gear-offline\[rl\]'") as caught:
         collect(PUSH, tmp_path / "a.hdf5", policy="sb3:PPO", quiet=True)
     assert caught.value.code == "COLLECT_LIBRARY"
     assert list(tmp_path.iterdir()) == []
@@ -297,7 +297,7 @@ def test_a_missing_library_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif(
     importlib.util.find_spec("stable_baselines3") is None,
-    reason="needs pip install stable-baselines3",
+    reason="needs pip install 'gear-offline[rl]'",
 )
 def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path) -> None:
     report = collect(

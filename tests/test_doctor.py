@@ -75,7 +75,7 @@ def test_printed_page_names_every_feature_and_its_remedy(monkeypatch: pytest.Mon
     for name in FEATURES:
         assert name in page.getvalue()
     assert "no simulator [here]" in page.getvalue(), "brackets are not taken for markup"
-    assert "pip install 'gymnasium[mujoco]'" in page.getvalue()
+    assert "pip install 'gear-offline[mujoco]'" in page.getvalue()
 
 
 def test_broken_core_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both["available"] and "Made-up GPU" in both["path"] and both["install"] is None
     assert "2 CUDA device(s)" in both["reason"]
     only = feature(diagnosis_with(monkeypatch, {"torch": torch}), "gpu")
-    assert only["available"] and "pip install cupy" in only["install"]
+    assert only["available"] and "gear-offline[gpu]" in only["install"]
     blind = here(threads=8, cuda_build="13.0", devices=[])
     none = feature(diagnosis_with(monkeypatch, {"torch": blind}), "gpu")
     assert not none["available"] and "sees no device" in none["reason"]
@@ -104,9 +104,12 @@ def test_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("verbs", "state", "install"),
-    [(WORKS, "ACTIVE", None), (broken("no libibverbs"), "ACTIVE", "pip install pyverbs"),
-     (WORKS, "DOWN", None)],
-)  # fmt: skip
+    [
+        (WORKS, "ACTIVE", None),
+        (broken("no libibverbs"), "ACTIVE", "pip install 'gear-offline[rdma]'"),
+        (WORKS, "DOWN", None),
+    ],
+)
 def test_rdma_path(
     monkeypatch: pytest.MonkeyPatch, verbs: Probe, state: str, install: str | None
 ) -> None:

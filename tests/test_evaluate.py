@@ -237,7 +237,7 @@ def test_environment_that_cannot_be_made_is_one_clear_error(
     with pytest.raises(UnavailableError) as missing:
         make_environment("Hopper-v5")
     assert missing.value.code == "ENVIRONMENT_PACKAGE"
-    assert "pip install 'gymnasium[mujoco]'" in missing.value.remedy
+    assert "pip install 'gear-offline[mujoco]'" in missing.value.remedy
     assert "long advice" not in str(missing.value)
 
 

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from gear_offline.convert import convert
 from gear_offline.errors import InputError
-from gear_offline.inspection import bar_text, inspect, number_text, print_inspection, size_text
+from gear_offline.inspection import (
+    bar_text,
+    inspect,
+    number_text,
+    print_inspection,
+    print_summary,
+    size_text,
+)
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
@@ -124,3 +131,20 @@ def test_texts() -> None:
     assert bar_text(0, 10) == "" and bar_text(10, 10, width=3) == "███"
     assert bar_text(1, 10**9) == "▏"
     assert bar_text(0, 0) == ""
+
+
+def test_long_attributes_are_cut_short(tmp_path: Path) -> None:
+    attributes = {"many": {f"k{i}": i for i in range(50)}, "long": "x" * 3000}
+    source = ArraySource(hopper_columns(3), [3], attributes=attributes)
+    convert(source, tmp_path / "d", quiet=True)
+    text = text_of(inspect(tmp_path / "d"))
+    assert "50 entries: k0, k1" in text and "k49" not in text
+    assert 50 < text.count("x") < 200
+
+
+def test_a_summary_names_the_warnings_of_the_source(tmp_path: Path) -> None:
+    source = ArraySource(hopper_columns(7), [3, 4], attributes={"warnings": ["odd [tail]"]})
+    out = io.StringIO()
+    print_summary(convert(source, tmp_path / "d", quiet=True), console=Console(file=out, width=60))
+    assert "2 episodes" in out.getvalue() and "7 steps, 1 shard" in out.getvalue()
+    assert "warning: odd [tail]" in out.getvalue()

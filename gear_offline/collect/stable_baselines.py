@@ -63,7 +63,7 @@ def train(policy: str, environment_id: str, *, steps: int, seed: int) -> StableB
             "COLLECT_LIBRARY",
             f"{package} is not installed",
             where=policy,
-            remedy=f"pip install {package}",
+            remedy="pip install 'gear-offline[rl]'",
         ) from error
     algorithm = getattr(module, name, None) if name.isupper() else None
     if not hasattr(algorithm, "learn"):
