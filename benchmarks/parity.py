@@ -21,7 +21,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,10 @@ def released_loss(model: DecisionTransformerModel, batch: dict[str, Tensor]) -> 
     return torch.mean((predicted.reshape(-1, width)[real] - wanted) ** 2)
 
 
+def moved(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    return {name: values.to(device) for name, values in batch.items()}
+
+
 def make_model(dataset: Dataset, settings: Settings, seed: int) -> DecisionTransformer:
     torch.manual_seed(seed)
     return build_model(
@@ -143,14 +149,18 @@ def as_released(model: DecisionTransformer) -> DecisionTransformerModel:
 
 
 def learner(
-    kind: str, dataset: Dataset, settings: Settings, seed: int
+    kind: str, dataset: Dataset, settings: Settings, seed: int, device: str
 ) -> tuple[DecisionTransformerModel, Callable[[], Tensor]]:
     """Return a model and what computes the loss of its next batch."""
     ours = make_model(dataset, settings, seed)
+    ours.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
     if kind == RELEASED:
         theirs = as_released(ours)
+        theirs.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
         sampling = PaperSampling(dataset, settings, seed=seed)
-        return theirs, lambda: released_loss(theirs, sampling.batch(settings.batch_size))
+        return theirs, lambda: released_loss(
+            theirs, moved(sampling.batch(settings.batch_size), device)
+        )
     loader = GearLoader(
         dataset,
         batch_size=settings.batch_size,
@@ -158,22 +168,24 @@ def learner(
         returns_scale=settings.returns_scale,
         normalize_states=True,
         seed=seed,
-        device="cpu",
+        device=device,
     )
     return ours, lambda: ours.loss(next(loader))
 
 
 def run(
-    kind: str, dataset: Dataset, settings: Settings, seed: int, probe: dict[str, Tensor]
+    kind: str, dataset: Dataset, settings: Settings, seed: int, device: str
 ) -> tuple[dict[str, Any], DecisionTransformerModel]:
     """Train once; return the probe's loss along the way, and the model."""
-    model, next_loss = learner(kind, dataset, settings, seed)
+    model, next_loss = learner(kind, dataset, settings, seed, device)
+    probe = moved(PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS), device)
     parameters = trainable_parameters(model)
     optimizer = torch.optim.AdamW(
         parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
     # the same numbers of the same class on both sides: what differs is how they were learned
     judge = DecisionTransformerModel(model.config)
+    judge.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
     judge.eval()
     curve: list[tuple[int, float]] = []
     seconds, every = 0.0, max(1, settings.steps // PROBES)
@@ -214,6 +226,7 @@ def play(
         state_std=statistics.std,
         returns_scale=settings.returns_scale,
         context_length=settings.context_length,
+        device=options.device,
     )
     report = evaluate_policy(
         policy,
@@ -307,15 +320,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--warmup-steps", type=int, default=10_000)
-    parser.add_argument("--threads", type=int, help="default: PyTorch's")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each run")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Run all seeds of both learners, alternating, and write the comparison."""
-    options = parse()
+def one(kind: str, seed: int, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
+    """Train once and play; runs in a process of its own."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    dataset = open_dataset(options.dataset, verify=False)
+    result, model = run(kind, dataset, settings, seed, options.device)
+    if options.episodes:
+        result |= play(model, dataset, settings, options)
+    return result
+
+
+def main() -> None:
+    """Run all seeds of both learners and write the comparison."""
+    options = parse()
     dataset = open_dataset(options.dataset)
     options.environment = options.environment or dataset.environment_id
     if options.episodes and options.environment is None:
@@ -326,14 +350,13 @@ def main() -> None:
         learning_rate=options.learning_rate,
         warmup_steps=options.warmup_steps,
     )
-    probe = PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS)
     runs: dict[str, list[dict[str, Any]]] = {RELEASED: [], OURS: []}
-    for seed in range(options.seeds):
-        for kind, found in runs.items():
-            result, model = run(kind, dataset, settings, seed, probe)
-            if options.episodes:
-                result |= play(model, dataset, settings, options)
-            found.append(result)
+    tasks = [(kind, seed) for seed in range(options.seeds) for kind in runs]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(one, kind, seed, settings, options) for kind, seed in tasks]
+        for (kind, seed), future in zip(tasks, futures, strict=True):
+            result = future.result()
+            runs[kind].append(result)
             print(
                 f"seed {seed} {kind}: probe loss {result['probe_loss'][-1][1]:.5f}, "
                 f"{result['step_ms']:.0f} ms a step, returns {result.get('returns')}",
@@ -341,7 +364,8 @@ def main() -> None:
             )
     document = {
         "machine": machine(),
-        "dataset": str(options.dataset),
+        "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
+        "dataset": options.dataset.name,
         "settings": asdict(settings),
         "targets": options.targets,
         "runs": runs,

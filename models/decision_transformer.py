@@ -388,8 +388,10 @@ def build_model(
         attn_pdrop=dropout,
         action_tanh=action_tanh and not discrete,
         use_cache=False,
-        bos_token_id=None,  # the defaults lie outside the vocabulary and print warnings
-        eos_token_id=None,
+        # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
+        # warned of, and None would be left out of the file and become the default when loaded.
+        bos_token_id=0,
+        eos_token_id=0,
     )
     config.discrete_actions = discrete
     config.context_length = context_length

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import minari
 import numpy as np
 import pytest
 from gymnasium import spaces
-from minari.data_collector.episode_buffer import EpisodeBuffer
 
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources import iter_episodes, open_source
+
+pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
+import minari
+from minari.data_collector.episode_buffer import EpisodeBuffer
 
 FORMATS = ("hdf5", "arrow", "parquet")
 pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:minari\..*")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -59,7 +61,8 @@ def run_bench(name: str, *, quick: bool = False) -> dict[str, Any]:
             "BENCH_NAME", f"no benchmark {name!r}", remedy=f"choose one of {', '.join(BENCHES)}"
         )
     module = import_module(f"gear_offline.bench.{name}")
-    document: dict[str, Any] = module.run(quick=quick)
+    with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
+        document: dict[str, Any] = module.run(quick=quick)
     command = f"gear-offline bench {name}" + (" --quick" if quick else "")
     return {"benchmark": name, "command": command, "machine": machine(), **document}
 
