@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.collect.ars import (
-    ArsOptions,
     RunningMoments,
     Training,
-    options_for,
     train,
     update,
 )
+from gear_offline.collect.ars_options import ArsOptions, options_for
 from gear_offline.collect.makers import QUALITIES, check_mix, choose_rollouts
 from gear_offline.collect.rollout import EpisodeScore
 from gear_offline.collect.workers import Crew

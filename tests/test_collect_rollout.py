@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.collect.environment import describe, make_quietly
+from gear_offline.collect.environment import describe
 from gear_offline.collect.makers import random_policy
 from gear_offline.collect.policy import LinearPolicy
 from gear_offline.collect.rollout import Episode, EpisodePlan, Player
 from gear_offline.collect.streams import reset_seed, stream
+from gear_offline.episode_runner import make_environment
 from gear_offline.errors import GearError, InputError
 from tests.collect_environments import COUNTER, LIMIT, length_of
 
@@ -68,7 +69,7 @@ def test_every_transition_is_real_and_in_order(seeds: list[int], environments: i
 def test_both_flags_on_the_last_row_count_as_terminal() -> None:
     seed = LIMIT - 1
     assert length_of(seed) == LIMIT
-    environment = make_quietly(COUNTER)
+    environment = make_environment(COUNTER)
     environment.reset(seed=seed)
     for _ in range(LIMIT):
         _, _, terminated, truncated, _ = environment.step(np.zeros(1, np.float32))
@@ -178,7 +179,7 @@ def test_a_policy_that_diverged_is_an_error() -> None:
     [("Unbounded-v0", "no bounds"), ("Endless-v0", "no step limit"), ("Taxi-v4", "not one")],
 )
 def test_environments_that_cannot_be_recorded_are_refused(name: str, reason: str) -> None:
-    environment = make_quietly(name)
+    environment = make_environment(name)
     with pytest.raises(InputError, match=reason) as caught:
         describe(environment, name)
     assert caught.value.code == "COLLECT_ENVIRONMENT"

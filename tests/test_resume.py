@@ -25,27 +25,19 @@ from tests.support import make_dataset
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
+    EPISODE_LENGTHS,
     STATE_DIM,
     learnt,
-    register_environment,
+    tiny_data,
     tiny_recipe,
 )
 
 ROOT = Path(__file__).parents[1]
-LENGTHS = [4, 1, 6, 3, 5]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    register_environment()
-    folder = tmp_path_factory.mktemp("data")
-    return make_dataset(
-        folder,
-        LENGTHS,
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
-    ).path
+    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +193,7 @@ def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> No
 def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None:
     other = make_dataset(
         tmp_path / "other",
-        LENGTHS,
+        EPISODE_LENGTHS,
         seed=9,
         state_dim=STATE_DIM,
         action_dim=ACTION_DIM,

@@ -23,28 +23,20 @@ from tests.support import make_dataset
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
+    EPISODE_LENGTHS,
     STATE_DIM,
     STEP_LIMIT,
     learnt,
-    register_environment,
+    tiny_data,
     tiny_recipe,
 )
 
 ROOT = Path(__file__).parents[1]
-LENGTHS = [4, 1, 6, 3, 5]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    register_environment()
-    folder = tmp_path_factory.mktemp("data")
-    return make_dataset(
-        folder,
-        LENGTHS,
-        state_dim=STATE_DIM,
-        action_dim=ACTION_DIM,
-        environment_id=ENVIRONMENT,
-    ).path
+    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +74,7 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
 
 def test_what_was_left_to_the_data_is_filled_in(whole: Path, data: Path) -> None:
     recipe = load_recipe(whole)
-    assert recipe.model.max_timestep == max(*LENGTHS, STEP_LIMIT)
+    assert recipe.model.max_timestep == max(*EPISODE_LENGTHS, STEP_LIMIT)
     assert recipe.evaluate.environment == ENVIRONMENT
     assert recipe.evaluate.targets is not None
     best, mean = recipe.evaluate.targets

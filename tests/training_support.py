@@ -23,9 +23,13 @@ import numpy.typing as npt
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.metrics import read_records
 from gear_offline.recipe import Recipe, load_recipe
+from tests.support import make_dataset
 
 ENVIRONMENT = "GearOfflineTiny-v0"
 STATE_DIM, ACTION_DIM, STEP_LIMIT = 3, 2, 6
+
+
+EPISODE_LENGTHS = [4, 1, 6, 3, 5]
 
 
 class TinyEnvironment(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
@@ -54,6 +58,18 @@ def register_environment() -> None:
     """Make the tiny environment known to Gymnasium; once is enough."""
     if ENVIRONMENT not in gymnasium.registry:
         gymnasium.register(ENVIRONMENT, lambda **_: TinyEnvironment(), max_episode_steps=STEP_LIMIT)
+
+
+def tiny_data(folder: Path) -> Path:
+    """Make data that fit the tiny environment, and register it."""
+    register_environment()
+    return make_dataset(
+        folder,
+        EPISODE_LENGTHS,
+        state_dim=STATE_DIM,
+        action_dim=ACTION_DIM,
+        environment_id=ENVIRONMENT,
+    ).path
 
 
 def tiny_recipe(data: Path, *overrides: str) -> Recipe:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.collect import ars, stable_baselines
+from gear_offline.collect.ars_options import options_for
 from gear_offline.collect.environment import package_version
 from gear_offline.collect.makers import (
     Maker,
@@ -251,7 +252,7 @@ def _prepare(request: Request, crew: Crew) -> tuple[list[Maker], Policy | None, 
 
 
 def _train(request: Request, crew: Crew) -> ars.Training:
-    options = ars.options_for(request.environment)
+    options = options_for(request.environment)
     budget = request.train_steps or options.train_steps
     target = request.target if request.target is not None else options.target
     until = "" if target is None else f" until a mean return of {target:g}"

@@ -1,9 +1,7 @@
-"""Environments for collecting: made quietly, checked once, with access to MuJoCo's state."""
+"""Environments for collecting: checked once, with access to MuJoCo's state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.episode_runner import make_environment
 from gear_offline.errors import InputError
 
 AnyArray = npt.NDArray[Any]
@@ -60,36 +57,6 @@ class EnvironmentFacts:
     def observation_size(self) -> int:
         """Numbers in one observation."""
         return int(np.prod(self.observation_shape, dtype=np.int64))
-
-
-@contextmanager
-def _no_simulator_warnings() -> Iterator[None]:
-    # Compiling HalfCheetah's model makes MuJoCo's C code print a deprecation at every `make`.
-    try:
-        import mujoco
-    except ImportError:
-        yield
-        return
-    before = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda message: None)
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(before)
-
-
-def make_quietly(environment_id: str) -> Any:
-    """Make one Gymnasium environment without the model compiler's warnings.
-
-    Raises
-    ------
-    InputError
-        ``ENVIRONMENT_UNKNOWN``.
-    UnavailableError
-        ``ENVIRONMENT_PACKAGE`` when its simulator is not installed.
-    """
-    with _no_simulator_warnings():
-        return make_environment(environment_id)
 
 
 def describe(environment: Any, environment_id: str) -> EnvironmentFacts:

@@ -21,11 +21,11 @@ import numpy.typing as npt
 from gear_offline.collect.environment import (
     EnvironmentFacts,
     describe,
-    make_quietly,
     simulator_data,
 )
 from gear_offline.collect.policy import Policy
 from gear_offline.collect.streams import stream
+from gear_offline.episode_runner import make_environment
 from gear_offline.errors import GearError
 
 AnyArray = npt.NDArray[Any]
@@ -223,7 +223,7 @@ class Player:
         made: list[Any] = []
         try:
             for _ in range(environments):
-                made.append(make_quietly(environment_id))
+                made.append(make_environment(environment_id))
             self.facts = describe(made[0], environment_id)
         except BaseException:
             for environment in made:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.collect.environment import make_quietly
+from gear_offline.episode_runner import make_environment
 from gear_offline.errors import InputError, UnavailableError
 
 # Name before the colon: module and what pip calls it.
@@ -73,7 +73,7 @@ def train(policy: str, environment_id: str, *, steps: int, seed: int) -> StableB
             f"{package} has no algorithm {name!r}",
             remedy=f"use one of {', '.join(known)}",
         )
-    environment = make_quietly(environment_id)
+    environment = make_environment(environment_id)
     try:
         options = {"device": "cpu"} if library == "sb3" else {}
         assert algorithm is not None, "checked above"

@@ -1,0 +1,91 @@
+"""Environments and policies that tests of playing and of evaluation share."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Counted(gymnasium.Env[Array, Array]):
+    """An episode lasts `seed % 7 + 1` steps and pays the step's number; refuses what is wrong."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (3,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Array, dict[str, Any]]:
+        assert seed is not None, "every episode has its own seed"
+        self.left, self.at = seed % 7 + 1, 0
+        return np.array([seed, 0.0]), {}
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        assert self.left > 0, "stepped after the end of an episode"
+        assert self.action_space.contains(action), f"{action} is outside of the bounds"
+        self.left, self.at = self.left - 1, self.at + 1
+        return np.array([0.0, self.at]), float(self.at), self.left == 0, False, {}
+
+
+class Endless(Counted):
+    """Never ends."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        return np.zeros(2), 1.0, False, False, {}
+
+
+class Nested(Counted):
+    """Observations that no Decision Transformer of ours reads."""
+
+    observation_space = gymnasium.spaces.Dict({"a": Counted.observation_space})  # type: ignore[assignment]
+
+
+for made in (Counted, Endless, Nested):
+    gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=cast(Any, made))
+
+
+class Remembering:
+    """Deterministic; its action depends on the observation, the target, past rewards and time."""
+
+    def __init__(self, weights: Array, *, discrete: bool = False) -> None:
+        self.weights, self.discrete = weights, discrete  # (S + 2, A)
+        self.left: dict[int, float] = {}
+        self.step: dict[int, int] = {}
+
+    def reset(self, indices: Array, targets: Array) -> None:
+        for index, target in zip(indices.tolist(), targets.tolist(), strict=True):
+            self.left[index], self.step[index] = target, 0
+
+    def one(self, observation: Array, left: float, step: int) -> Array:
+        x = np.concatenate([observation, [left / 100.0, step / 10.0]])
+        values = np.sin(x @ self.weights) * 2.0
+        return np.asarray(values.argmax() if self.discrete else values)
+
+    def act(self, observations: Array, indices: Array | None = None) -> Array:
+        assert indices is not None, "the runner names the slots"
+        rows = zip(observations, indices.tolist(), strict=True)
+        return np.stack([self.one(o, self.left[i], self.step[i]) for o, i in rows])
+
+    def observe_reward(self, rewards: Array, indices: Array | None = None) -> None:
+        assert indices is not None, "the runner names the slots"
+        for index, reward in zip(indices.tolist(), rewards.tolist(), strict=True):
+            self.left[index] -= reward
+            self.step[index] += 1
+
+
+class Constant:
+    """The same action always."""
+
+    def __init__(self, action: Array) -> None:
+        self.action = action
+
+    def reset(self, indices: Array, targets: Array) -> None: ...
+
+    def act(self, observations: Array, indices: Array | None = None) -> Array:
+        return np.stack([self.action] * len(observations))
+
+    def observe_reward(self, rewards: Array, indices: Array | None = None) -> None: ...
