@@ -9,6 +9,7 @@ the policy must agree on.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
+from transformers import DecisionTransformerConfig
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
@@ -289,7 +291,9 @@ def test_batches_do_not_follow_the_global_random_state(dataset: Dataset) -> None
 def test_building_a_model_prints_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """The default token ids 50256 lie outside a vocabulary of one: two warnings a model."""
     model = make_model()
-    assert model.config.bos_token_id is None and model.config.eos_token_id is None
+    loaded = DecisionTransformerConfig.from_dict(json.loads(model.config.to_json_string()))
+    for config in (model.config, loaded):  # None would be left out, and become 50256 when loaded
+        assert (config.bos_token_id, config.eos_token_id) == (0, 0)
     assert not caplog.records
 
 
