@@ -6,7 +6,6 @@ killed conversion leaves nobody writing.  Run as ``python -m gear_offline.shard_
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -23,12 +22,12 @@ import numpy as np
 
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.manifest import ShardRecord
+from gear_offline.processes import die_with_parent
 from gear_offline.shard_job import Advance, Settings, ShardJob, ShardResult, write_shard
 from gear_offline.shards import byte_view, digest, open_directory
 from gear_offline.sources.base import Source
 from gear_offline.statistics import Moments
 
-_PR_SET_PDEATHSIG = 1
 _KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableError)}
 
 
@@ -162,12 +161,6 @@ def _episodes_digest(source: Source) -> str:
     )
 
 
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        sys.exit(1)
-
-
 def _work(requests: IO[str], replies: IO[str]) -> None:
     """Answer the parent's requests until it closes the pipe."""
     from gear_offline.sources import open_source
@@ -203,7 +196,7 @@ def _work(requests: IO[str], replies: IO[str]) -> None:
 
 def main() -> None:
     """Serve one parent, whose process id is the only argument."""
-    _die_with_parent(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and ends us
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with replies

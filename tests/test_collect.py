@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,28 @@ def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no algorithm") as caught:
         collect(PUSH, tmp_path / "b.hdf5", policy="sb3:NOTHING", quiet=True)
     assert caught.value.code == "COLLECT_POLICY"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and prctl")
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text(
+        "from gear_offline.collect import collect\n"
+        "if __name__ == '__main__':\n"
+        f"    out = {str(tmp_path / 'a.hdf5')!r}\n"
+        "    collect('Pendulum-v1', out, steps=10**9, processes=2, quiet=True)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)]) as parent:
+        children: set[int] = set()
+        try:
+            while len(children) < 3:  # two workers and the tracker of their resources
+                assert parent.poll() is None
+                time.sleep(0.05)
+                listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text()
+                children = {int(pid) for pid in listed.split()}
+        finally:
+            parent.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline, "a worker outlives its parent"
+        time.sleep(0.05)

@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.collect.rollout import Episode, EpisodePlan, EpisodeScore, Player
 from gear_offline.errors import GearError
+from gear_offline.processes import die_with_parent
 
 ResultT = TypeVar("ResultT")
 _player: Player | None = None  # one per worker process, made by `_start`
@@ -26,6 +27,9 @@ _player: Player | None = None  # one per worker process, made by `_start`
 
 def _start(environment_id: str, environments: int) -> None:
     global _player
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)
     _player = Player(environment_id, environments)
 
 
