@@ -246,14 +246,19 @@ def pages(nbytes: int) -> int:
 def available_bytes() -> int:
     """Return memory that can still be used: the machine's, or what the container allows."""
     found = [_machine_bytes()]
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            most = Path("/sys/fs/cgroup", limit).read_text().strip()
-            now = int(Path("/sys/fs/cgroup", used).read_text())
-            found += [] if most == "max" else [max(int(most) - now, 0)]
+            most = Path(folder, limit).read_text().strip()
+            now = int(Path(folder, used).read_text())
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+            if most != "max":
+                # Cached files count as used there, and are dropped when memory is asked for.
+                stat = {name: int(value) for name, value in map(str.split, lines)}
+                now -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
+                found.append(max(int(most) - now, 0))
         except (OSError, ValueError):
             continue
     return min(found)
@@ -282,7 +287,8 @@ def check_available(nbytes: int) -> None:
 def _short(nbytes: int, available: int) -> GearError:
     return GearError(
         "HOST_MEMORY",
-        f"{format_bytes(nbytes)} of host memory are needed, {format_bytes(available)} are available",
+        f"{format_bytes(nbytes)} of host memory are needed, {format_bytes(available)} are "
+        "available",
         remedy="free memory, use fewer columns, or keep the data on disk",
     )
 

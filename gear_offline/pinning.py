@@ -63,7 +63,7 @@ class CudaRuntime:
                 "host memory cannot be mapped into a GPU: there is no CUDA device",
                 remedy="run `gear-offline doctor`, or use device='cpu'",
             )
-        torch.cuda.init()
+        torch.cuda.current_device()  # makes the context
         library = _loaded_runtime()
         library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
@@ -204,5 +204,5 @@ def format_bytes(nbytes: int | float) -> str:
 
 def same_memory(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Return (nbytes,) uint8 over memory of this process, for tests of addresses."""
-    raw = (ctypes.c_uint8 * nbytes).from_address(address)
-    return np.frombuffer(raw, dtype=np.uint8)
+    raw: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.ctypeslib.as_array(raw)

@@ -449,13 +449,13 @@ def _upload(
 def _runs(chosen: BoolArray) -> Iterator[tuple[int, int]]:
     """Yield runs ``[first, last)`` of consecutive chosen episodes."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
-    for first, last in edges.reshape(-1, 2).tolist():
-        yield first, last
+    yield from edges.reshape(-1, 2).tolist()
 
 
 def _too_large(nbytes: int, budget: int, source: str) -> GearError:
     return GearError(
         "HBM_SHORT",
-        f"the table needs {format_bytes(nbytes)} of GPU memory, {format_bytes(budget)} are {source}",
+        f"the table needs {format_bytes(nbytes)} of GPU memory, {format_bytes(budget)} are "
+        f"{source}",
         remedy="use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget",
     )
