@@ -449,7 +449,7 @@ def _upload(
 def _runs(chosen: BoolArray) -> Iterator[tuple[int, int]]:
     """Yield runs ``[first, last)`` of consecutive chosen episodes."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
-    yield from edges.reshape(-1, 2).tolist()
+    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def _too_large(nbytes: int, budget: int, source: str) -> GearError:

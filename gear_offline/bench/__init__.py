@@ -19,6 +19,7 @@ from gear_offline.errors import InputError
 
 BENCHES = {
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
+    "load": "shards to shared host memory, against the same threads reading files into it",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
 _PACKAGES = ("gear-offline", "numpy", "torch", "h5py", "transformers", "d3rlpy", "torchrl")
