@@ -18,13 +18,14 @@ from torch import Tensor
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.kernels.job import CHOSEN, LAWS, describe_job, describe_store, guide
+from gear_offline.kernels.job import CHOSEN, LAWS, describe_job, describe_store, group_of, guide
 from gear_offline.placement import PlacedStore, PlacedTable
 from gear_offline.selection import Segments, Selection, check_range
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
 KERNELS = {8: "fill_8", 16: "fill_16", 32: "fill_32"}
+MANY = "fill_many"
 
 
 class DeviceEngine:
@@ -66,7 +67,7 @@ class DeviceEngine:
         self.placed, self.device = placed, placed.device
         self.batch_size, self.context_length = batch_size, context_length
         self._kernels: dict[str, Function] = load(
-            "fill.cu", tuple(KERNELS.values()), device=self.device.index or 0
+            "fill.cu", (*KERNELS.values(), MANY), device=self.device.index or 0
         )
         self._kept: list[Tensor] = []  # what addresses in the job point to
         offsets = placed.episodes.offsets
@@ -195,26 +196,31 @@ class DeviceEngine:
             busiest = max(busiest, min(size, int(row["piece"])))
         return next((lanes for lanes in KERNELS if busiest <= lanes), 32)
 
-    def _fix(self, job: npt.NDArray[Any], windows: Windows) -> int:
-        """Write the outputs into the job; return how many blocks it takes."""
+    def _fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
+        """Write the outputs into the job; return the kernel and how many blocks it takes."""
         job["timesteps"] = windows.timesteps.data_ptr()
         job["mask"] = windows.attention_mask.data_ptr()
         job["names"] = windows.segments.data_ptr()
         for number, buffer in enumerate(windows.buffers):
             job["store"]["out"][0, number] = buffer.data_ptr()
         count = windows.segments.numel() // 2
-        job["segments"] = count
+        warps = self._most_blocks * THREADS // 32
+        group = group_of(job, segments=count, warps=warps)
+        job["segments"], job["group"] = count, group
+        if group:
+            return MANY, min(-(-count // (group * (THREADS // 32))), self._most_blocks)
         groups = THREADS // self._lanes
-        return min(-(-count * int(job["tasks"][0]) // groups), self._most_blocks)
+        blocks = min(-(-count * int(job["tasks"][0]) // groups), self._most_blocks)
+        return KERNELS[self._lanes], blocks
 
     def _launch(self, job: npt.NDArray[Any], windows: Windows) -> None:
-        blocks = self._fix(job, windows)
+        kernel, blocks = self._fix(job, windows)
         if blocks:
-            self._enqueue(Parameters(job.ctypes.data), blocks)
+            self._enqueue(kernel, blocks, Parameters(job.ctypes.data))
 
-    def _enqueue(self, parameters: Parameters, blocks: int) -> None:
+    def _enqueue(self, kernel: str, blocks: int, parameters: Parameters) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._kernels[KERNELS[self._lanes]].launch(blocks, THREADS, stream, parameters)
+        self._kernels[kernel].launch(blocks, THREADS, stream, parameters)
 
 
 class StaticFill:
@@ -238,7 +244,7 @@ class StaticFill:
         self._job["counter"] = self._state.data_ptr()
         self._job["ticket"] = self._state.data_ptr() + 8
         self._job["wrong"] = self._state.data_ptr() + 16
-        self._blocks = engine._fix(self._job, self.windows)
+        self._kernel, self._blocks = engine._fix(self._job, self.windows)
         self._parameters = Parameters(self._job.ctypes.data)
 
     def set_step(self, step: int) -> None:
@@ -248,4 +254,4 @@ class StaticFill:
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""
-        self._engine._enqueue(self._parameters, self._blocks)
+        self._engine._enqueue(self._kernel, self._blocks, self._parameters)

@@ -25,7 +25,7 @@ _STORE_NAMES = (
 _JOB_NAMES = (
     *("seed", "counter", "first_step", "law", "offsets", "guide", "shift", "episodes", "steps"),
     *("thresholds", "chosen_episodes", "chosen_starts", "per_step", "segments", "span", "left"),
-    *("tasks", "stores", "timesteps", "mask", "names", "ticket", "wrong"),
+    *("tasks", "stores", "group", "timesteps", "mask", "names", "ticket", "wrong"),
 )
 STORE = np.dtype([(name, np.uint64) for name in _STORE_NAMES])
 JOB = np.dtype([*((name, np.uint64) for name in _JOB_NAMES), ("store", STORE, (MAX_STORES,))])
@@ -96,6 +96,19 @@ def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
     for name, value in values.items():
         job[name] = np.uint64(value)
     return job
+
+
+def group_of(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
+    """Return how many segments a warp takes at once; 0 where windows are long, cast or few.
+
+    Enough groups stay to keep `warps` busy twice over.
+    """
+    rows = job["store"][0, : int(job["stores"][0])]
+    short = all(
+        int(r["source"]) == COPY and int(r["pieces"]) == 1 and int(r["unit"]) >= 4 for r in rows
+    )
+    group = min(32, segments // (2 * warps)) if short else 0
+    return 1 << group.bit_length() - 1 if group else 0
 
 
 def guide(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:

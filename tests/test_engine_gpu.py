@@ -141,9 +141,15 @@ def test_a_graph_takes_the_next_step_at_each_replay(dataset: Any) -> None:
         same(batches.batch, cpu.batch_at(step))
 
 
-def test_large_batches_and_many_blocks(dataset: Any) -> None:
-    gpu, cpu = loaders(dataset, batch_size=70_001)
-    same(gpu.batch_at(1), cpu.batch_at(1))
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("layout", ["records", "columns"])
+@pytest.mark.parametrize("span", [1, 8, 40])
+def test_many_short_windows(dataset: Any, padding: Padding, layout: str, span: int) -> None:
+    options = {"padding": padding, "layout": layout, "context_length": span}
+    for count in (70_001, 300_000):
+        gpu, cpu = loaders(dataset, batch_size=count, **options)
+        assert gpu.engine is not None
+        same(gpu.batch_at(1), cpu.batch_at(1))
 
 
 def test_off_copies_and_other_laws_say_so(dataset: Any) -> None:

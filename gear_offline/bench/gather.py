@@ -194,8 +194,8 @@ def _host_microseconds(call: Callable[[], object], calls: int = 500) -> float:
     return statistics.median(times) * 1e6
 
 
-def _rate(loader: GearLoader, batches: int = 2000) -> float:
-    for _ in range(300):
+def _rate(loader: GearLoader, batches: int = 20_000) -> float:
+    for _ in range(2_000):
         next(loader)
     torch.cuda.synchronize()
     begin = time.perf_counter()

@@ -47,6 +47,7 @@ struct Job {
     i64 left;               // padding on the left
     i64 tasks;              // of a segment
     i64 stores;
+    i64 group;              // segments of a warp, where windows are short and many
     i64* timesteps;         // (segments, K)
     i64* mask;              // (segments, K)
     i64* names;             // (segments, 2)
@@ -141,19 +142,19 @@ template <typename Unit, int LANES>
 GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64 low, i64 high,
                           int lane) {
     i64 at = begin + lane;
-    for (; at + 3 * LANES < end; at += 4 * LANES) {  // four loads in flight
-        Unit found[4];
+    for (; at + 7 * LANES < end; at += 8 * LANES) {  // eight loads in flight
+        Unit found[8];
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
 #endif
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 8; ++i) {
             i64 here = at + i * LANES;
             found[i] = here >= low && here < high ? source[here - low] : nothing<Unit>();
         }
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
 #endif
-        for (int i = 0; i < 4; ++i) out[at + i * LANES] = found[i];
+        for (int i = 0; i < 8; ++i) out[at + i * LANES] = found[i];
     }
     for (; at < end; at += LANES)
         out[at] = at >= low && at < high ? source[at - low] : nothing<Unit>();
