@@ -26,6 +26,7 @@ THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
 KERNELS = {8: "fill_8", 16: "fill_16", 32: "fill_32"}
 MANY = "fill_many"
+LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 
 class DeviceEngine:
@@ -89,6 +90,7 @@ class DeviceEngine:
         self._job["ticket"] = self._ticket.data_ptr()
         self._job["wrong"] = self._ticket.data_ptr() + 8
         self._lanes = self._lanes_of()
+        self._row_sum = sum(store.row_bytes for store in placed.stores)
         self._most_blocks = (
             BLOCKS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
         )
@@ -205,7 +207,9 @@ class DeviceEngine:
             job["store"]["out"][0, number] = buffer.data_ptr()
         count = windows.segments.numel() // 2
         warps = self._most_blocks * THREADS // 32
-        group = group_of(job, segments=count, warps=warps)
+        group = 0
+        if self._row_sum * self.context_length <= LONG_BYTES or not self.placed.host_bytes:
+            group = group_of(job, segments=count, warps=warps)
         job["segments"], job["group"] = count, group
         if group:
             return MANY, min(-(-count // (group * (THREADS // 32))), self._most_blocks)

@@ -63,7 +63,7 @@ GEAR_CODE void copy_run(const Job& job, const Store& store, i64 base, int count,
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; ++i) {
             int here = first + i * 32 + lane;
-            if (here < all) out[here] = found[i];
+            if (here < all) save(out + here, found[i]);
         }
     }
 }

@@ -132,6 +132,16 @@ struct alignas(16) Unit16 {
 };
 #endif
 
+// Batches leave the caches at once: what they push out there are rows.  Streaming loads do not help.
+template <typename Unit>
+GEAR_CODE void save(Unit* to, Unit value) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+    __stcs(to, value);
+#else
+    *to = value;
+#endif
+}
+
 template <typename Unit>
 GEAR_CODE Unit nothing() {
     return Unit{};
@@ -154,10 +164,10 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
 #endif
-        for (int i = 0; i < 8; ++i) out[at + i * LANES] = found[i];
+        for (int i = 0; i < 8; ++i) save(out + at + i * LANES, found[i]);
     }
     for (; at < end; at += LANES)
-        out[at] = at >= low && at < high ? source[at - low] : nothing<Unit>();
+        save(out + at, at >= low && at < high ? source[at - low] : nothing<Unit>());
 }
 
 template <int LANES>
