@@ -176,6 +176,11 @@ class GearLoader(Iterator[Batch]):
         self._step += 1
         return batch
 
+    def skip(self, steps: int = 1) -> None:
+        """Advance the position without making batches."""
+        self._step += steps
+        self._ready = []
+
     def batch_at(self, step: int) -> Batch:
         """Return the batch of any step; the position stays."""
         return self._batches(step, 1)[0]
@@ -303,7 +308,6 @@ class GearLoader(Iterator[Batch]):
                 raise
             say(f"engine auto: batches are gathered by the CPU: {error}")
             return None
-        self.placement_reason = placed.reason
         return made
 
 

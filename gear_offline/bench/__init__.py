@@ -18,6 +18,7 @@ from rich.table import Table
 from gear_offline.errors import InputError
 
 BENCHES = {
+    "train": "training steps a second, against the released class and the usual way (needs CUDA)",
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",
