@@ -149,7 +149,8 @@ def _released(batches: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], ob
     config = DecisionTransformerConfig(
         state_dim=11, act_dim=3, hidden_size=128, n_layer=3, n_head=1, max_ep_len=1000
     )
-    model: Any = DecisionTransformerModel(config).to("cuda").train()
+    released: Any = DecisionTransformerModel(config)
+    model = released.to("cuda").train()
     parameters = trainable_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=1e-4)
 
