@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from gear_offline.errors import InputError
 from gear_offline.manifest import MANIFEST_NAME, Manifest, ShardRecord
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array, TableSpec
+from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import (
     EPISODE_COLUMNS,
     REMEDY_DAMAGED,
@@ -201,6 +202,26 @@ class Dataset:
                     )
                 found.append(flat.view(spec.dtype).reshape(shard.steps, *spec.shape))
         return found
+
+    @contextmanager
+    def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[ShardReader]:
+        """Open shard `index` to read columns of it from their first row to their last.
+
+        Parameters
+        ----------
+        check
+            Compare the header's digest, and that of each block once its last row was read.
+
+        Raises
+        ------
+        InputError
+            As `read`, and ``SHARD_HEADER``.
+        """
+        shard = self.manifest.shards[index]
+        with self._opened() as directory, shard_file(directory, shard, self.path) as handle:
+            if check:
+                check_header(handle, self.manifest, shard, self.path)
+            yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
 
     def _tensor(self, index: int, name: str) -> TensorLayout:
         tensors = self.manifest.tensors(self.manifest.shards[index])

@@ -158,6 +158,8 @@ def to_float32(values: Array, column: str, first_step: int, *, finite: bool = Fa
 
     `finite` says that the values were computed from finite ones: then no infinity is allowed.
     """
+    if values.dtype == np.float32 and not finite:
+        return values  # nothing is rounded
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32, copy=False)
     lost = np.isinf(rounded) & (np.isfinite(values) | finite)

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.captured_step import CapturedStep
 from gear_offline.dataset import Dataset
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import build_model
@@ -27,6 +28,8 @@ from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.selection import make_selection
 from gear_offline.statistics import Float64Array
+
+COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
 
 
 def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:
@@ -88,7 +91,6 @@ class Learner:
         trainable_parameters(self.model)  # freezes what the loss never reaches
         self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()
-        self.optimizer = Optimizer(self.model, recipe.optimizer, steps=recipe.train.steps)
         selection = recipe.selection
         self.loader = GearLoader(
             dataset,
@@ -98,6 +100,14 @@ class Learner:
             device=device,
         )
         self._batches = iter(self.loader)
+        self.graph_reason = self._decide_graph()
+        self.optimizer = Optimizer(
+            self.model,
+            recipe.optimizer,
+            steps=recipe.train.steps,
+            captured=not self.graph_reason,
+        )
+        self._captured: CapturedStep | None = None  # made by the first step
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
         if recipe.loader.normalize_states:
@@ -107,6 +117,16 @@ class Learner:
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
         self._rate = self._busy_seconds = self._wait_seconds = 0.0
+
+    @property
+    def step_kind(self) -> str:
+        """How steps are run on a GPU, and why, as a clause to print."""
+        if self.device.type != "cuda":
+            return ""
+        if self.graph_reason:
+            return f", steps launched one by one: {self.graph_reason}"
+        engine = self.loader.engine
+        return f", one CUDA graph a step, {engine.placed.reason if engine else ''}"
 
     @property
     def unreported(self) -> int:
@@ -122,6 +142,9 @@ class Learner:
             ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
             not waited for at each step, at the next `report` or `check`.
         """
+        if not self.graph_reason:
+            self._replay()
+            return
         began = time.perf_counter()
         batch = next(self._batches)
         waited = time.perf_counter()
@@ -141,6 +164,55 @@ class Learner:
         self.step += 1
         self._timed += 1
         self._wait_seconds += waited - began
+        self._busy_seconds += time.perf_counter() - began
+
+    def _decide_graph(self) -> str:
+        """Return why steps are not captured as a CUDA graph, or nothing if they are.
+
+        Raises
+        ------
+        UnavailableError
+            ``GRAPH_UNAVAILABLE`` if the recipe insists.
+        """
+        wanted = self.recipe.train.graph
+        if wanted == "off":
+            return "train.graph=off"
+        reason = ""
+        if self.device.type != "cuda":
+            reason = "CUDA graphs need a GPU"
+        elif self.loader.engine is None:
+            reason = "batches are not made by the GPU (loader.engine)"
+        if reason and wanted == "on":
+            raise UnavailableError(
+                "GRAPH_UNAVAILABLE",
+                f"train.graph=on is not possible: {reason}",
+                remedy="use train.graph=auto, or see gear-offline doctor",
+            )
+        return reason
+
+    def _replay(self) -> None:
+        began = time.perf_counter()
+        if self._captured is None:
+            train = self.recipe.train
+            self._captured = CapturedStep(
+                self.model,
+                self.optimizer,
+                self.loader.device_batches(),
+                self._window,
+                step=self.step,
+                filled=self._filled,
+                precision=self.precision,
+                compiled=train.compile == "on"
+                or (train.compile == "auto" and train.steps >= COMPILED_FROM),
+            )
+            began = time.perf_counter()  # not a part of this step
+        self._captured.replay()
+        self.loader.skip()
+        self._rate = self.optimizer.rate(self.step)
+        self.step += 1
+        self._filled += 1
+        self._timed += 1
+        self._wait_seconds += self._captured.fill_seconds
         self._busy_seconds += time.perf_counter() - began
 
     def check(self) -> None:
@@ -183,6 +255,8 @@ class Learner:
         }
         self._filled = self._timed = 0
         self._busy_seconds = self._wait_seconds = 0.0
+        if self._captured is not None:
+            self._captured.begin_window()
         return found
 
     def policy(self) -> Policy:

@@ -45,16 +45,32 @@ class Optimizer:
         The recipe's ``optimizer`` section.
     steps
         Optimiser steps of the run.
+    captured
+        Keep the learning rate on the GPU, for `update_on_device`.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings, *, steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        *,
+        steps: int,
+        captured: bool = False,
+    ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._settings, self._steps = settings, steps
+        self._rate: Tensor | None = None
+        if captured:
+            rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
+            device = self._parameters[0].device
+            self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+            self._rate = torch.zeros((), device=device)
         self._adamw = torch.optim.AdamW(
             self._parameters,
-            lr=settings.learning_rate,
+            lr=settings.learning_rate if self._rate is None else self._rate,
+            capturable=captured,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             fused=True,
@@ -65,9 +81,19 @@ class Optimizer:
         limit = self._settings.clip_norm
         return nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
 
+    def rate(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 0."""
+        return learning_rate(step, self._settings, steps=self._steps)
+
+    def update_on_device(self, index: Tensor) -> None:
+        """As `update`, of the step that `index` (1,) int64 on the GPU says; waits for nothing."""
+        assert self._rate is not None, "made with captured=True"
+        self._rate.copy_(self._rates.index_select(0, index)[0])
+        self._adamw.step()
+
     def update(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 0) and return its learning rate."""
-        rate = learning_rate(step, self._settings, steps=self._steps)
+        rate = self.rate(step)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
@@ -103,3 +129,5 @@ class Optimizer:
             raise KeyError("optimizer state of some parameters")
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
+        if self._rate is not None:  # loading makes a copy of it
+            self._adamw.param_groups[0]["lr"] = self._rate

@@ -112,6 +112,12 @@ class LoaderSettings(Section):
     """Subtract the dataset's mean from the observations and divide by its deviation."""
     mode: Literal["read", "mmap"] = "read"
     """Keep the columns in memory, or map the files."""
+    engine: Literal["auto", "on", "off"] = "auto"
+    """On CUDA: select and gather on the GPU; auto: where that is possible."""
+    placement: Literal["auto", "hbm", "host"] = "auto"
+    """For the engine: rows in GPU memory, in pinned host memory, or the hottest in the former."""
+    hbm_budget: Positive | None = None
+    """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
 
 
 class SelectionSettings(Section):
@@ -170,6 +176,10 @@ class TrainSettings(Section):
     """auto: CUDA where there is one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """On CUDA: the whole step as one CUDA graph; auto: where that is possible."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """With the graph: torch.compile; auto: for runs of 20,000 steps or more."""
     threads: Positive | None = None
     """CPU threads of torch; null: torch decides."""
     log_every: Annotated[int, Field(ge=1, le=1_000_000)] = 100

@@ -22,9 +22,10 @@ Shape legend: N steps, E episodes, W elements of a row, M margin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal
 
@@ -40,7 +41,6 @@ from gear_offline.fields import (
     Array,
     Field,
     TableSource,
-    convert,
     returns_field,
     standard_fields,
     to_float32,
@@ -52,7 +52,9 @@ Mode = Literal["read", "mmap"]
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
-CHUNK_BYTES = 64 << 20  # how much of a column is read at a time
+CHUNK_BYTES = 64 << 20  # how much of the rewards is read at a time
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +131,37 @@ class Table:
         return sum(piece.nbytes for store in self.stores for piece in store.pieces)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StorePlan:
+    """What a store in memory will hold, before there is memory for it.
+
+    Attributes
+    ----------
+    fields
+        By column of the source; ``None`` stands for the returns-to-go.
+    width, dtype
+        Elements of a row, and their kind.
+    packed
+        Whether the values become the batch's float32; otherwise the column stays as it is.
+    """
+
+    fields: Mapping[str | None, Field]
+    width: int
+    dtype: np.dtype[Any]
+    packed: bool
+
+
+def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return zeros in memory of this process that shares no page with anything else.
+
+    So each can be page-locked by itself.
+    """
+    nbytes, page = prod(shape) * dtype.itemsize, mmap.PAGESIZE
+    spare = np.zeros(nbytes + 2 * page, dtype=np.uint8)
+    begin = -spare.ctypes.data % page
+    return spare[begin : begin + nbytes].view(dtype).reshape(shape)
+
+
 def build_table(
     source: TableSource,
     *,
@@ -139,13 +172,18 @@ def build_table(
     layout: Layout = "auto",
     mode: Mode = "read",
     extra_columns: Sequence[str] = (),
+    allocate: Allocate = private_rows,
+    fill: bool = True,
+    verify: bool | None = None,
+    threads: int | None = None,
 ) -> Table:
     """Read (or map) the columns of `source` and derive the returns-to-go.
 
     Memory, exactly: with ``layout="records"`` the packed fields cost ``ceil16(4 * (S + A + 2))``
     bytes a step; with ``"columns"`` 4 bytes an element; fields that stand alone and extra columns
     keep their source dtype; each store has ``2 * context_length`` more rows.  With ``mode="mmap"``
-    only the returns-to-go (4 bytes a step) are in memory.
+    only the returns-to-go (4 bytes a step) are in memory.  While reading, each thread has about
+    two megabytes more, or the rewards of the longest episode.
 
     Parameters
     ----------
@@ -166,14 +204,26 @@ def build_table(
         files and casts when gathering.
     extra_columns
         Further columns, kept in their source dtype bit for bit.
+    allocate
+        Gives zeroed, C-contiguous memory of a shape and dtype for each store, in their order; such
+        as `gear_offline.host_memory.HostBlock.allocate`.
+    fill
+        ``False`` takes the rows as they are: another process has filled the same memory.
+    verify
+        Compare the digest of every block on the way; ``None`` does if `source` was opened verified.
+    threads
+        That read at once, by default one per core up to 16.
 
     Raises
     ------
     InputError
         ``COLUMN_MISSING``, ``COLUMN_KIND`` (a column that cannot be that field),
         ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``CAST_OVERFLOW``
-        (a value too large for float32), ``LAYOUT`` (records of mapped files).
+        (a value too large for float32), ``LAYOUT`` (records of mapped files), and what reading
+        raises: ``SHARD_DIGEST``, ``DATASET_CHANGED``, ``FILE_*``.
     """
+    from gear_offline.table_filling import fill_stores
+
     if layout == "records" and mode == "mmap":
         raise InputError(
             "LAYOUT",
@@ -182,6 +232,44 @@ def build_table(
         )
     if layout == "auto":
         layout = "records" if mode == "read" else "columns"
+    plans = plan_stores(
+        source, layout=layout, normalize_states=normalize_states, extra_columns=extra_columns
+    )
+    if mode == "mmap":
+        stores = _mapped_stores(source, plans)
+        returns = returns_to_go(source, gamma=gamma, scale=returns_scale)
+        rows = allocate((len(returns) + 2 * context_length, 1), returns.dtype)
+        rows[context_length : context_length + len(returns)] = returns
+        stores.insert(3, Store(fields=(returns_field(),), rows=rows))
+    else:
+        count = source.episodes.steps + 2 * context_length
+        stores = [
+            Store(fields=_placed(plan), rows=allocate((count, plan.width), plan.dtype))
+            for plan in plans
+        ]
+        if fill:
+            fill_stores(
+                source,
+                list(zip(plans, stores, strict=True)),
+                margin=context_length,
+                gamma=gamma,
+                returns_scale=returns_scale,
+                check=source.verified if verify is None else verify,
+                threads=threads,
+            )
+    return Table(
+        episodes=source.episodes, stores=tuple(stores), margin=context_length, layout=layout
+    )
+
+
+def plan_stores(
+    source: TableSource,
+    *,
+    layout: Literal["records", "columns"],
+    normalize_states: bool = False,
+    extra_columns: Sequence[str] = (),
+) -> list[StorePlan]:
+    """Return the stores of a table in memory, in their order; `build_table` states the errors."""
     fields = standard_fields(source, normalize_states=normalize_states)
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
@@ -190,20 +278,58 @@ def build_table(
             f"extra columns {list(extra_columns)} repeat a column or a standard field",
             remedy="name each further column once; observations, actions, rewards are always there",
         )
-    builder = _Builder(source, context_length)
-    returns = returns_to_go(source, gamma=gamma, scale=returns_scale)
-    if mode == "mmap":
-        stores = [builder.mapped(column, field) for column, field in fields.items()]
-        stores.append(builder.owned({None: returns_field()}, returns))
-    else:
-        stores = builder.standard(fields, returns, together=layout == "records")
+    packed: dict[str | None, Field] = {
+        c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
+    }
+    packed[None] = returns_field()
+    groups = [packed] if layout == "records" else [{c: field} for c, field in packed.items()]
+    plans = [_packed_plan(group) for group in groups]
+    alone = {column: field for column, field in fields.items() if column not in packed}
     for column in extra_columns:
         spec = source.spec[column]
-        field = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
-        stores.append((builder.mapped if mode == "mmap" else builder.alone)(column, field))
-    return Table(
-        episodes=source.episodes, stores=tuple(stores), margin=context_length, layout=layout
-    )
+        alone[column] = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
+    for column, field in alone.items():
+        spec = source.spec[column]
+        plans.append(
+            StorePlan(
+                fields={column: field}, width=prod(spec.shape), dtype=spec.dtype, packed=False
+            )
+        )
+    return plans
+
+
+def _packed_plan(group: Mapping[str | None, Field]) -> StorePlan:
+    """Return one float32 store of several fields side by side."""
+    placed: dict[str | None, Field] = {}
+    width = 0
+    for column, field in group.items():
+        placed[column] = replace(field, offset=width)
+        width += field.width
+    if len(group) > 1:
+        unit = RECORD_ALIGNMENT_BYTES // 4
+        width = -(-width // unit) * unit
+    return StorePlan(fields=placed, width=width, dtype=np.dtype(np.float32), packed=True)
+
+
+def _placed(plan: StorePlan) -> tuple[Field, ...]:
+    """Return a store's fields: packed rows hold final values, which are not normalised again."""
+    if not plan.packed:
+        return tuple(plan.fields.values())
+    return tuple(replace(field, mean=None, divisor=None) for field in plan.fields.values())
+
+
+def _mapped_stores(source: TableSource, plans: Sequence[StorePlan]) -> list[Store]:
+    """Return a store over the mapped shards of each column, in the order of batches."""
+    fields = {c: f for plan in plans for c, f in plan.fields.items() if c is not None}
+    standard = [STATES, ACTIONS, REWARDS]
+    stores = []
+    for column in [*standard, *(c for c in fields if c not in standard)]:
+        arrays = source.column(column, mode="mmap")
+        pieces = tuple(np.asarray(array).reshape(len(array), -1) for array in arrays)
+        lengths = np.array([0, *(len(piece) for piece in pieces[:-1])], dtype=np.int64)
+        field = replace(fields[column], offset=0)
+        stores.append(Store(fields=(field,), pieces=pieces, firsts=np.cumsum(lengths)))
+    return stores
 
 
 def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDArray[np.float32]:
@@ -211,23 +337,35 @@ def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDA
     offsets = source.episodes.offsets.tolist()
     out = np.empty((source.episodes.steps, 1), dtype=np.float32)
     itemsize = source.spec[REWARDS].step_bytes
-    for first, last in _whole_episodes(offsets, max(CHUNK_BYTES // itemsize, 1)):
+    for first, last in whole_episodes(offsets, max(CHUNK_BYTES // itemsize, 1)):
         base = offsets[first]
         rewards = source.read(REWARDS, base, offsets[last], check=source.verified)
-        rewards = rewards.astype(np.float64).reshape(-1)
-        finite = bool(np.isfinite(rewards).all())
-        for start, stop in zip(offsets[first:last], offsets[first + 1 : last + 1], strict=True):
-            back = rewards[start - base : stop - base][::-1]  # a view: overwritten from the end
-            if gamma == 1.0:
-                with np.errstate(over="ignore"):
-                    np.cumsum(back, out=back)
-            else:
-                back[:] = list(accumulate(back.tolist(), lambda rest, r: r + gamma * rest))
-        out[base : offsets[last], 0] = to_float32(rewards / scale, REWARDS, base, finite=finite)
+        found = sum_returns(rewards, offsets[first : last + 1], gamma=gamma, scale=scale)
+        out[base : offsets[last], 0] = found
     return out
 
 
-def _whole_episodes(offsets: list[int], steps: int) -> Iterator[tuple[int, int]]:
+def sum_returns(
+    rewards: Array, offsets: Sequence[int], *, gamma: float, scale: float
+) -> npt.NDArray[np.float32]:
+    """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
+
+    Summed from each episode's end in float64, rounded once.
+    """
+    base = offsets[0]
+    wide = rewards.astype(np.float64).reshape(-1)
+    finite = bool(np.isfinite(wide).all())
+    with np.errstate(over="ignore"):
+        for start, stop in pairwise(offsets):
+            back = wide[start - base : stop - base][::-1]  # a view: overwritten from the end
+            if gamma == 1.0:
+                np.add.accumulate(back, out=back)
+            else:
+                back[:] = list(accumulate(back.tolist(), lambda rest, r: r + gamma * rest))
+    return to_float32(wide / scale, REWARDS, base, finite=finite)
+
+
+def whole_episodes(offsets: Sequence[int], steps: int) -> Iterator[tuple[int, int]]:
     """Yield runs of episodes ``[first, last)`` of about `steps` steps, at least one episode."""
     first = 0
     for last in range(1, len(offsets)):
@@ -238,79 +376,3 @@ def _whole_episodes(offsets: list[int], steps: int) -> Iterator[tuple[int, int]]
 
 def _is_packed(spec: ColumnSpec, field: Field) -> bool:
     return len(spec.shape) <= 1 and field.dtype == np.float32 and 4 * field.width <= PACKED_BYTES
-
-
-@dataclass(frozen=True)
-class _Builder:
-    """Makes stores of one source; rows are read in chunks, so only the result is held."""
-
-    source: TableSource
-    margin: int
-
-    def _chunks(self, column: str) -> Iterator[tuple[int, Array]]:
-        spec, total = self.source.spec[column], self.source.episodes.steps
-        rows = max(CHUNK_BYTES // spec.step_bytes, 1)
-        for start in range(0, total, rows):
-            stop = min(start + rows, total)
-            yield start, self.source.read(column, start, stop, check=self.source.verified)
-
-    def _zeros(self, width: int, dtype: np.dtype[Any]) -> Array:
-        """Return (M + N + M, width) zeros whose rows are aligned to their own size."""
-        count = self.source.episodes.steps + 2 * self.margin
-        spare = np.zeros(count * width * dtype.itemsize + 64, dtype=np.uint8)
-        begin = -spare.ctypes.data % 64
-        used = spare[begin : begin + count * width * dtype.itemsize]
-        return used.view(dtype).reshape(count, width)
-
-    def standard(
-        self, fields: Mapping[str, Field], returns: Array, *, together: bool
-    ) -> list[Store]:
-        """Return the stores of the fields that every batch has; `together` makes records."""
-        packed: dict[str | None, Field] = {
-            c: f for c, f in fields.items() if _is_packed(self.source.spec[c], f)
-        }
-        packed[None] = returns_field()
-        groups = [packed] if together else [{column: field} for column, field in packed.items()]
-        stores = [self.owned(group, returns) for group in groups]
-        return stores + [self.alone(c, f) for c, f in fields.items() if c not in packed]
-
-    def owned(self, group: Mapping[str | None, Field], returns: Array) -> Store:
-        """Return one float32 store of several fields; column ``None`` is the returns-to-go."""
-        placed: dict[str | None, Field] = {}
-        width = 0
-        for column, field in group.items():
-            placed[column] = replace(field, offset=width, mean=None, divisor=None)
-            width += field.width
-        if len(group) > 1:
-            unit = RECORD_ALIGNMENT_BYTES // 4
-            width = -(-width // unit) * unit
-        rows = self._zeros(width, np.dtype(np.float32))
-        steps = rows[self.margin : self.margin + self.source.episodes.steps]
-        for column, field in group.items():
-            place = slice(placed[column].offset, placed[column].offset + field.width)
-            if column is None:
-                steps[:, place] = returns
-                continue
-            for start, values in self._chunks(column):
-                values = values.reshape(len(values), *field.shape)
-                if field.mean is None:
-                    values = to_float32(values, column, start)
-                final = convert(values, field).reshape(len(values), -1)
-                steps[start : start + len(values), place] = final
-        return Store(fields=tuple(placed.values()), rows=rows)
-
-    def alone(self, column: str, field: Field) -> Store:
-        """Return a store of one column in its source dtype."""
-        spec = self.source.spec[column]
-        rows = self._zeros(prod(spec.shape), spec.dtype)
-        for start, values in self._chunks(column):
-            at = self.margin + start
-            rows[at : at + len(values)] = values.reshape(len(values), -1)
-        return Store(fields=(field,), rows=rows)
-
-    def mapped(self, column: str, field: Field) -> Store:
-        """Return a store over the mapped shards of one column."""
-        arrays = self.source.column(column, mode="mmap")
-        pieces = tuple(np.asarray(array).reshape(len(array), -1) for array in arrays)
-        lengths = np.array([0, *(len(piece) for piece in pieces[:-1])], dtype=np.int64)
-        return Store(fields=(field,), pieces=pieces, firsts=np.cumsum(lengths))

@@ -197,7 +197,8 @@ class _Run:
         parameters = sum(p.numel() for p in learner.model.parameters())
         say(
             f"{self.recipe.name}: {spec.episodes:,} episodes, {spec.steps:,} steps of data; "
-            f"{parameters:,} parameters on {learner.device}, {learner.precision_reason}; "
+            f"{parameters:,} parameters on {learner.device}, {learner.precision_reason}"
+            f"{learner.step_kind}; "
             f"run directory {self.directory.path}",
             quiet=self.quiet,
         )

@@ -61,7 +61,7 @@ def shard_file(directory: int, shard: ShardRecord, path: Path) -> Iterator[int]:
         os.close(handle)
 
 
-def _damaged(path: Path, shard: ShardRecord, what: str) -> InputError:
+def damaged(path: Path, shard: ShardRecord, what: str) -> InputError:
     return InputError(
         "SHARD_DIGEST",
         "data do not match their digest",
@@ -82,7 +82,7 @@ def check_header(handle: int, manifest: Manifest, shard: ShardRecord, path: Path
     where = str(path / shard.name)
     read_into(handle, memoryview(raw), 0, where=where)
     if digest(raw) != shard.header_digest:
-        raise _damaged(path, shard, "header")
+        raise damaged(path, shard, "header")
     if parse_header(bytes(raw), file_bytes=shard.bytes, where=where) != manifest.tensors(shard):
         raise InputError(
             "SHARD_HEADER",
@@ -131,7 +131,7 @@ def read_checked(
                 if first < last:
                     target[first - start : last - start] = piece[first - begin : last - begin]
         if found.hexdigest() != shard.digests[tensor.name][index]:
-            raise _damaged(path, shard, f"tensor {tensor.name}, block {index}")
+            raise damaged(path, shard, f"tensor {tensor.name}, block {index}")
 
 
 class _Checker:
@@ -160,7 +160,7 @@ class _Checker:
                         return blocks
                     found = self._digest(handle, shard, start, stop)
                     if found != shard.digests[tensor.name][index]:
-                        raise _damaged(self._path, shard, f"tensor {tensor.name}, block {index}")
+                        raise damaged(self._path, shard, f"tensor {tensor.name}, block {index}")
                     blocks += 1
                     self._on_progress(stop - start)
         return blocks

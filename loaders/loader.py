@@ -10,26 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.fields import EXTRA
+from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.device_batches import DeviceBatches, split
+from gear_offline.placement import Placement
+from gear_offline.progress import say
 from gear_offline.selection import Segments, Selection, check_range, make_selection
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode, build_table
 
+if TYPE_CHECKING:
+    from gear_offline.kernels.engine import DeviceEngine
+
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-# Fields of a `Batch` in its order: from the table, then from the windows.
-_FIELDS = ("states", "actions", "rewards", "returns_to_go")
-_NAMED = ("timesteps", "attention_mask", "segments")
+Engine = Literal["auto", "on", "off"]
 
 
 class Gather(Protocol):
@@ -59,21 +62,28 @@ class GearLoader(Iterator[Batch]):
     seed
         In ``[0, 2**64)``.
     device
-        ``"auto"`` (CUDA if there is one), or a torch device.  For CUDA the batch is gathered into
-        page-locked memory and copied on the current stream.
+        ``"auto"`` (CUDA if there is one), or a torch device.
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, layout, mode, extra_columns
         As `gear_offline.table.build_table`.
     start_step
         Step of the first batch.
+    engine
+        For CUDA.  ``"on"``: segments are selected and gathered by the GPU, from wherever
+        `placement` puts the rows.  ``"off"``: they are gathered by the CPU into page-locked memory
+        and copied on the current stream.  ``"auto"``: on where that is possible, else off, and a
+        line on stderr says why.  The batches are the same bits.
+    placement, hbm_budget
+        As `gear_offline.placement.place_table`, for the engine.
 
     Raises
     ------
     InputError
         ``LOADER_OPTION``; ``SELECTION_*`` and what `build_table` and `open_dataset` raise.
     UnavailableError
-        ``DEVICE`` if a CUDA device is asked for and there is none.
+        ``DEVICE`` if a CUDA device is asked for and there is none; what
+        `gear_offline.kernels.engine.DeviceEngine` raises with ``engine="on"``.
     """
 
     def __init__(
@@ -93,6 +103,9 @@ class GearLoader(Iterator[Batch]):
         mode: Mode = "read",
         extra_columns: Sequence[str] = (),
         start_step: int = 0,
+        engine: Engine = "auto",
+        placement: Placement = "auto",
+        hbm_budget: int | None = None,
     ) -> None:
         _check_options(
             batch_size=batch_size,
@@ -102,6 +115,7 @@ class GearLoader(Iterator[Batch]):
             returns_scale=returns_scale,
             layout=layout,
             mode=mode,
+            engine=engine,
         )
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
@@ -122,10 +136,6 @@ class GearLoader(Iterator[Batch]):
             extra_columns=extra_columns,
             **law,
         )
-        pin = self.device.type == "cuda"
-        self.gather: Gather = CpuGather(
-            self.table, context_length=context_length, padding=padding, pin=pin
-        )
         self.batch_size = batch_size
         self.context_length = context_length
         self.padding: Padding = padding
@@ -133,6 +143,12 @@ class GearLoader(Iterator[Batch]):
         self.extra_columns = tuple(extra_columns)
         self._law = law
         self._moves = self.device.type != "cpu"
+        self.engine: DeviceEngine | None = None
+        if self.device.type == "cuda" and engine != "off":
+            self.engine = self._make_engine(engine, placement, hbm_budget)
+        self.gather: Gather = CpuGather(
+            self.table, context_length=context_length, padding=padding, pin=self._moves
+        )
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -160,6 +176,11 @@ class GearLoader(Iterator[Batch]):
         self._step += 1
         return batch
 
+    def skip(self, steps: int = 1) -> None:
+        """Advance the position without making batches."""
+        self._step += steps
+        self._ready = []
+
     def batch_at(self, step: int) -> Batch:
         """Return the batch of any step; the position stays."""
         return self._batches(step, 1)[0]
@@ -167,6 +188,24 @@ class GearLoader(Iterator[Batch]):
     def segments_at(self, step: int) -> Segments:
         """Return the segments of any step, (B,), with the probability of each."""
         return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
+
+    def device_batches(self) -> DeviceBatches:
+        """Return a batch in GPU memory that is filled in place, for CUDA graphs.
+
+        It begins at `step`; its position is its own.
+
+        Raises
+        ------
+        UnavailableError
+            ``ENGINE_OFF`` unless the loader has a GPU engine.
+        """
+        if self.engine is None:
+            raise UnavailableError(
+                "ENGINE_OFF",
+                "this loader does not gather on the GPU",
+                remedy="use device='cuda' and engine='on', which says what is missing",
+            )
+        return DeviceBatches(self.engine.static(), padding=self.padding, step=self._step)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate over plain dictionaries of model inputs, for a Hugging Face ``Trainer``.
@@ -235,22 +274,41 @@ class GearLoader(Iterator[Batch]):
 
     def _batches(self, first_step: int, steps: int) -> list[Batch]:
         """Select, gather and move the batches of `steps` consecutive steps."""
+        if self.engine is not None:
+            return split(self.engine.fill(first_step=first_step, steps=steps), self.padding)
         segments = self.selection.select_many(
             seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
         )
         windows = self.gather.fill(segments)
         if self._moves:
             windows = windows.to(self.device, non_blocking=True)
-        fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
-        extras = [
-            {name: fields[EXTRA + name][i] for name in self.extra_columns} for i in range(steps)
-        ]
-        fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
-        rows = zip(*(fields[name] for name in (*_FIELDS, *_NAMED)), strict=True)
-        return [
-            Batch(*row, padding=self.padding, extras=further)
-            for row, further in zip(rows, extras, strict=True)
-        ]
+        return split(windows, self.padding)
+
+    def _make_engine(
+        self, engine: Engine, placement: Placement, hbm_budget: int | None
+    ) -> DeviceEngine | None:
+        """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
+        from gear_offline.kernels.engine import DeviceEngine
+        from gear_offline.placement import place_table
+
+        try:
+            placed = place_table(
+                self.table, device=self.device, placement=placement, hbm_budget=hbm_budget
+            )
+            made = DeviceEngine(
+                placed,
+                self.selection,
+                seed=self.seed,
+                batch_size=self.batch_size,
+                context_length=self.context_length,
+                padding=self.padding,
+            )
+        except GearError as error:
+            if engine == "on" or placement != "auto":
+                raise
+            say(f"engine auto: batches are gathered by the CPU: {error}")
+            return None
+        return made
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -287,6 +345,7 @@ def _check_options(
     returns_scale: float,
     layout: str,
     mode: str,
+    engine: str,
 ) -> None:
     if type(batch_size) is not int or batch_size < 1:
         raise _bad_option("batch_size", batch_size, "an integer of at least 1")
@@ -302,6 +361,8 @@ def _check_options(
         raise _bad_option("layout", layout, "'auto', 'records' or 'columns'")
     if mode not in ("read", "mmap"):
         raise _bad_option("mode", mode, "'read' or 'mmap'")
+    if engine not in ("auto", "on", "off"):
+        raise _bad_option("engine", engine, "'auto', 'on' or 'off'")
 
 
 def _bad_option(name: str, value: object, allowed: str) -> InputError:

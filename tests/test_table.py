@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gear_offline import table as module
+from gear_offline import table_filling
 from gear_offline.errors import InputError
 from gear_offline.fields import standard_fields
 from gear_offline.table import build_table, returns_to_go
@@ -134,7 +135,7 @@ def test_returns_to_go_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatc
 def test_columns_are_read_in_chunks_with_their_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     source = MemoryTable(columns(), LENGTHS)
     whole = build_table(source, context_length=3)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(table_filling, "PIECE_BYTES", 100)
     parts = build_table(source, context_length=3)
     for one, other in zip(whole.stores, parts.stores, strict=True):
         assert one.rows is not None and other.rows is not None

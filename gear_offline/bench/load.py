@@ -1,0 +1,126 @@
+"""Shards into the host tier, against the same threads reading the same bytes into such memory.
+
+The peer opens the shards and reads the bytes of the same columns, a megabyte at a time, into a
+fresh block of shared memory: no digest, no cast, no records, no returns-to-go.  Both touch the
+pages of their block first.  Rounds take turns, the first one warms the page cache, so this
+measures the processor and the memory, not the disk.  Figures are medians over rounds; the ratio is
+the median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from gear_offline.bench.convert import make_file
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.fields import ACTIONS, REWARDS, STATES
+from gear_offline.host_memory import HostBlock
+from gear_offline.host_table import host_table
+from gear_offline.shards import read_into
+from gear_offline.table_filling import MAX_THREADS
+
+STEPS, QUICK_STEPS = 40_000_000, 1_000_000
+SHARD_BYTES, QUICK_SHARD_BYTES = 64 << 20, 8 << 20
+PIECE_BYTES = 1 << 20
+COLUMNS = (STATES, ACTIONS, REWARDS)
+
+
+def read_raw(dataset: Dataset, threads: int) -> HostBlock:
+    """Read the bytes of the columns into a block, a shard a thread: the peer."""
+    spans = []
+    for shard in dataset.manifest.shards:
+        for tensor in dataset.manifest.tensors(shard):
+            if tensor.name in COLUMNS:
+                spans.append((shard.name, shard.header_bytes + tensor.start, tensor.bytes))
+    block = HostBlock.create(sum(size for *_, size in spans))
+    target = block.allocate((block.nbytes,), np.dtype(np.uint8))
+    places = np.cumsum([0, *(size for *_, size in spans)]).tolist()
+
+    def read(number: int) -> None:
+        name, begin, size = spans[number]
+        handle = os.open(dataset.path / name, os.O_RDONLY)
+        try:
+            for at in range(0, size, PIECE_BYTES):
+                piece = target[places[number] + at :][: min(PIECE_BYTES, size - at)]
+                read_into(handle, piece.data, begin + at, where=name)
+        finally:
+            os.close(handle)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(len(spans))))
+    return block
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    held = call()
+    taken = time.perf_counter() - started
+    del held  # giving the memory back is not measured
+    return taken
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure with one thread and with one per core.  Needs 8.5 GB of disk, 3 GB of memory."""
+    cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    rounds = 2 if quick else 5
+    results = []
+    with tempfile.TemporaryDirectory(prefix="gear-bench-") as name:
+        source, target = Path(name, "source.hdf5"), Path(name, "dataset")
+        make_file(source, QUICK_STEPS if quick else STEPS, {})
+        shard_bytes = QUICK_SHARD_BYTES if quick else SHARD_BYTES
+        convert(source, target, shard_bytes=shard_bytes, workers=min(cores, 8), quiet=True)
+        source.unlink()
+        dataset = open_dataset(target, verify=False)
+        read_bytes = sum(dataset.spec[c].step_bytes for c in COLUMNS) * dataset.spec.steps
+        for threads in sorted({1, cores}):
+            calls: dict[str, Callable[[], object]] = {
+                "raw": lambda n=threads: read_raw(dataset, n),  # type: ignore[misc]
+                "load": lambda n=threads: host_table(  # type: ignore[misc]
+                    dataset, context_length=20, verify=True, threads=n
+                ),
+                "load, no digests": lambda n=threads: host_table(  # type: ignore[misc]
+                    dataset, context_length=20, verify=False, threads=n
+                ),
+            }
+            found: dict[str, list[float]] = {key: [] for key in calls}
+            for number in range(rounds + 1):
+                for key, call in calls.items():
+                    taken = _seconds(call)
+                    if number:
+                        found[key].append(taken)
+            results.append(_result(threads, read_bytes, found))
+    return {"steps": dataset.spec.steps, "shards": len(dataset.manifest.shards), "results": results}
+
+
+def _result(threads: int, read_bytes: int, found: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = [raw / ours for raw, ours in zip(found["raw"], found["load"], strict=True)]
+    return {
+        "threads": threads,
+        "read_bytes": read_bytes,
+        "seconds": found,
+        "gigabytes_per_second": {k: read_bytes / median(v) / 1e9 for k, v in found.items()},
+        "ratio": median(ratios),
+    }
+
+
+def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return a header row and one row per number of threads: GB/s read, and the ratio."""
+    rows: list[tuple[str, ...]] = [
+        ("threads", "GB", "read only, GB/s", "load, GB/s", "without digests, GB/s", "ratio")
+    ]
+    for result in document["results"]:
+        speed = result["gigabytes_per_second"]
+        cells = [f"{speed[name]:.2f}" for name in ("raw", "load", "load, no digests")]
+        size = f"{result['read_bytes'] / 1e9:.2f}"
+        rows.append((str(result["threads"]), size, *cells, f"{result['ratio']:.2f}"))
+    return rows

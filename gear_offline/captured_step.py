@@ -1,0 +1,157 @@
+"""A whole training step as one CUDA graph: select, gather, forward, backward, clip, AdamW.
+
+The host launches one graph a step and computes nothing: the step number, the learning rate and
+the row of the metrics are read and advanced on the GPU.
+
+Shape legend: n rows of the window of losses and gradient norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from gear_offline.loaders.batch import Batch
+    from gear_offline.loaders.device_batches import DeviceBatches
+
+WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
+TIMED_FILLS = 50
+
+
+class CapturedStep:
+    """One optimiser step, captured once and replayed.
+
+    Building it runs `WARM_UPS` steps; weights, moments, random numbers and the batches' position
+    are put back afterwards, so that nothing of them stays.
+
+    Parameters
+    ----------
+    model
+        In training mode, on the batches' device.
+    optimizer
+        Made with ``captured=True``.
+    batches
+        Made for the step to come.
+    window
+        (n, 2) float32 on the device: loss and gradient norm of each step since the last report.
+    step
+        The step to come.
+    filled
+        Rows of the window that are in use.
+    precision
+        Autocast type, ``None`` for float32.
+    compiled
+        Compile forward and loss.
+
+    Attributes
+    ----------
+    fill_seconds
+        GPU seconds of making one batch; that part of a step waits for data.
+    """
+
+    def __init__(
+        self,
+        model: DecisionTransformer,
+        optimizer: Optimizer,
+        batches: DeviceBatches,
+        window: Tensor,
+        *,
+        step: int,
+        filled: int,
+        precision: torch.dtype | None,
+        compiled: bool,
+    ) -> None:
+        self._model, self._optimizer, self._batches = model, optimizer, batches
+        self._window, self._precision = window, precision
+        self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
+        self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
+        self._loss: Callable[[Batch], Tensor] = model.loss
+        if compiled:
+            self._loss = torch.compile(model.loss, dynamic=False)
+        self._graph = torch.cuda.CUDAGraph()
+        self.fill_seconds = self._time_fill(step)
+        self._warm_up(step, filled)
+        optimizer.zero_gradients()
+        with torch.cuda.graph(self._graph):
+            self._run()
+        self._put_back(step, filled)
+
+    def replay(self) -> None:
+        """Do the next step; returns at once."""
+        self._graph.replay()
+
+    def begin_window(self) -> None:
+        """Write the next step's loss and norm to row 0 again."""
+        self._row.zero_()
+
+    def _run(self) -> None:
+        self._batches.enqueue()
+        with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
+            loss = self._loss(self._batches.batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = self._optimizer.clip()
+        self._optimizer.update_on_device(self._index)
+        self._window.index_copy_(0, self._row, torch.stack([loss.detach(), norm])[None])
+        self._row += 1
+        self._index += 1
+
+    def _time_fill(self, step: int) -> float:
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        graph = torch.cuda.CUDAGraph()
+        self._batches.enqueue()
+        with torch.cuda.graph(graph):
+            for _ in range(TIMED_FILLS):
+                self._batches.enqueue()
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        self._batches.set_step(step)
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3 / TIMED_FILLS
+
+    def _warm_up(self, step: int, filled: int) -> None:
+        """Run some steps on another stream, as capturing asks for, and undo what they did."""
+        saved: list[tuple[Tensor, Tensor]] = [
+            (tensor, tensor.clone())
+            for tensor in (*self._model.state_dict().values(), self._window)
+        ]
+        moments = self._optimizer.state()
+        saved_moments = {name: tensor.clone() for name, tensor in moments.items()}
+        random: Any = torch.cuda.get_rng_state(self._window.device)
+        cpu_random = torch.get_rng_state()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._optimizer.zero_gradients()
+                self._row.fill_(0)
+                self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.no_grad():
+            for tensor, before in saved:
+                tensor.copy_(before)
+            for name, tensor in self._optimizer.state().items():
+                if name in saved_moments:
+                    tensor.copy_(saved_moments[name])
+                else:
+                    tensor.zero_()  # a fresh optimiser begins with zeros
+        torch.cuda.set_rng_state(random, self._window.device)
+        torch.set_rng_state(cpu_random)
+        self._put_back(step, filled)
+
+    def _put_back(self, step: int, filled: int) -> None:
+        self._row.fill_(filled)
+        self._index.fill_(step)
+        self._batches.set_step(step)

@@ -1,0 +1,302 @@
+"""One block of memory for a dataset on a node, shared by the node's processes.
+
+The block is an anonymous file (``memfd_create``): it has no name in any file system, only
+processes of the same user can reach it (mode 0600), its size is sealed, and the kernel frees it
+when the last process that holds it is gone, ``kill -9`` included.
+
+    rank 0:   block = HostBlock.create(nbytes); handle = block.handle()   # JSON-able
+    others:   block = HostBlock.attach(handle)                            # the same pages
+
+Where processes do not see each other's ``/proc`` (containers), send `fileno()` over a Unix socket
+with ``socket.send_fds`` and use `HostBlock.from_descriptor`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.pinning import format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
+MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in, with an error where there is no memory
+MAX_THREADS = 16
+POPULATE_BYTES = 64 << 20  # one thread's share at a time
+
+Array = npt.NDArray[Any]
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostHandle:
+    """What another process of the node needs to attach; plain numbers.
+
+    Attributes
+    ----------
+    process, descriptor
+        Who holds the block open, and as what.
+    nbytes
+        Size.
+    device, inode
+        The file's identity, so that a number that was used again is noticed.
+    """
+
+    process: int
+    descriptor: int
+    nbytes: int
+    device: int
+    inode: int
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, int]) -> Self:
+        return cls(**value)
+
+
+class HostBlock:
+    """Shared memory with an allocator: arrays begin at pages of their own.
+
+    Arrays keep the memory alive; closing the block only stops handing out more of it and lets
+    other processes no longer attach through this one.
+
+    Attributes
+    ----------
+    nbytes
+        Size, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Take over an open descriptor; use `create`, `attach` or `from_descriptor`."""
+        self.nbytes = nbytes
+        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._descriptor = descriptor
+        self._used = 0
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
+        """Make a block of at least `nbytes` zeros; pages take memory when they are touched.
+
+        Raises
+        ------
+        GearError
+            ``HOST_MEMORY`` if the machine, or this container, has less memory available.
+        UnavailableError
+            ``HOST_SHARED`` if the system has no anonymous files.
+        """
+        nbytes = max(pages(nbytes), PAGE_BYTES)
+        check_available(nbytes)
+        try:
+            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError) as error:
+            raise UnavailableError(
+                "HOST_SHARED",
+                f"no shared memory: memfd_create failed ({error})",
+                remedy="use Linux 3.17 or newer, and a container that allows memfd_create",
+            ) from error
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, nbytes)
+            # Nobody can make it shorter: reading it never ends in SIGBUS.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            return cls(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def attach(cls, handle: HostHandle) -> Self:
+        """Map the block of another process of this user on this node.
+
+        Raises
+        ------
+        GearError
+            ``HOST_ATTACH`` if the process is gone, or is not visible from here.
+        """
+        path = f"/proc/{handle.process}/fd/{handle.descriptor}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _not_attached(handle, str(error.strerror)) from error
+        found = os.fstat(descriptor)
+        if (found.st_dev, found.st_ino) != (handle.device, handle.inode):
+            os.close(descriptor)
+            raise _not_attached(handle, "its descriptor is another file now")
+        return cls.from_descriptor(descriptor)
+
+    @classmethod
+    def from_descriptor(cls, descriptor: int) -> Self:
+        """Map a block whose descriptor came over a Unix socket or a fork; takes it over.
+
+        Raises
+        ------
+        InputError
+            ``HOST_ATTACH`` if it is not a sealed anonymous file.
+        """
+        wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
+        if seals & wanted != wanted:
+            os.close(descriptor)
+            raise InputError(
+                "HOST_ATTACH",
+                "the descriptor is not a block of shared memory of gear-offline",
+                remedy="pass what HostBlock.fileno() or handle() gave",
+            )
+        return cls(descriptor, os.fstat(descriptor).st_size)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for ``socket.send_fds``."""
+        return self._descriptor
+
+    def handle(self) -> HostHandle:
+        """Return what `attach` takes in another process, as long as this one holds the block."""
+        found = os.fstat(self._descriptor)
+        return HostHandle(
+            process=os.getpid(),
+            descriptor=self._descriptor,
+            nbytes=self.nbytes,
+            device=found.st_dev,
+            inode=found.st_ino,
+        )
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the next array, at a page of its own; the same calls give the same places.
+
+        Raises
+        ------
+        GearError
+            ``HOST_MEMORY`` if the block is used up.
+        """
+        nbytes = prod(shape) * dtype.itemsize
+        begin, end = self._used, self._used + pages(nbytes)
+        if end > self.nbytes:
+            raise GearError(
+                "HOST_MEMORY",
+                f"the block of {format_bytes(self.nbytes)} is used up",
+                remedy="create it with the sum of the page-aligned sizes",
+            )
+        self._used = end
+        return self._bytes[begin : begin + nbytes].view(dtype).reshape(shape)
+
+    def populate(self, *, threads: int | None = None) -> None:
+        """Touch every page, in several threads: four times as fast as one thread on 16 cores.
+
+        Raises
+        ------
+        GearError
+            ``HOST_MEMORY`` if memory runs out.
+        """
+        populate(self._bytes, threads=threads)
+
+    def close(self) -> None:
+        """Close the descriptor; arrays stay valid, further processes cannot attach."""
+        self._close()
+
+
+def populate(array: Array, *, threads: int | None = None) -> None:
+    """Touch the pages of page-aligned memory without changing it; as `HostBlock.populate`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    flat = array.reshape(-1).view(np.uint8)
+
+    def touch(begin: int) -> None:
+        part = flat[begin : begin + POPULATE_BYTES]
+        if libc.madvise(part.ctypes.data, part.size, MADV_POPULATE_WRITE) == 0:
+            return
+        if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+            raise _short(flat.size, available_bytes())
+        part[::PAGE_BYTES] |= 0  # an older kernel
+
+    with ThreadPoolExecutor(_threads(threads)) as pool:
+        for _ in pool.map(touch, range(0, flat.size, POPULATE_BYTES)):
+            pass
+
+
+def _threads(threads: int | None) -> int:
+    return max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return nbytes + -nbytes % PAGE_BYTES
+
+
+def available_bytes() -> int:
+    """Return memory that can still be used: the machine's, or what the container allows."""
+    found = [_machine_bytes()]
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            most = Path(folder, limit).read_text().strip()
+            now = int(Path(folder, used).read_text())
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+            if most != "max":
+                # Cached files count as used there, and are dropped when memory is asked for.
+                stat = {name: int(value) for name, value in map(str.split, lines)}
+                now -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
+                found.append(max(int(most) - now, 0))
+        except (OSError, ValueError):
+            continue
+    return min(found)
+
+
+def _machine_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def check_available(nbytes: int) -> None:
+    """Raise `GearError` (``HOST_MEMORY``) unless that much memory is available.
+
+    Asked before, because a machine that runs out of shared memory kills processes instead.
+    """
+    available = available_bytes()
+    if nbytes + RESERVE_BYTES > available:
+        raise _short(nbytes, available)
+
+
+def _short(nbytes: int, available: int) -> GearError:
+    return GearError(
+        "HOST_MEMORY",
+        f"{format_bytes(nbytes)} of host memory are needed, {format_bytes(available)} are "
+        "available",
+        remedy="free memory, use fewer columns, or keep the data on disk",
+    )
+
+
+def _not_attached(handle: HostHandle, why: str) -> GearError:
+    return GearError(
+        "HOST_ATTACH",
+        f"cannot attach to the table of process {handle.process}: {why}",
+        remedy="check that it still runs on this node as the same user and in the same container; "
+        "between containers send the descriptor over a Unix socket",
+    )

@@ -1,0 +1,305 @@
+// From (seed, step) to a finished batch: select segments, copy or cast their rows, write the rest.
+//
+// The work is cut into tasks: a task is one piece of one store's window of one segment, or the
+// timesteps, mask and name of a segment.  A group of lanes does a task; every lane draws the
+// segment itself, which is cheaper than handing it over, so lanes never wait for each other.
+//
+// B segments a step, K steps of a window, E episodes.  All sizes are 64-bit.
+#pragma once
+#include "philox.cuh"
+
+namespace gear {
+
+enum Law { UNIFORM_STEPS = 0, UNIFORM_EPISODES = 1, CHOSEN = 2, WEIGHTED_EPISODES = 3 };
+enum Type { COPY = 0, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64 };
+enum { MAX_STORES = 24, SELECTION_STREAM = 0 };
+
+struct Store {
+    const i64* addresses;   // (E,) of each episode's first row
+    unsigned char* out;     // (segments, K, row in the batch)
+    i64 row_bytes;          // of the source
+    i64 unit;               // bytes moved at once by a lane: 16, 8, 4, 2 or 1; divides the row
+    i64 width;              // elements of a row
+    i64 source;             // Type; COPY moves bytes
+    i64 to_int64;           // a cast gives int64 instead of float32
+    const double* mean;     // (width,) or null
+    const double* divisor;  // (width,)
+    i64 pieces;             // tasks of a window
+    i64 piece;              // units (copy) or elements (cast) of a task
+};
+
+struct Job {
+    u64 seed;
+    const u64* counter;  // step on the device, or null
+    u64 first_step;      // step of the first segments where there is no counter
+    i64 law;
+    const i64* offsets;     // (E + 1,)
+    const i64* guide;       // episode of step i << shift, one more entry at the end
+    i64 shift;
+    i64 episodes;           // E
+    i64 steps;              // of the table
+    const u64* thresholds;  // (E,) of a weighted law: episode e where thresholds[e - 1] <= draw
+    const i64* chosen_episodes;  // (segments,) of a CHOSEN law
+    const i64* chosen_starts;
+    i64 per_step;           // B
+    i64 segments;           // B times the steps of this launch
+    i64 span;               // K
+    i64 left;               // padding on the left
+    i64 tasks;              // of a segment
+    i64 stores;
+    i64 group;              // segments of a warp, where windows are short and many
+    i64* timesteps;         // (segments, K)
+    i64* mask;              // (segments, K)
+    i64* names;             // (segments, 2)
+    u64* ticket;            // blocks that have read the counter
+    i64* wrong;             // set to 1 + segment if a chosen segment is not in the table
+    Store store[MAX_STORES];
+};
+
+struct Segment {
+    i64 episode, start, real;
+};
+
+// First i in [low, high] whose successor lies beyond `value`: table[i] <= value < table[i + 1].
+GEAR_CODE i64 last_not_above(const i64* table, i64 low, i64 high, i64 value) {
+    while (low < high) {
+        i64 middle = low + (high - low + 1) / 2;
+        if (table[middle] <= value)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+// First i in [0, count) with value < table[i]; count - 1 if there is none.
+GEAR_CODE i64 first_above(const u64* table, i64 count, u64 value) {
+    i64 low = 0, high = count - 1;
+    while (low < high) {
+        i64 middle = low + (high - low) / 2;
+        if (value < table[middle])
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
+    Segment found;
+    if (job.law == CHOSEN) {
+        found.episode = job.chosen_episodes[segment];
+        found.start = job.chosen_starts[segment];
+        bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
+        i64 left = known ? job.offsets[found.episode + 1] - job.offsets[found.episode] - found.start
+                         : 0;
+        if (left < 1) {  // an empty window instead of memory that is not ours
+            *job.wrong = segment + 1;
+            found.real = 0;
+        } else {
+            found.real = left < job.span ? left : job.span;
+        }
+        return found;
+    }
+    u64 ahead = (u64)(segment / job.per_step);
+    Draws draws = draw(job.seed, SELECTION_STREAM, first_step + ahead,
+                       (u32)(segment - (i64)ahead * job.per_step));
+    i64 length;
+    if (job.law == UNIFORM_STEPS) {
+        i64 row = bounded(draws.first, job.steps);
+        const i64* near = job.guide + (row >> job.shift);
+        found.episode = last_not_above(job.offsets, near[0], near[1], row);
+        i64 base = job.offsets[found.episode];
+        length = job.offsets[found.episode + 1] - base;
+        found.start = row - base;
+    } else {
+        found.episode = job.law == UNIFORM_EPISODES
+                            ? bounded(draws.first, job.episodes)
+                            : first_above(job.thresholds, job.episodes, draws.first);
+        length = job.offsets[found.episode + 1] - job.offsets[found.episode];
+        found.start = bounded(draws.second, length);
+    }
+    i64 left = length - found.start;
+    found.real = left < job.span ? left : job.span;
+    return found;
+}
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+typedef ulonglong2 Unit16;  // one load of 16 bytes
+#else
+struct alignas(16) Unit16 {
+    u64 low, high;
+};
+#endif
+
+// Batches leave the caches at once: what they push out there are rows.  Streaming loads do not help.
+template <typename Unit>
+GEAR_CODE void save(Unit* to, Unit value) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+    __stcs(to, value);
+#else
+    *to = value;
+#endif
+}
+
+template <typename Unit>
+GEAR_CODE Unit nothing() {
+    return Unit{};
+}
+
+// Copy units [begin, end) of a window: those in [low, high) from `source`, zeros elsewhere.
+template <typename Unit, int LANES>
+GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64 low, i64 high,
+                          int lane) {
+    i64 at = begin + lane;
+    for (; at + 7 * LANES < end; at += 8 * LANES) {  // eight loads in flight
+        Unit found[8];
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) {
+            i64 here = at + i * LANES;
+            found[i] = here >= low && here < high ? source[here - low] : nothing<Unit>();
+        }
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#pragma unroll
+#endif
+        for (int i = 0; i < 8; ++i) save(out + at + i * LANES, found[i]);
+    }
+    for (; at < end; at += LANES)
+        save(out + at, at >= low && at < high ? source[at - low] : nothing<Unit>());
+}
+
+template <int LANES>
+GEAR_CODE void copy_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
+                         i64 piece, int lane) {
+    i64 row = store.row_bytes / store.unit, all = job.span * row;
+    i64 begin = piece * store.piece;
+    i64 end = begin + store.piece < all ? begin + store.piece : all;
+    i64 low = job.left ? (job.span - segment.real) * row : 0;
+    i64 high = low + segment.real * row;
+    const char* from = segment.real ? (const char*)store.addresses[segment.episode] +
+                                          segment.start * store.row_bytes
+                                    : (const char*)0;
+    unsigned char* to = store.out + number * job.span * store.row_bytes;
+    switch (store.unit) {
+        case 16:
+            copy_piece<Unit16, LANES>((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane);
+            break;
+        case 8:
+            copy_piece<u64, LANES>((const u64*)from, (u64*)to, begin, end, low, high, lane);
+            break;
+        case 4:
+            copy_piece<u32, LANES>((const u32*)from, (u32*)to, begin, end, low, high, lane);
+            break;
+        case 2:
+            copy_piece<unsigned short, LANES>((const unsigned short*)from, (unsigned short*)to,
+                                              begin, end, low, high, lane);
+            break;
+        default:
+            copy_piece<unsigned char, LANES>((const unsigned char*)from, to, begin, end, low, high,
+                                             lane);
+    }
+}
+
+GEAR_CODE float half_to_float(unsigned short bits) {  // exact
+    u32 sign = (u32)(bits & 0x8000u) << 16, exponent = (bits >> 10) & 31u, rest = bits & 1023u;
+    union {
+        u32 word;
+        float number;
+    } found;
+    if (exponent == 31u) {
+        found.word = sign | 0x7F800000u | rest << 13;
+    } else if (exponent) {
+        found.word = sign | (exponent + 112u) << 23 | rest << 13;
+    } else {
+        found.number = (float)rest * 5.9604644775390625e-08f;  // 2^-24
+        found.word |= sign;
+    }
+    return found.number;
+}
+
+// One rounding, as gear_offline.fields.convert: normalised in float64, or cast directly.
+template <typename Source>
+GEAR_CODE void cast_one(const Store& store, Source value, i64 column, i64 at) {
+    if (store.to_int64)
+        ((i64*)store.out)[at] = (i64)value;
+    else if (store.mean)
+        ((float*)store.out)[at] =
+            (float)(((double)value - store.mean[column]) / store.divisor[column]);
+    else
+        ((float*)store.out)[at] = (float)value;
+}
+
+GEAR_CODE void cast_element(const Store& store, const char* from, i64 index, i64 column, i64 at) {
+    switch (store.source) {
+        case F16:
+            cast_one(store, half_to_float(((const unsigned short*)from)[index]), column, at);
+            break;
+        case F32: cast_one(store, ((const float*)from)[index], column, at); break;
+        case F64: cast_one(store, ((const double*)from)[index], column, at); break;
+        case I8: cast_one(store, ((const signed char*)from)[index], column, at); break;
+        case I16: cast_one(store, ((const short*)from)[index], column, at); break;
+        case I32: cast_one(store, ((const int*)from)[index], column, at); break;
+        case I64: cast_one(store, ((const i64*)from)[index], column, at); break;
+        case U8: cast_one(store, ((const unsigned char*)from)[index], column, at); break;
+        case U16: cast_one(store, ((const unsigned short*)from)[index], column, at); break;
+        case U32: cast_one(store, ((const u32*)from)[index], column, at); break;
+        default: cast_one(store, ((const u64*)from)[index], column, at);
+    }
+}
+
+template <int LANES>
+GEAR_CODE void cast_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
+                         i64 piece, int lane) {
+    i64 all = job.span * store.width, base = number * all;
+    i64 begin = piece * store.piece;
+    i64 end = begin + store.piece < all ? begin + store.piece : all;
+    i64 low = job.left ? (job.span - segment.real) * store.width : 0;
+    i64 high = low + segment.real * store.width;
+    const char* from = segment.real ? (const char*)store.addresses[segment.episode] +
+                                          segment.start * store.row_bytes
+                                    : (const char*)0;
+    for (i64 at = begin + lane; at < end; at += LANES) {
+        if (at >= low && at < high)
+            cast_element(store, from, at - low, at % store.width, base + at);
+        else if (store.to_int64)
+            ((i64*)store.out)[base + at] = 0;
+        else
+            ((float*)store.out)[base + at] = 0.0f;
+    }
+}
+
+template <int LANES>
+GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, int lane) {
+    i64 low = job.left ? job.span - segment.real : 0, high = low + segment.real;
+    for (i64 k = lane; k < job.span; k += LANES) {
+        bool real = k >= low && k < high;
+        job.timesteps[number * job.span + k] = real ? segment.start + k - low : 0;
+        job.mask[number * job.span + k] = real ? 1 : 0;
+    }
+    if (lane == 0) {
+        job.names[2 * number] = segment.episode;
+        job.names[2 * number + 1] = segment.start;
+    }
+}
+
+template <int LANES>
+GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
+    i64 number = task / job.tasks, part = task - number * job.tasks;
+    Segment segment = choose(job, first_step, number);
+    for (i64 s = 0; s < job.stores; ++s) {
+        const Store& store = job.store[s];
+        if (part < store.pieces) {
+            if (store.source == COPY)
+                copy_rows<LANES>(job, store, segment, number, part, lane);
+            else
+                cast_rows<LANES>(job, store, segment, number, part, lane);
+            return;
+        }
+        part -= store.pieces;
+    }
+    name_segment<LANES>(job, segment, number, lane);
+}
+
+}  // namespace gear

@@ -1,0 +1,261 @@
+"""The GPU's loader: one launch from (seed, step) to finished batches, wherever the rows lie.
+
+The CPU twin is `gear_offline.selection` with `gear_offline.kernels.gather`; both give the same
+bits.  Nothing here waits for the GPU.
+
+Shape legend: B segments a step, K steps of a window, E episodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.cuda_module import Function, Parameters, load
+from gear_offline.kernels.gather import Padding, Windows, torch_dtype
+from gear_offline.kernels.job import CHOSEN, LAWS, describe_job, describe_store, group_of, guide
+from gear_offline.placement import PlacedStore, PlacedTable
+from gear_offline.selection import Segments, Selection, check_range
+
+THREADS = 256
+BLOCKS_PER_SM = 8  # more only waits
+KERNELS = {8: "fill_8", 16: "fill_16", 32: "fill_32"}
+MANY = "fill_many"
+LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
+
+
+class DeviceEngine:
+    """Fills windows on a GPU.
+
+    Parameters
+    ----------
+    placed
+        Where the rows lie.
+    selection
+        One of the laws that the kernel knows (``uniform_steps``, ``uniform_episodes``).
+    seed, batch_size, context_length, padding
+        As `gear_offline.loaders.loader.GearLoader`.
+
+    Raises
+    ------
+    UnavailableError
+        ``ENGINE_SELECTION`` for another law; ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
+    InputError
+        ``COLUMN_KIND``, ``EXTRA_COLUMN`` for columns that it does not take.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedTable,
+        selection: Selection,
+        *,
+        seed: int,
+        batch_size: int,
+        context_length: int,
+        padding: Padding = "right",
+    ) -> None:
+        if selection.name not in LAWS or selection.options:
+            raise UnavailableError(
+                "ENGINE_SELECTION",
+                f"the GPU engine has no kernel for selection {selection.name!r}",
+                remedy=f"use one of {', '.join(LAWS)}, or engine='off'",
+            )
+        self.placed, self.device = placed, placed.device
+        self.batch_size, self.context_length = batch_size, context_length
+        self._kernels: dict[str, Function] = load(
+            "fill.cu", (*KERNELS.values(), MANY), device=self.device.index or 0
+        )
+        self._kept: list[Tensor] = []  # what addresses in the job point to
+        offsets = placed.episodes.offsets
+        table, shift = guide(offsets)
+        self._job = describe_job(
+            [self._row(store) for store in placed.stores],
+            seed=seed,
+            law=LAWS[selection.name],
+            offsets=self._upload(offsets),
+            guide=self._upload(table),
+            shift=shift,
+            episodes=placed.episodes.episodes,
+            steps=placed.episodes.steps,
+            per_step=batch_size,
+            span=context_length,
+            left=int(padding == "left"),
+        )
+        self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._job["ticket"] = self._ticket.data_ptr()
+        self._job["wrong"] = self._ticket.data_ptr() + 8
+        self._lanes = self._lanes_of()
+        self._row_sum = sum(store.row_bytes for store in placed.stores)
+        self._most_blocks = (
+            BLOCKS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
+        )
+
+    def fill(self, *, first_step: int, steps: int) -> Windows:
+        """Return the windows of `steps` consecutive steps, (steps, B, K, ...), in new memory.
+
+        One launch on torch's current stream.
+        """
+        check_range(seed=0, first_step=first_step, steps=steps, count=self.batch_size)
+        windows = self.allocate((steps, self.batch_size))
+        job = self._job.copy()
+        job["first_step"] = first_step
+        self._launch(job, windows)
+        return windows
+
+    def gather(self, segments: Segments) -> Windows:
+        """Return the windows of named segments, of any leading shape.
+
+        Raises
+        ------
+        InputError
+            ``SEGMENT_RANGE``
+        """
+        episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+        index = self.placed.episodes
+        known = (episodes >= 0) & (episodes < index.episodes) & (starts >= 0)
+        if not (known & (starts < index.lengths[np.where(known, episodes, 0)])).all():
+            raise InputError(
+                "SEGMENT_RANGE",
+                "a segment begins outside the table",
+                remedy=f"use episodes below {index.episodes} and starts below their lengths",
+            )
+        named = torch.from_numpy(np.stack([episodes, starts]).astype(np.int64)).to(self.device)
+        windows = self.allocate(segments.shape)
+        self.gather_into(windows, named)
+        return windows
+
+    def gather_into(self, windows: Windows, named: Tensor) -> None:
+        """As `gather`, of (2, n) int64 episodes and starts on the device, into given memory.
+
+        Segments that are not in the table give zeros, and are remembered: see `check`.
+        """
+        job = self._job.copy()
+        job["law"] = CHOSEN
+        job["chosen_episodes"], job["chosen_starts"] = named[0].data_ptr(), named[1].data_ptr()
+        self._launch(job, windows)
+
+    def check(self) -> None:
+        """Wait for the GPU, and raise ``SEGMENT_RANGE`` if a segment was not in the table."""
+        wrong = int(self._ticket[1])
+        if wrong:
+            self._ticket[1] = 0
+            raise InputError(
+                "SEGMENT_RANGE",
+                f"segment {wrong - 1} of a gather begins outside the table",
+                remedy="use episodes of the table and starts below their lengths",
+            )
+
+    def allocate(self, shape: tuple[int, ...]) -> Windows:
+        """Return uninitialised windows of leading shape `shape`."""
+        whole = (*shape, self.context_length)
+
+        def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
+        return Windows(
+            buffers=tuple(
+                empty(*whole, s.store.width, dtype=torch_dtype(s.store.final_dtype))
+                for s in self.placed.stores
+            ),
+            fields=tuple(s.store.fields for s in self.placed.stores),
+            timesteps=empty(*whole),
+            attention_mask=empty(*whole),
+            segments=empty(*shape, 2),
+        )
+
+    def static(self) -> StaticFill:
+        """Return a fill of one step with memory and a step counter of its own."""
+        return StaticFill(self)
+
+    def _row(self, placed: PlacedStore) -> Any:
+        field = placed.store.fields[0]
+        moments = (0, 0)
+        if field.mean is not None and field.divisor is not None:
+            moments = (self._upload(field.mean), self._upload(field.divisor))
+        return describe_store(
+            placed.store,
+            addresses=self._upload(placed.addresses),
+            moments=moments,
+            span=self.context_length,
+        )
+
+    def _upload(self, values: npt.NDArray[Any]) -> int:
+        """Copy to the device for as long as this engine lives; return the address."""
+        tensor = torch.from_numpy(np.array(values)).to(self.device)
+        self._kept.append(tensor)
+        return int(tensor.data_ptr())
+
+    def _lanes_of(self) -> int:
+        """Threads of a task: no more than have something to do in the largest one."""
+        busiest = 1
+        for row in self._job["store"][0, : int(self._job["stores"][0])]:
+            size = self.context_length * int(row["row_bytes"]) // int(row["unit"])
+            busiest = max(busiest, min(size, int(row["piece"])))
+        return next((lanes for lanes in KERNELS if busiest <= lanes), 32)
+
+    def _fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
+        """Write the outputs into the job; return the kernel and how many blocks it takes."""
+        job["timesteps"] = windows.timesteps.data_ptr()
+        job["mask"] = windows.attention_mask.data_ptr()
+        job["names"] = windows.segments.data_ptr()
+        for number, buffer in enumerate(windows.buffers):
+            job["store"]["out"][0, number] = buffer.data_ptr()
+        count = windows.segments.numel() // 2
+        warps = self._most_blocks * THREADS // 32
+        group = 0
+        if self._row_sum * self.context_length <= LONG_BYTES or not self.placed.host_bytes:
+            group = group_of(job, segments=count, warps=warps)
+        job["segments"], job["group"] = count, group
+        if group:
+            return MANY, min(-(-count // (group * (THREADS // 32))), self._most_blocks)
+        groups = THREADS // self._lanes
+        blocks = min(-(-count * int(job["tasks"][0]) // groups), self._most_blocks)
+        return KERNELS[self._lanes], blocks
+
+    def _launch(self, job: npt.NDArray[Any], windows: Windows) -> None:
+        kernel, blocks = self._fix(job, windows)
+        if blocks:
+            self._enqueue(kernel, blocks, Parameters(job.ctypes.data))
+
+    def _enqueue(self, kernel: str, blocks: int, parameters: Parameters) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._kernels[kernel].launch(blocks, THREADS, stream, parameters)
+
+
+class StaticFill:
+    """One step's windows in memory that stays, filled for the step that a counter on the GPU says.
+
+    Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
+    of it takes the next step.
+
+    Attributes
+    ----------
+    windows
+        (B, K, ...), overwritten by each fill.
+    """
+
+    def __init__(self, engine: DeviceEngine) -> None:
+        self._engine = engine
+        self.windows = engine.allocate((engine.batch_size,))
+        # counter, and tickets of its own: two of these may run on two streams
+        self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
+        self._job = engine._job.copy()
+        self._job["counter"] = self._state.data_ptr()
+        self._job["ticket"] = self._state.data_ptr() + 8
+        self._job["wrong"] = self._state.data_ptr() + 16
+        self._kernel, self._blocks = engine._fix(self._job, self.windows)
+        self._parameters = Parameters(self._job.ctypes.data)
+
+    def set_step(self, step: int) -> None:
+        """Make `step` the next one, in the order of torch's current stream."""
+        check_range(seed=0, first_step=step, steps=0, count=1)
+        self._state[:1].fill_(step)
+
+    def enqueue(self) -> None:
+        """Fill the windows of the counter's step and advance it by one."""
+        self._engine._enqueue(self._kernel, self._blocks, self._parameters)

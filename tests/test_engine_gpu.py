@@ -1,0 +1,162 @@
+"""The GPU engine against the CPU loader: the same bits, for every law, tier, side and dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.selection import Segments, make_selection
+from gear_offline.table import Table, build_table
+from tests.segment_oracle import MemoryTable
+from tests.support import make_dataset
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+]
+LENGTHS = [4, 1, 30, 7, 19, 2, 60]
+
+
+def same(one: Batch, other: Batch) -> None:
+    mine = one.model_inputs() | dict(one.extras) | {"segments": one.segments}
+    theirs = other.model_inputs() | dict(other.extras) | {"segments": other.segments}
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        left, right = tensor.cpu().contiguous(), theirs[name].cpu().contiguous()
+        assert left.dtype == right.dtype and left.shape == right.shape, name
+        assert left.numpy().tobytes() == right.numpy().tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_dataset(tmp_path_factory.mktemp("gpu"), LENGTHS)
+
+
+def loaders(dataset: Any, **options: Any) -> tuple[GearLoader, GearLoader]:
+    special = {name: options.pop(name) for name in ("placement", "hbm_budget") if name in options}
+    options = {"batch_size": 33, "context_length": 8, "seed": 2**63 + 5, **options}
+    gpu = GearLoader(dataset, device="cuda", engine="on", **special, **options)
+    assert gpu.engine is not None
+    return gpu, GearLoader(dataset, device="cpu", **options)
+
+
+@pytest.mark.parametrize("law", ["uniform_steps", "uniform_episodes"])
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("placement", ["hbm", "host"])
+@pytest.mark.parametrize("layout", ["records", "columns"])
+def test_batches_are_those_of_the_cpu(
+    dataset: Any, law: str, padding: Padding, placement: str, layout: str
+) -> None:
+    options = {"selection": law, "padding": padding, "layout": layout, "normalize_states": True}
+    gpu, cpu = loaders(dataset, placement=placement, **options)
+    for _ in range(700):  # more than one block of steps
+        same(next(gpu), next(cpu))
+    same(gpu.batch_at(2**40), cpu.batch_at(2**40))
+    assert gpu.state_dict() == cpu.state_dict()
+
+
+def test_both_tiers_in_one_launch(dataset: Any) -> None:
+    bytes_a_step = GearLoader(dataset, batch_size=1, device="cpu").table.stores[0].width * 4
+    budget = bytes_a_step * sum(LENGTHS) // 2
+    gpu, cpu = loaders(dataset, hbm_budget=budget)
+    assert gpu.engine is not None
+    placed = gpu.engine.placed
+    assert placed.hbm_bytes and placed.host_bytes
+    for _ in range(50):
+        same(next(gpu), next(cpu))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint16", "int64", "bool"])
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_every_dtype_is_cast_as_on_the_cpu(dtype: str, padding: Padding) -> None:
+    from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.placement import place_table
+
+    table = odd_table(dtype)
+    segments = make_selection("uniform_steps", table.episodes).select(seed=3, step=9, count=257)
+    placed = place_table(table, device="cuda", placement="hbm")
+    engine = DeviceEngine(
+        placed,
+        make_selection("uniform_steps", table.episodes),
+        seed=3,
+        batch_size=257,
+        context_length=6,
+        padding=padding,
+    )
+    expected = CpuGather(table, context_length=6, padding=padding).fill(segments)
+    for found in (engine.gather(segments), engine.fill(first_step=9, steps=1)):
+        for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
+            assert mine.cpu().numpy().tobytes() == theirs.numpy().tobytes()
+    with pytest.raises(InputError, match="outside the table"):
+        engine.gather(
+            Segments(episodes=np.array([0]), starts=np.array([99]), probability=np.ones(1))
+        )
+    wrong = torch.tensor([[0, 0, 9**9], [0, 99, 0]], device="cuda")
+    windows = engine.allocate((3,))
+    engine.gather_into(windows, wrong)
+    assert windows.attention_mask.sum(1).tolist()[1:] == [0, 0]
+    with pytest.raises(InputError, match="outside the table"):
+        engine.check()
+    engine.check()
+
+
+def odd_table(dtype: str) -> Table:
+    total, generator = sum(LENGTHS), np.random.default_rng(1)
+    wide = generator.integers(0, 2 if dtype == "bool" else 100, size=(total, 300))
+    columns = {
+        "observations": (wide / 3 - 9).astype(dtype) if dtype[0] == "f" else wide.astype(dtype),
+        "actions": generator.integers(0, 9, size=total).astype(np.int32),
+        "rewards": generator.normal(size=total),
+        "frames": generator.integers(0, 256, size=(total, 5, 7), dtype=np.uint8),
+        "odd": wide[:, :3].astype(dtype),
+    }
+    return build_table(
+        MemoryTable(columns, LENGTHS),
+        context_length=6,
+        normalize_states=True,
+        extra_columns=["frames", "odd"],
+    )
+
+
+def test_a_graph_takes_the_next_step_at_each_replay(dataset: Any) -> None:
+    gpu, cpu = loaders(dataset)
+    batches = gpu.device_batches()
+    for _ in range(3):
+        batches.enqueue()
+    batches.set_step(2**33 - 2)  # the step's high word changes on the way
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batches.enqueue()
+    for step in range(2**33 - 2, 2**33 + 3):
+        graph.replay()
+        same(batches.batch, cpu.batch_at(step))
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("layout", ["records", "columns"])
+@pytest.mark.parametrize("span", [1, 8, 40])
+def test_many_short_windows(dataset: Any, padding: Padding, layout: str, span: int) -> None:
+    options = {"padding": padding, "layout": layout, "context_length": span}
+    for count in (70_001, 300_000):
+        gpu, cpu = loaders(dataset, batch_size=count, **options)
+        assert gpu.engine is not None
+        same(gpu.batch_at(1), cpu.batch_at(1))
+
+
+def test_off_copies_and_other_laws_say_so(dataset: Any) -> None:
+    off = GearLoader(dataset, batch_size=4, device="cuda", engine="off")
+    assert off.engine is None
+    with pytest.raises(UnavailableError, match="does not gather on the GPU"):
+        off.device_batches()
+    gpu, _ = loaders(dataset, batch_size=20)
+    same(next(GearLoader(dataset, batch_size=20, context_length=8, seed=2**63 + 5,
+                         device="cuda", engine="off")), next(gpu))  # fmt: skip

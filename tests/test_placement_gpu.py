@@ -1,0 +1,98 @@
+"""Placement on a GPU: every address is read by a kernel and leads to the episode's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.host_memory import HostBlock
+from gear_offline.host_table import host_table
+from gear_offline.placement import HBM, HOST, PlacedTable, place_table
+from gear_offline.table import Table
+from tests.support import failing_code, make_dataset
+from tests.test_placement import make_table
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = [5, 30, 1, 7, 55, 20, 3]
+COPY = r"""
+extern "C" __global__ void copy(const unsigned char* from, unsigned char* to, long long count) {
+  long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  if (i < count) to[i] = from[i];
+}
+"""
+
+
+def read_on_gpu(address: int, nbytes: int) -> bytes:
+    """Read device-visible memory with a kernel."""
+    cupy: Any = pytest.importorskip("cupy", reason="needs CuPy to run a kernel")
+    out = cupy.zeros(nbytes, cupy.uint8)
+    kernel = cupy.RawKernel(COPY, "copy")
+    kernel((nbytes // 256 + 1,), (256,), (cupy.uint64(address), out, cupy.int64(nbytes)))
+    return bytes(cupy.asnumpy(out).tobytes())
+
+
+def assert_readable(found: PlacedTable, table: Table) -> None:
+    offsets, margin = table.episodes.offsets, table.margin
+    for store, source in zip(found.stores, table.stores, strict=True):
+        assert source.rows is not None
+        for e, length in enumerate(table.episodes.lengths.tolist()):
+            expected = source.rows[margin + offsets[e] : margin + offsets[e + 1]]
+            there = read_on_gpu(int(store.addresses[e]), length * store.row_bytes)
+            assert there == expected.tobytes()
+
+
+@pytest.mark.parametrize("placement", ["auto", "hbm", "host"])
+@pytest.mark.parametrize("layout", ["records", "columns"])
+def test_every_tier_is_read_by_a_kernel(placement: Any, layout: str) -> None:
+    table = make_table(LENGTHS, layout)
+    found = place_table(table, device="cuda", placement=placement)
+    expected = HOST if placement == "host" else HBM
+    assert all((store.tiers == expected).all() for store in found.stores)
+    assert_readable(found, table)
+    found.close()
+
+
+def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, LENGTHS)
+    table, block = host_table(dataset, context_length=4)
+    weight = [1, 0, 9, 1, 0, 9, 9]
+    found = place_table(table, device="cuda:0", hbm_budget=64 * 40, episode_weight=weight)
+    assert {HBM, HOST} <= set(found.stores[0].tiers.tolist())
+    print(found.reason)
+    assert_readable(found, table)
+    again = place_table(table, device="cuda", placement="host")  # pinned twice at once
+    found.close()
+    assert_readable(again, table)
+    attached, second = host_table(dataset, context_length=4, share=block.handle())
+    other = place_table(attached, device="cuda", placement="host")  # another mapping of the pages
+    assert_readable(other, table)
+    again.close()
+    other.close()
+    del again, other
+    third = place_table(table, device="cuda", placement="host")  # after everything was let go
+    assert_readable(third, table)
+    third.close()
+    assert second.nbytes == block.nbytes
+
+
+def test_errors_leave_torch_usable() -> None:
+    table = make_table(LENGTHS)
+    code = failing_code(lambda: place_table(table, device="cuda", placement="hbm", hbm_budget=100))
+    assert code == "HBM_SHORT"
+    block = HostBlock.create(1 << 20)
+    rows = block.allocate((1 << 20,), np.dtype(np.uint8))
+    from gear_offline.pinning import CudaRuntime, Pinned
+
+    runtime = CudaRuntime()
+    first = Pinned(rows, runtime)
+    assert failing_code(lambda: Pinned(rows, runtime)) == "HOST_PIN"  # twice, by hand
+    assert int(torch.ones(1000, device="cuda").sum()) == 1000  # no error is left behind
+    torch.cuda.synchronize()
+    assert first.address

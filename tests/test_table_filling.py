@@ -1,0 +1,180 @@
+"""Tables filled straight from the shards: the same bits with any number of threads, verified."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline import table_filling as module
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import GearError, InputError
+from gear_offline.host_memory import HostBlock
+from gear_offline.host_table import host_table
+from gear_offline.table import Table, build_table
+from tests.segment_oracle import MemoryTable, same_bits
+from tests.support import ArraySource, make_dataset
+from tests.test_host_memory import line, python
+
+LENGTHS = [30, 1, 7, 55, 20, 3, 40, 12]
+
+
+def mixed_columns(steps: int) -> dict[str, npt.NDArray[Any]]:
+    generator = np.random.default_rng(4)
+    return {
+        "observations": generator.normal(size=(steps, 11)).astype(np.float64),
+        "actions": generator.normal(size=(steps, 3)).astype(np.float32),
+        "rewards": generator.normal(size=steps).astype(np.float32),
+        "frames": generator.integers(0, 256, (steps, 5, 3), dtype=np.uint8),
+        "flags": generator.integers(0, 2, steps).astype(bool),
+        "waves": (generator.normal(size=(steps, 2)) + 1j).astype(np.complex64),
+    }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, MemoryTable]:
+    columns = mixed_columns(sum(LENGTHS))
+    target = tmp_path_factory.mktemp("filling") / "dataset"
+    convert(ArraySource(columns, LENGTHS), target, shard_bytes=6000, block_bytes=1024, quiet=True)
+    dataset = open_dataset(target, verify=False)
+    assert len(dataset.manifest.shards) > 3
+    return dataset, MemoryTable(columns, LENGTHS)
+
+
+def assert_same(one: Table, other: Table) -> None:
+    for a, b in zip(one.stores, other.stores, strict=True):
+        assert a.rows is not None and b.rows is not None
+        assert [f.name for f in a.fields] == [f.name for f in b.fields]
+        assert same_bits(a.rows, b.rows)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layout=st.sampled_from(["records", "columns"]),
+    threads=st.sampled_from([1, 2, 3, 16]),
+    verify=st.booleans(),
+    piece=st.sampled_from([1, 90, 700, 1 << 20]),
+    gamma=st.sampled_from([1.0, 0.9]),
+    normalize=st.booleans(),
+)
+def test_any_number_of_threads_gives_the_bits_of_the_arrays(
+    data: tuple[Dataset, MemoryTable],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Any,
+    threads: int,
+    verify: bool,
+    piece: int,
+    gamma: float,
+    normalize: bool,
+) -> None:
+    dataset, arrays = data
+    monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(module, "DIRECT_BYTES", piece)
+    options: dict[str, Any] = {
+        "context_length": 4,
+        "layout": layout,
+        "gamma": gamma,
+        "returns_scale": 3.0,
+        "extra_columns": ["frames", "flags", "waves"],
+    }
+    found = build_table(dataset, threads=threads, verify=verify, **options)
+    assert_same(found, build_table(arrays, threads=1, **options))
+    if normalize:
+        options["normalize_states"] = True
+        one = build_table(dataset, threads=threads, **options)
+        assert_same(one, build_table(dataset, threads=1, **options))
+
+
+def test_damage_is_found_on_the_way_in_every_column(tmp_path: Path) -> None:
+    columns = mixed_columns(sum(LENGTHS))
+    convert(ArraySource(columns, LENGTHS), tmp_path / "d", block_bytes=1024, quiet=True)
+    dataset = open_dataset(tmp_path / "d", verify=False)
+    (shard,) = dataset.manifest.shards
+    file = tmp_path / "d" / shard.name
+    extra = ["frames", "flags", "waves"]
+    for tensor in dataset.manifest.tensors(shard):
+        if tensor.name not in columns:
+            continue
+        for place in (tensor.start, tensor.stop - 1):
+            raw = bytearray(file.read_bytes())
+            raw[shard.header_bytes + place] ^= 1
+            file.write_bytes(raw)
+            with pytest.raises(InputError, match=tensor.name) as caught:
+                build_table(dataset, context_length=2, extra_columns=extra, verify=True, threads=2)
+            assert caught.value.code == "SHARD_DIGEST"
+            build_table(dataset, context_length=2, extra_columns=extra)  # nobody asked
+            raw[shard.header_bytes + place] ^= 1
+            file.write_bytes(raw)
+    raw = bytearray(file.read_bytes())
+    raw[shard.header_bytes - 1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(InputError, match="header"):
+        build_table(dataset, context_length=2, verify=True)
+
+
+def test_a_cut_or_replaced_dataset_is_refused(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, LENGTHS)
+    file = tmp_path / "dataset" / dataset.manifest.shards[0].name
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(InputError) as caught:
+        build_table(dataset, context_length=2)
+    assert caught.value.code == "FILE_SIZE"
+    (tmp_path / "dataset").rename(tmp_path / "old")
+    make_dataset(tmp_path, LENGTHS)
+    with pytest.raises(InputError) as caught:
+        build_table(dataset, context_length=2)
+    assert caught.value.code == "DATASET_CHANGED"
+
+
+ATTACH = """
+import json, sys
+import numpy as np
+from gear_offline.dataset import open_dataset
+from gear_offline.host_memory import HostHandle
+from gear_offline.host_table import host_table
+from gear_offline.kernels.gather import CpuGather
+from gear_offline.selection import make_selection
+dataset = open_dataset(sys.argv[1], verify=False)
+handle = HostHandle.from_json(json.loads(sys.argv[2]))
+table, block = host_table(dataset, context_length=5, gamma=0.5, share=handle)
+segments = make_selection("uniform_steps", dataset).select(seed=1, step=2, count=32)
+windows = CpuGather(table, context_length=5).fill(segments)
+print(windows.buffers[0].numpy().tobytes().hex())
+"""
+
+
+def test_one_table_for_two_processes(tmp_path: Path) -> None:
+    from gear_offline.kernels.gather import CpuGather
+    from gear_offline.selection import make_selection
+
+    dataset = make_dataset(tmp_path, LENGTHS)
+    table, block = host_table(dataset, context_length=5, gamma=0.5, threads=2)
+    assert_same(table, build_table(dataset, context_length=5, gamma=0.5))
+    segments = make_selection("uniform_steps", dataset).select(seed=1, step=2, count=32)
+    expected = CpuGather(table, context_length=5).fill(segments).buffers[0].numpy()
+    text = json.dumps(block.handle().to_json())
+    with python(ATTACH, str(tmp_path / "dataset"), text) as other:
+        assert line(other).strip() == expected.tobytes().hex()
+    before = os.fstat(block.fileno()).st_blocks
+    attached, second = host_table(dataset, context_length=5, share=block.handle())
+    assert_same(attached, table)
+    assert os.fstat(second.fileno()).st_blocks == before  # the same pages
+    with pytest.raises(GearError) as caught:
+        host_table(dataset, context_length=400, share=block.handle())
+    assert caught.value.code == "HOST_ATTACH"
+
+
+def test_rows_that_the_block_cannot_hold() -> None:
+    block = HostBlock.create(4096)
+    source = MemoryTable(mixed_columns(sum(LENGTHS)), LENGTHS)
+    with pytest.raises(GearError) as caught:
+        build_table(source, context_length=2, allocate=block.allocate)
+    assert caught.value.code == "HOST_MEMORY"
