@@ -194,7 +194,12 @@ def _gpu_feature(tried: Mapping[str, Probe]) -> Feature:
         return Feature(
             feature="gpu",
             available=True,
-            path=f"model on cuda:0 ({devices[0]['name']}), batches gathered on the CPU and copied",
+            path=f"model on cuda:0 ({devices[0]['name']}), "
+            + (
+                "batches selected and gathered by it, one CUDA graph a training step"
+                if cupy.works
+                else "batches gathered on the CPU and copied, steps launched one by one"
+            ),
             reason=f"{len(devices)} CUDA device(s); CuPy "
             + ("works" if cupy.works else f"is not usable: {cupy.reason}"),
             install=None if cupy.works else OPTIONAL_PACKAGES["cupy"][1],

@@ -12,13 +12,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.pinning import CudaRuntime, Pinned, format_bytes, pin
+from gear_offline.device_memory import CudaMemory, Memory, too_large
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.pinning import format_bytes
 from gear_offline.schema import EpisodeIndex
 from gear_offline.table import Store, Table
 
@@ -163,59 +164,6 @@ def plan_episodes(sizes: Int64Array, weights: npt.NDArray[np.float64], budget_by
     )
 
 
-class Memory(Protocol):
-    """What placing needs from a device; the tests use one without a GPU."""
-
-    def free_bytes(self) -> int: ...
-    def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """Return the address of new device memory and what keeps it alive."""
-        ...
-
-    def upload(self, buffer: Any, begin: int, rows: Array) -> None:
-        """Copy the bytes of C-contiguous `rows` to byte `begin` of a buffer."""
-        ...
-
-    def pin(self, rows: Array) -> Pinned: ...
-
-
-class CudaMemory:
-    """Memory of one GPU, and host memory mapped into it."""
-
-    _runtime: CudaRuntime | None = None  # one for the process, so that pins are shared
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def free_bytes(self) -> int:
-        import torch
-
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return int(free)
-
-    def allocate(self, nbytes: int) -> tuple[int, Any]:
-        import torch
-
-        try:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise _too_large(nbytes, self.free_bytes(), "free on the device") from error
-        return int(buffer.data_ptr()), buffer
-
-    def upload(self, buffer: Any, begin: int, rows: Array) -> None:
-        import torch
-
-        flat = rows.reshape(-1).view(np.uint8)
-        buffer[begin : begin + flat.nbytes].copy_(torch.from_numpy(flat))
-
-    def pin(self, rows: Array) -> Pinned:
-        import torch
-
-        if CudaMemory._runtime is None:
-            CudaMemory._runtime = CudaRuntime()
-        with torch.cuda.device(self.device):
-            return pin(rows, CudaMemory._runtime)
-
-
 def place_table(
     table: Table,
     *,
@@ -351,7 +299,7 @@ def decide(
         budget = memory.free_bytes() if hbm_budget is None else hbm_budget
         source = "free on the device" if hbm_budget is None else "the given budget"
         if total + spare_bytes > budget:
-            raise _too_large(total + spare_bytes, budget, source)
+            raise too_large(total + spare_bytes, budget, source)
         return plan_episodes(sizes, weights, total), (
             f"placement hbm: {format_bytes(total)} in GPU memory, as asked for"
         )
@@ -450,12 +398,3 @@ def _runs(chosen: BoolArray) -> Iterator[tuple[int, int]]:
     """Yield runs ``[first, last)`` of consecutive chosen episodes."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
-def _too_large(nbytes: int, budget: int, source: str) -> GearError:
-    return GearError(
-        "HBM_SHORT",
-        f"the table needs {format_bytes(nbytes)} of GPU memory, {format_bytes(budget)} are "
-        f"{source}",
-        remedy="use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget",
-    )
