@@ -116,6 +116,7 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
     (partial / STATE).write_bytes(_seal(_document(state, files)))
     for path in partial.iterdir():
         with open(path, "rb+") as file:
+            os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors makes files private
             os.fsync(file.fileno())
     sync_directory(partial)
     if final.exists():  # a damaged one that a resumed run has passed again
@@ -123,6 +124,12 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
     os.rename(partial, final)
     sync_directory(folder)
     return final
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # there is no way to read it alone
+    os.umask(mask)
+    return mask
 
 
 def _save_model(folder: Path, model: DecisionTransformer) -> None:

@@ -32,6 +32,7 @@ app.add_typer(recipes_app, name="recipes")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
+INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -363,18 +364,23 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"]  # anywhere on the line
     try:
         result = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
+        if result == INTERRUPTED_BY_USER:  # typer's answer to Ctrl-C
+            _show("INTERRUPTED", "stopped by the user", False)
         return result if isinstance(result, int) else 0
     except GearError as error:
         _show(error.code, str(error), debug)
         return error.exit_code
     except KeyboardInterrupt:
         _show("INTERRUPTED", "stopped by the user", False)
-        return 1
+        return INTERRUPTED_BY_USER
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more; Python would complain at exit
         return 1
     except Exception as error:
         message = getattr(error, "format_message", None)
+        if message is not None and type(error).__name__ == "NoArgsIsHelpError":
+            print(message(), file=sys.stderr)
+            return 2
         if message is not None:  # typer's usage errors, whichever click it carries
             _show("USAGE", f"{message()}; see gear-offline --help", debug)
             return 2

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from gear_offline.errors import GearError, InputError
+from gear_offline.interruption import StopRequest
 from gear_offline.manifest import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
@@ -125,7 +126,16 @@ def convert(
         files = stack.enter_context(_digested(opened.info.files))
         total = opened.spec.steps * sum(c.step_bytes for c in settings.columns)
         what = f"convert {opened.info.uri}"
-        advance = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))
+        shown = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))
+        # An exception of the signal's own handler is lost when it comes while h5py's objects are
+        # taken down, which is most of the time with compressed files.
+        stop = stack.enter_context(StopRequest())
+
+        def advance(done: int) -> None:
+            if stop.signal_name is not None:
+                raise KeyboardInterrupt
+            shown(done)
+
         if isinstance(source, (str, Path)) and workers > 1 and len(jobs) > 1:
             results = write_shards(
                 str(source), opened, jobs, settings, rule, place.path, workers, advance

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Dataset:
     """A dataset on disk.  Holds no open file: it can be sent to other processes.
 
@@ -75,6 +75,12 @@ class Dataset:
     returns: Float64Array
     verified: bool
     _identity: tuple[int, int] = field(repr=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"Dataset({str(self.path)!r}: {self.spec.episodes:,} episodes, {self.spec.steps:,} "
+            f"steps, columns {', '.join(c.name for c in self.spec)})"
+        )
 
     @property
     def spec(self) -> TableSpec:

@@ -24,9 +24,9 @@ from gear_offline.episode_runner import (
     run_episodes,
     space_sizes,
 )
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation_report import EvaluationReport, TargetResult, evaluation_table
-from gear_offline.progress import progress
+from gear_offline.progress import progress, say
 from gear_offline.scores import ReferenceScores, reference_scores
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
@@ -196,13 +196,17 @@ def evaluate(
             episodes=episodes or settings.episodes or 10,  # 0 means: not while training
             environments=settings.environments,
             seed=settings.seed if seed is None else seed,
-            reference=settings.reference,
+            # another environment is normalised by its own scores
+            reference=settings.reference if environment_id == settings.environment else None,
             quiet=quiet,
         )
     home = run_of(folder)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
-    report.write(home / "evaluation.json")
-    write_report(home)
+    try:  # what was played must not be lost because it cannot be written or drawn
+        report.write(home / "evaluation.json")
+        write_report(home)
+    except (OSError, GearError) as error:
+        say(f"the result could not be kept in {home}: {error}")
     return report
 
 
@@ -219,7 +223,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def find_checkpoint(run: Path, which: str = "last") -> Path:
+def find_checkpoint(run: Path, which: str | int = "last") -> Path:
     """Return the checkpoint folder `which` (``last``, ``best`` or a step number) of `run`.
 
     Raises
@@ -229,8 +233,16 @@ def find_checkpoint(run: Path, which: str = "last") -> Path:
     """
     from gear_offline.checkpoint_folder import list_checkpoints
 
-    folder = run / "checkpoints"
+    folder, which = run / "checkpoints", str(which)
     if not folder.is_dir():
+        if not (run / "state.json").exists():
+            what = "the run has no checkpoint yet" if run.is_dir() else "there is no such run"
+            raise InputError(
+                "CHECKPOINT_MISSING",
+                what,
+                where=str(run),
+                remedy="give the directory of a run, e.g. runs/hopper-medium-s0",
+            )
         return run.resolve()  # one checkpoint; what is wrong with it, its reader says
     found = list_checkpoints(folder)
     if which == "best" and (folder / "best").exists():

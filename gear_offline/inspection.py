@@ -102,6 +102,13 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
         markup=False,
         soft_wrap=True,
     )
+    for name, found in manifest.statistics.items():
+        if found.nonfinite:
+            text = f"warning: column {name}: {found.nonfinite:,} values are NaN or infinite"
+            console.print(text, markup=False, soft_wrap=True, style="yellow")
+    left_out = manifest.source.attributes.get("left_out") or ()
+    if left_out:
+        console.print(f"left out: {', '.join(left_out)}", markup=False, soft_wrap=True)
     for warning in manifest.source.attributes.get("warnings", ()):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True, style="yellow")
 

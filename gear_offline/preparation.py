@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
@@ -94,11 +96,13 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     Raises
     ------
     InputError
-        ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``.
+        ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``,
+        ``REFERENCE_UNKNOWN``, ``NONFINITE``, ``COLUMN_KIND``.
     UnavailableError
         ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made.
     """
     from gear_offline.episode_runner import make_environment, space_sizes
+    from gear_offline.evaluate import resolve_reference
 
     sizes = _sizes(dataset)
     environment = recipe.evaluate.environment or dataset.environment_id
@@ -130,6 +134,8 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     if sizes.discrete and recipe.model.action_tanh:
         changes["model__action_tanh"] = False  # logits are not bounded
     resolved = recipe.replace(**changes)
+    if environment is not None and resolved.evaluate.episodes > 0:
+        resolve_reference(environment, resolved.evaluate.reference)  # now, not after 10,000 steps
     _check(resolved, dataset, sizes)
     return resolved, sizes
 
@@ -143,6 +149,15 @@ def _sizes(dataset: Dataset) -> ModelSizes:
     """Return the sizes that the columns show; of discrete actions those that occur."""
     observations, actions = dataset.spec["observations"], dataset.spec["actions"]
     discrete = actions.dtype.kind in "iub"
+    lowest = float(dataset.statistics["actions"].min.min())
+    if discrete and (prod(actions.shape) != 1 or lowest < 0):
+        raise InputError(
+            "COLUMN_KIND",
+            f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not the "
+            "numbers of one discrete choice",
+            where=str(dataset.path),
+            remedy="store one number from 0 a step, or store continuous actions as float32",
+        )
     highest = int(dataset.statistics["actions"].max.max()) + 1 if discrete else 0
     return ModelSizes(
         state_dim=prod(observations.shape),
@@ -174,6 +189,15 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     """Refuse what training would stumble over much later, or quietly get wrong."""
     from gear_offline.models.checks import beyond_tanh
 
+    for column in ("observations", "actions", "rewards"):
+        found = dataset.statistics[column]
+        if found.nonfinite or not np.isfinite(found.std).all():
+            raise InputError(
+                "NONFINITE",
+                f"{found.nonfinite:,} values are NaN or infinite, or too large to train on",
+                where=f"column {column} of {dataset.path}",
+                remedy="repair the source and convert it again without --allow-nonfinite",
+            )
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0
     if longest > rows:

@@ -169,6 +169,9 @@ def _training_section(
     if metrics:
         lines.append(f"- training: {metrics[-1]['step']:,} steps")
     if recipe is not None:
-        lines.append("- again: `gear-offline train recipe.yaml`, from this directory's recipe:\n")
+        lines.append(
+            "- again: `gear-offline train RUN/recipe.yaml --out ANOTHER`, with this directory as "
+            "RUN, from where it was trained:\n"
+        )
         lines.append(f"```yaml\n{recipe.to_yaml().rstrip()}\n```")
     return "\n".join(lines) + "\n"

@@ -17,14 +17,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 
 LOCK = ".lock"
+# what a run writes before its first checkpoint
+FALSE_START = (
+    *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "plots"),
+    *("report.md", "summary.json"),
+)
 
 
 def sync_directory(path: Path) -> None:
@@ -96,6 +103,8 @@ class RunDirectory:
         except InputError:
             self.close()
             raise
+        if not resume and self.is_false_start:
+            self._sweep()
 
     def _check(self, resume: bool) -> None:
         """Refuse a directory that is not ours to write."""
@@ -103,7 +112,7 @@ class RunDirectory:
             raise InputError("RUN_DIRECTORY", "not a directory", where=str(self.path))
         content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         content -= {LOCK, ".recipe.yaml.partial"}
-        if not content:
+        if not content or (not resume and self.is_false_start):
             return
         if not resume:
             raise InputError(
@@ -119,6 +128,22 @@ class RunDirectory:
                 where=str(self.path),
                 remedy="train into another directory",
             )
+
+    @property
+    def is_false_start(self) -> bool:
+        """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
+        content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        known = content <= {LOCK, ".recipe.yaml.partial", *FALSE_START}
+        return known and self.recipe_path.is_file() and not list_checkpoints(self.checkpoints_path)
+
+    def _sweep(self) -> None:
+        """Remove what a false start left."""
+        for name in FALSE_START:
+            place = self.path / name
+            if place.is_dir():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
 
     @property
     def recipe_path(self) -> Path:

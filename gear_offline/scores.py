@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import PurePosixPath
 
+from gear_offline.errors import InputError
+
 _ENGINE_NOTE = (
     "D4RL used the v2 environment on mujoco-py; another simulator version gives other returns, so "
     "the score is indicative only"
@@ -138,6 +140,28 @@ def reference_scores(name: str) -> ReferenceScores | None:
     return ReferenceScores(name=name, minimum=minimum, maximum=maximum, indicative=True, note=note)
 
 
-def normalized_score(value: float, refs: ReferenceScores) -> float:
-    """Return 100 (value - minimum) / (maximum - minimum): 0 is random, 100 is an expert."""
+def normalized_score(value: float, refs: ReferenceScores | str) -> float:
+    """Return 100 (value - minimum) / (maximum - minimum): 0 is random, 100 is an expert.
+
+    Parameters
+    ----------
+    value
+        Return of an episode, or a mean.
+    refs
+        Reference scores, or a name that has them, e.g. ``"hopper-medium-v2"``.
+
+    Raises
+    ------
+    InputError
+        ``REFERENCE_UNKNOWN`` for a name without scores.
+    """
+    if isinstance(refs, str):
+        found = reference_scores(refs)
+        if found is None:
+            raise InputError(
+                "REFERENCE_UNKNOWN",
+                f"no reference scores under the name {refs!r}",
+                remedy="use a D4RL dataset name such as hopper-medium-v2",
+            )
+        refs = found
     return 100.0 * (value - refs.minimum) / (refs.maximum - refs.minimum)

@@ -276,6 +276,13 @@ def open_member(directory: int, name: str, *, where: str, size: int | None = Non
     try:
         handle = os.open(name, flags, dir_fd=directory)
     except FileNotFoundError as error:
+        if name == "manifest.json":
+            raise InputError(
+                "DATASET_KIND",
+                "the directory is not a dataset: it has no manifest",
+                where=where,
+                remedy="make one with `gear-offline convert SOURCE OUT`",
+            ) from error
         raise InputError(
             "FILE_MISSING", "a file of the dataset is missing", where=where, remedy=REMEDY_DAMAGED
         ) from error

@@ -82,7 +82,7 @@ def train(
     with RunDirectory(path, resume=resume) as directory, _torch_settings(recipe, device):
         dataset = prepare_dataset(recipe, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
-        if directory.recipe_path.exists():
+        if directory.recipe_path.exists() and list_checkpoints(directory.checkpoints_path):
             _check_same(load_recipe(directory.recipe_path), resolved, path)
         learner = Learner(resolved, sizes, dataset, device)
         _Run(directory, learner, dataset, quiet=quiet).complete()

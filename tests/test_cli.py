@@ -128,15 +128,27 @@ def test_unexpected_error_is_exit_1(
     assert capsys.readouterr().err.startswith("error[INTERNAL]: RuntimeError: two lines")
 
 
-def test_interrupt_is_exit_1(
+def test_interrupt_is_exit_130(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", interrupt)
-    assert cli.main([]) == 1
+    assert cli.main([]) == 130
     assert capsys.readouterr().err.startswith("error[INTERRUPTED]")
+    monkeypatch.setattr(cli, "app", lambda **_: 130)  # how typer reports Ctrl-C in a command
+    assert cli.main([]) == 130
+    assert capsys.readouterr().err.startswith("error[INTERRUPTED]")
+
+
+@pytest.mark.parametrize("words", [[], ["recipes"]])
+def test_without_a_command_the_help_is_shown(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    shown = capsys.readouterr().err
+    assert "Commands" in shown and shown.count("\n") > 5 and "error[" not in shown
 
 
 def test_version_and_doctor_through_the_installed_command() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -239,3 +240,27 @@ def test_a_worker_that_dies_is_one_error(tmp_path: Path) -> None:
     thread.join(60)
     assert codes == ["WORKER_FAILED"]
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
+
+
+def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
+    """The exception of Ctrl-C may be lost inside h5py; the conversion must stop all the same."""
+    source = write_hdf5(tmp_path / "a.hdf5", episodes=400, length=500)
+    script = (
+        "import os, signal, sys, threading\n"
+        "from gear_offline.cli import main\n"
+        "import gear_offline.shard_job as job\n"
+        "before, calls = job._read_rows, []\n"
+        "def slow(*a):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 2: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return before(*a)\n"
+        "job._read_rows = slow\n"
+        "sys.exit(main(['convert', sys.argv[1], sys.argv[2], '--shard-size', '100KB']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(source), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 130 and "error[INTERRUPTED]" in done.stderr
+    assert not (tmp_path / "out").exists()

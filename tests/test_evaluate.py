@@ -282,3 +282,21 @@ def test_sizes_must_be_those_of_the_environment() -> None:
     with pytest.raises(InputError) as caught:
         check_sizes(small_model(state_dim=4), "Pendulum-v1")
     assert caught.value.code == "ENVIRONMENT_MISMATCH"
+
+
+def test_results_that_cannot_be_kept_are_still_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("gear_offline.evaluation_report.EvaluationReport.write", refuse)
+    report = evaluate(run, episodes=1)
+    assert report.results and "could not be kept" in capfd.readouterr().err
+
+
+def test_no_such_run_is_said() -> None:
+    with pytest.raises(InputError, match="there is no such run"):
+        find_checkpoint(Path("/nowhere/at/all"))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gear_offline.checkpoint import load_policy_parts
-from gear_offline.dataset import open_dataset
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.metrics import read_records
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import load_recipe
 from gear_offline.trainer import train
-from tests.support import make_dataset
+from tests.support import ArraySource, hopper_columns, make_dataset
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -94,3 +96,31 @@ def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: P
     assert (sizes.action_dim, sizes.discrete) == (2, True)
     assert not resolved.model.action_tanh
     assert resolved.model.max_timestep == 500
+
+
+def refused(dataset: Dataset, *overrides: str) -> str:
+    recipe = load_recipe("paper", [f"data.path={dataset.path}", *overrides])
+    with pytest.raises(InputError) as caught:
+        resolve(recipe, dataset)
+    return caught.value.code
+
+
+def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) -> None:
+    register_environment()
+    dataset = make_dataset(
+        tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
+    )
+    assert refused(dataset, "evaluate.reference=nope") == "REFERENCE_UNKNOWN"
+    for name, value in (("observations", np.nan), ("rewards", np.inf), ("observations", 1e300)):
+        columns = hopper_columns(7)
+        columns[name] = columns[name].astype(np.float64)
+        columns[name].reshape(-1)[2] = value
+        out = tmp_path / f"{name}-{value}"
+        convert(ArraySource(columns, [3, 4]), out, allow_nonfinite=True, quiet=True)
+        with np.errstate(all="ignore"):
+            assert refused(open_dataset(out), "evaluate.episodes=0") == "NONFINITE"
+    for number, actions in enumerate((np.full(7, -1), np.zeros((7, 2), np.int64))):
+        columns = hopper_columns(7) | {"actions": actions}
+        convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
+        found = refused(open_dataset(tmp_path / str(number)), "evaluate.episodes=0")
+        assert found == "COLUMN_KIND"

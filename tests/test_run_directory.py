@@ -27,6 +27,8 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     with RunDirectory(path) as run:
         run.write_recipe(load_recipe("paper"))
         assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
+        assert code_of(path, resume=False) == "RUN_LOCKED"
+    (path / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(path, resume=False) == "RUN_EXISTS"
     assert code_of(path, resume=True) == ""
 
@@ -35,6 +37,19 @@ def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
     assert code_of(tmp_path, resume=False) == ""
     assert (tmp_path / ".lock").exists()
     assert code_of(tmp_path, resume=False) == "", "killed before it wrote anything"
+
+
+def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
+    """Else a mistake that shows at step 3 would block the run's name."""
+    with RunDirectory(tmp_path) as run:
+        run.write_recipe(load_recipe("paper"))
+        run.metrics_path.write_text("{}")
+    assert code_of(tmp_path, resume=False) == ""
+    assert not (tmp_path / "metrics.jsonl").exists()
+    with RunDirectory(tmp_path) as run:
+        run.write_recipe(load_recipe("paper"))
+    (tmp_path / "notes.txt").write_text("mine")
+    assert code_of(tmp_path, resume=False) == "RUN_EXISTS", "somebody's file is there"
 
 
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:

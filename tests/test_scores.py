@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gear_offline.errors import InputError
 from gear_offline.scores import (
     ReferenceScores,
     dataset_file,
@@ -89,3 +90,9 @@ def test_normalized_score() -> None:
     hopper = reference_scores("hopper-medium-v2")
     assert hopper is not None
     assert normalized_score(3184.0, hopper) == pytest.approx(98.454, abs=1e-3)
+
+
+def test_normalized_score_by_name() -> None:
+    assert normalized_score(3234.3, "hopper-medium-v2") == pytest.approx(100.0)
+    with pytest.raises(InputError, match="no reference scores"):
+        normalized_score(1.0, "no-such-thing")

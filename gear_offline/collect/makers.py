@@ -215,7 +215,9 @@ def _snapshot(training: Training, part: str) -> Snapshot:
         return training.best
     level = MEDIUM_LEVEL if part == "medium" else _level(part)
     assert level is not None, "the mix has been checked"
-    return training.near(level * training.best.mean_return)
+    # from 0, as returns mostly begin there; from the worst snapshot where returns are negative
+    low = min(0.0, *(snapshot.mean_return for snapshot in training.snapshots))
+    return training.near(low + level * (training.best.mean_return - low))
 
 
 def _replay_maker(training: Training, *, number: int, steps: int) -> Maker:

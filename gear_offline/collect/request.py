@@ -84,6 +84,15 @@ def check_request(*, processes: int | None, **options: Any) -> Request:
         raise InputError(
             "COLLECT_OPTION", "only a policy trained by 'ars' can be saved", where="save_policy"
         )
+    if request.save_policy is not None and not request.save_policy.absolute().parent.is_dir():
+        raise InputError(
+            "OUTPUT_FOLDER",
+            "folder does not exist",
+            where=str(request.save_policy.absolute().parent),
+            remedy="make it",
+        )
+    if request.seed >= 1 << 63:
+        raise InputError("COLLECT_OPTION", f"got {request.seed}, need less than 2^63", where="seed")
     if request.trained_elsewhere or (processes is None and small):
         processes = 1  # a library's model stays in the process that trained it
     chosen = processes or min(usable_cores(), MAX_PROCESSES)

@@ -143,7 +143,7 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     )
     source = FlatSource(rows, layout, Rule.parse(info.rule), info)
     warnings = source.storage_warnings + _warnings(
-        source, family, dataset or name, rule is not None
+        source, family, dataset or name, rule is not None, evidence
     )
     extra = {"unfinished_tail_steps": source.tail_steps, "warnings": warnings}
     source.info = replace(info, attributes={**info.attributes, **extra})
@@ -181,9 +181,16 @@ def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tup
     return _BY_NAME["d4rl"], "content: D4RL's column names"
 
 
-def _warnings(source: FlatSource, family: Family, name: str, overridden: bool) -> list[str]:
+def _warnings(
+    source: FlatSource, family: Family, name: str, overridden: bool, evidence: str
+) -> list[str]:
     """Return what a user should know about the episodes that the rule gave."""
     found: list[str] = []
+    if evidence.startswith("content: ") and family.name != "d4rl" and not overridden:
+        found.append(
+            f"taken for {family.name} by its {evidence.removeprefix('content: ')}: episodes end "
+            f"by {family.name}'s rule; rule='terminals|timeouts' overrides"
+        )
     lengths = source.episodes.lengths
     finished = lengths[:-1] if source.tail_steps else lengths
     limit = family.step_limit
