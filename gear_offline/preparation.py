@@ -17,7 +17,7 @@ from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.progress import say
-from gear_offline.recipe import CollectSettings, Recipe
+from gear_offline.recipe import CollectSettings, DataSettings, Recipe
 from gear_offline.scores import reference_scores
 
 
@@ -27,6 +27,7 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
     Raises
     ------
     InputError
+        ``DATA_MISMATCH`` when it was made of something else than the recipe says;
         ``DATA_MISSING`` when it does not exist and the recipe does not say how to make it, and
         the errors of collecting, converting and opening.
     """
@@ -52,7 +53,33 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
         say(f"converting {source} to {path}", quiet=quiet)
         path.parent.mkdir(parents=True, exist_ok=True)
         convert(source, path, quiet=quiet)
-    return open_dataset(path, verify=recipe.data.verify)
+        return open_dataset(path, verify=recipe.data.verify)
+    dataset = open_dataset(path, verify=recipe.data.verify)
+    _check_origin(recipe.data, dataset)
+    return dataset
+
+
+def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
+    """Refuse a dataset that is there already but was made of something else."""
+    made = dataset.manifest.source
+    wanted = found = ""
+    if settings.collect is not None:
+        facts = made.attributes.get("attributes", {})
+        asked = {"env_id": settings.collect.environment, "seed": settings.collect.seed}
+        differ = [name for name, value in asked.items() if facts.get(name, value) != value]
+        wanted = ", ".join(f"{name} {asked[name]}" for name in differ)
+        found = ", ".join(f"{name} {facts[name]}" for name in differ)
+    elif settings.source is not None and made.files and Path(settings.source).is_file():
+        name, names = Path(settings.source).name, [str(file["name"]) for file in made.files]
+        if name not in names:
+            wanted, found = name, ", ".join(names)
+    if wanted:
+        raise InputError(
+            "DATA_MISMATCH",
+            f"the dataset that is there was made of {found}, the recipe says {wanted}",
+            where=str(dataset.path),
+            remedy="give another data.path, or remove that dataset to have it made again",
+        )
 
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:

@@ -15,7 +15,7 @@ from gear_offline.metrics import read_records
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import load_recipe
 from gear_offline.trainer import train
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ArraySource, hopper_columns, make_dataset, write_hdf5
 from tests.training_support import (
     ACTION_DIM,
     ENVIRONMENT,
@@ -124,3 +124,20 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
         found = refused(open_dataset(tmp_path / str(number)), "evaluate.episodes=0")
         assert found == "COLUMN_KIND"
+
+
+def test_a_dataset_made_of_something_else_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one, other = (write_hdf5(tmp_path / f"{name}.hdf5") for name in ("one", "other"))
+    convert(one, Path("d"), quiet=True)
+    taken = prepare_dataset(load_recipe("paper", ["data.path=d", f"data.source={one}"]))
+    assert taken.episodes.steps > 0
+    with pytest.raises(InputError, match=r"made of one\.hdf5, the recipe says other\.hdf5"):
+        prepare_dataset(load_recipe("paper", ["data.path=d", f"data.source={other}"]))
+    smoke = load_recipe("smoke", ["data.collect.steps=200"])
+    prepare_dataset(smoke, quiet=True)
+    prepare_dataset(smoke, quiet=True)
+    with pytest.raises(InputError, match="made of seed 0, the recipe says seed 7"):
+        prepare_dataset(load_recipe("smoke", ["data.collect.seed=7"]))
