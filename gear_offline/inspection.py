@@ -174,7 +174,7 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
         for key, part in value.items():
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), part)
     elif value not in (None, [], ""):
-        text = str(value)
+        text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(value))
         yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 

@@ -148,3 +148,10 @@ def test_a_summary_names_the_warnings_of_the_source(tmp_path: Path) -> None:
     print_summary(convert(source, tmp_path / "d", quiet=True), console=Console(file=out, width=60))
     assert "2 episodes" in out.getvalue() and "7 steps, 1 shard" in out.getvalue()
     assert "warning: odd [tail]" in out.getvalue()
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    source = ArraySource(hopper_columns(3), [3], attributes={"note": "a\x1b[2Jb"})
+    convert(source, tmp_path / "d", quiet=True)
+    text = text_of(inspect(tmp_path / "d"))
+    assert "\x1b" not in text and "a\\x1b[2Jb" in text
