@@ -81,6 +81,7 @@ class CapturedStep:
         optimizer.zero_gradients()
         with torch.cuda.graph(self._graph):
             self._run()
+        optimizer.finish_capture()
         self._put_back(step, filled)
 
     def replay(self) -> None:
@@ -96,11 +97,9 @@ class CapturedStep:
         with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
             loss = self._loss(self._batches.batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = self._optimizer.clip()
-        self._optimizer.update_on_device(self._index)
-        self._window.index_copy_(0, self._row, torch.stack([loss.detach(), norm])[None])
-        self._row += 1
-        self._index += 1
+        self._optimizer.finish_on_device(
+            loss.detach(), index=self._index, row=self._row, window=self._window
+        )
 
     def _time_fill(self, step: int) -> float:
         begin, end = (
@@ -125,10 +124,12 @@ class CapturedStep:
         """Run some steps on another stream, as capturing asks for, and undo what they did."""
         saved: list[tuple[Tensor, Tensor]] = [
             (tensor, tensor.clone())
-            for tensor in (*self._model.state_dict().values(), self._window)
+            for tensor in (
+                *self._model.state_dict().values(),
+                *self._optimizer.state().values(),
+                self._window,
+            )
         ]
-        moments = self._optimizer.state()
-        saved_moments = {name: tensor.clone() for name, tensor in moments.items()}
         random: Any = torch.cuda.get_rng_state(self._window.device)
         cpu_random = torch.get_rng_state()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -137,16 +138,12 @@ class CapturedStep:
             for _ in range(WARM_UPS):
                 self._optimizer.zero_gradients()
                 self._row.fill_(0)
+                self._index.fill_(step)
                 self._run()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.no_grad():
             for tensor, before in saved:
                 tensor.copy_(before)
-            for name, tensor in self._optimizer.state().items():
-                if name in saved_moments:
-                    tensor.copy_(saved_moments[name])
-                else:
-                    tensor.zero_()  # a fresh optimiser begins with zeros
         torch.cuda.set_rng_state(random, self._window.device)
         torch.set_rng_state(cpu_random)
         self._put_back(step, filled)

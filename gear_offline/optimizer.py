@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gear_offline.recipe import OptimizerSettings
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.adamw import DeviceAdamW
 
 
 def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> float:
@@ -46,7 +50,7 @@ class Optimizer:
     steps
         Optimiser steps of the run.
     captured
-        Keep the learning rate on the GPU, for `update_on_device`.
+        Keep everything on the GPU, for `finish_on_device`.
     """
 
     def __init__(
@@ -61,20 +65,17 @@ class Optimizer:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._settings, self._steps = settings, steps
-        self._rate: Tensor | None = None
+        self._device_adamw: DeviceAdamW | None = None
         if captured:
-            rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
-            device = self._parameters[0].device
-            self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
-            self._rate = torch.zeros((), device=device)
-        self._adamw = torch.optim.AdamW(
-            self._parameters,
-            lr=settings.learning_rate if self._rate is None else self._rate,
-            capturable=captured,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+            self._device_adamw = self._on_device()
+        else:
+            self._adamw = torch.optim.AdamW(
+                self._parameters,
+                lr=settings.learning_rate,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
 
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
@@ -85,11 +86,15 @@ class Optimizer:
         """Return the learning rate of step `step`, counted from 0."""
         return learning_rate(step, self._settings, steps=self._steps)
 
-    def update_on_device(self, index: Tensor) -> None:
-        """As `update`, of the step that `index` (1,) int64 on the GPU says; waits for nothing."""
-        assert self._rate is not None, "made with captured=True"
-        self._rate.copy_(self._rates.index_select(0, index)[0])
-        self._adamw.step()
+    def finish_on_device(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
+        """Clip and update without the host; see `DeviceAdamW.enqueue`."""
+        assert self._device_adamw is not None, "made with captured=True"
+        self._device_adamw.enqueue(loss, index=index, row=row, window=window)
+
+    def finish_capture(self) -> None:
+        """Make a captured `finish_on_device` ready for replays."""
+        assert self._device_adamw is not None, "made with captured=True"
+        self._device_adamw.send_addresses()
 
     def update(self, step: int) -> float:
         """Apply the gradients of step `step` (counted from 0) and return its learning rate."""
@@ -100,13 +105,19 @@ class Optimizer:
         return rate
 
     def zero_gradients(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors."""
         found = {}
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            for kind, value in self._adamw.state[parameter].items():
+        states: Sequence[Mapping[str, Tensor]]
+        if self._device_adamw is None:
+            states = [self._adamw.state[parameter] for parameter in self._parameters]
+        else:
+            states = self._device_adamw.states()
+        for name, state in zip(self._names, states, strict=True):
+            for kind, value in state.items():
                 found[f"optimizer/{kind}/{name}"] = value
         return found
 
@@ -127,7 +138,26 @@ class Optimizer:
                 state.setdefault(numbers[name], {})[kind] = value
         if state and sorted(state) != list(range(len(numbers))):
             raise KeyError("optimizer state of some parameters")
+        if self._device_adamw is not None:
+            if not state:  # of an optimiser before its first step
+                return
+            for number, mine in enumerate(self._device_adamw.states()):
+                for kind, tensor in mine.items():
+                    tensor.copy_(state[number][kind])
+            return
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
-        if self._rate is not None:  # loading makes a copy of it
-            self._adamw.param_groups[0]["lr"] = self._rate
+
+    def _on_device(self) -> DeviceAdamW:
+        from gear_offline.kernels.adamw import DeviceAdamW
+
+        settings, steps = self._settings, self._steps
+        rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
+        device = self._parameters[0].device
+        return DeviceAdamW(
+            self._parameters,
+            torch.tensor(rates, dtype=torch.float32, device=device),
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            clip_norm=settings.clip_norm,
+        )

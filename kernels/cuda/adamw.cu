@@ -1,0 +1,84 @@
+// Two launches: the norm of all gradients, and the update.  See adamw.cuh for the law.
+#include "adamw.cuh"
+
+namespace gear {
+
+enum { THREADS = 256, FOUR = 4 };  // loads of a thread that are in flight at once
+
+// Sum over the block, in the same order every time.
+GEAR_CODE double block_sum(double mine) {
+    __shared__ double sums[THREADS];
+    sums[threadIdx.x] = mine;
+    for (int half = THREADS / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+    return sums[0];
+}
+
+GEAR_CODE void norm(const AdamwJob& job) {
+    double sum = 0.0;
+    for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
+        Chunk chunk = job.chunks[number];
+        const float* gradient = job.tensors[chunk.tensor].gradient + chunk.begin;
+        for (i64 first = threadIdx.x; first < chunk.count; first += FOUR * THREADS) {
+            float found[FOUR];
+#pragma unroll
+            for (int i = 0; i < FOUR; ++i) {
+                i64 at = first + i * THREADS;
+                found[i] = at < chunk.count ? gradient[at] : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < FOUR; ++i) sum += (double)found[i] * (double)found[i];
+        }
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) job.partials[blockIdx.x] = sum;
+}
+
+// Every block reads `index` and `row` before it takes a ticket, so whoever takes the last one may
+// advance them.
+GEAR_CODE void finish(const AdamwJob& job, double norm, bool& last, Rule& rule) {
+    i64 index = *(const volatile i64*)job.index, row = *(const volatile i64*)job.row;
+    rule = rule_of(job, index, norm);
+    __threadfence();
+    last = atomicAdd(job.ticket, 1ull) == gridDim.x - 1;
+    if (last) {
+        *(volatile u64*)job.ticket = 0;
+        job.window[2 * row] = *job.loss;
+        job.window[2 * row + 1] = (float)norm;
+        *(volatile i64*)job.row = row + 1;
+        *(volatile i64*)job.index = index + 1;
+        job.steps[0] = (float)(index + 1);
+    }
+}
+
+GEAR_CODE void step(const AdamwJob& job) {
+    __shared__ Rule shared_rule;
+    __shared__ bool last;
+    double sum = 0.0;
+    for (i64 i = threadIdx.x; i < job.partial_count; i += THREADS) sum += job.partials[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) finish(job, sqrt(sum), last, shared_rule);
+    __syncthreads();
+    Rule rule = shared_rule;
+    if (last)
+        for (i64 i = threadIdx.x + 1; i < job.tensor_count; i += THREADS)
+            job.steps[i] = job.steps[0];
+    for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
+        Chunk chunk = job.chunks[number];
+        Weights tensor = job.tensors[chunk.tensor];
+        for (i64 at = threadIdx.x; at < chunk.count; at += THREADS)
+            update(rule, tensor, chunk.begin + at);
+    }
+}
+
+}  // namespace gear
+
+extern "C" __global__ void __launch_bounds__(256) adamw_norm(const __grid_constant__ gear::AdamwJob job) {
+    gear::norm(job);
+}
+extern "C" __global__ void __launch_bounds__(256) adamw_step(const __grid_constant__ gear::AdamwJob job) {
+    gear::step(job);
+}

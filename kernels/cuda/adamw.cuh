@@ -1,0 +1,96 @@
+// Clip by the norm of all gradients, then AdamW, over many tensors at once.
+//
+// The work is cut into chunks, each within one tensor, so that a block never looks for where it is.
+// AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
+#pragma once
+#include "philox.cuh"
+
+namespace gear {
+
+struct Weights {  // one tensor; float32, equally laid out
+    float* value;
+    float* first;   // moments
+    float* second;
+    const float* gradient;
+};
+
+struct Chunk {
+    i64 tensor, begin, count;
+};
+
+struct AdamwJob {
+    const Weights* tensors;
+    const Chunk* chunks;
+    i64 chunk_count;
+    double* partials;     // (partial_count,) sums of squared gradients
+    i64 partial_count;    // blocks of the first kernel
+    const float* rates;   // learning rate of every step
+    i64* index;           // the step to do, counted from 0
+    i64* row;             // of `window`
+    float* window;        // (rows, 2): loss and norm before clipping
+    const float* loss;    // a scalar
+    float* steps;         // (tensor_count,): steps done
+    i64 tensor_count;
+    u64* ticket;          // blocks that have read `index` and `row`
+    double beta1, beta2, epsilon, decay;
+    double limit;         // of the norm; infinite for none
+};
+
+struct Rule {  // of one step
+    float scale, shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
+};
+
+GEAR_CODE double power(double base, i64 exponent) {
+    double found = 1.0;
+    for (; exponent; exponent >>= 1) {
+        if (exponent & 1) found *= base;
+        base *= base;
+    }
+    return found;
+}
+
+GEAR_CODE double root_of(double value) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+    return sqrt(value);
+#else
+    return __builtin_sqrt(value);
+#endif
+}
+
+GEAR_CODE float root_of(float value) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+    return __fsqrt_rn(value);
+#else
+    return __builtin_sqrtf(value);
+#endif
+}
+
+GEAR_CODE Rule rule_of(const AdamwJob& job, i64 index, double norm) {
+    double rate = (double)job.rates[index];
+    float scale = (float)(job.limit / (norm + 1e-6));
+    Rule found;
+    found.scale = scale > 1.0f ? 1.0f : scale;  // a norm that is not a number stays one
+    found.shrink = (float)(rate * job.decay);
+    found.beta1 = (float)job.beta1;
+    found.rest1 = (float)(1.0 - job.beta1);
+    found.beta2 = (float)job.beta2;
+    found.rest2 = (float)(1.0 - job.beta2);
+    found.size = (float)(rate / (1.0 - power(job.beta1, index + 1)));
+    found.root = (float)root_of(1.0 - power(job.beta2, index + 1));
+    found.epsilon = (float)job.epsilon;
+    return found;
+}
+
+GEAR_CODE void update(const Rule& rule, const Weights& tensor, i64 at) {
+    float gradient = tensor.gradient[at] * rule.scale;
+    float value = tensor.value[at], first = tensor.first[at], second = tensor.second[at];
+    value -= rule.shrink * value;
+    first = rule.beta1 * first + rule.rest1 * gradient;
+    second = rule.beta2 * second + rule.rest2 * gradient * gradient;
+    value -= rule.size * first / (root_of(second) / rule.root + rule.epsilon);
+    tensor.value[at] = value;
+    tensor.first[at] = first;
+    tensor.second[at] = second;
+}
+
+}  // namespace gear
