@@ -8,6 +8,7 @@ Shape legend: B segments a step, K steps of a window, E episodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,18 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.copy_engine import LongWindows
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.kernels.job import CHOSEN, LAWS, describe_job, describe_store, group_of, guide
+from gear_offline.kernels.job import (
+    CHOSEN,
+    LAWS,
+    describe_job,
+    describe_store,
+    group_of,
+    guide,
+    leave_out,
+)
 from gear_offline.placement import PlacedStore, PlacedTable
 from gear_offline.selection import Segments, Selection, check_range
 
@@ -66,6 +76,7 @@ class DeviceEngine:
                 remedy=f"use one of {', '.join(LAWS)}, or engine='off'",
             )
         self.placed, self.device = placed, placed.device
+        self.selection, self.seed = selection, seed
         self.batch_size, self.context_length = batch_size, context_length
         self._kernels: dict[str, Function] = load(
             "fill.cu", (*KERNELS.values(), MANY), device=self.device.index or 0
@@ -86,6 +97,7 @@ class DeviceEngine:
             span=context_length,
             left=int(padding == "left"),
         )
+        self._long = LongWindows(placed, span=context_length, padding=padding)
         self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._job["ticket"] = self._ticket.data_ptr()
         self._job["wrong"] = self._ticket.data_ptr() + 8
@@ -98,17 +110,22 @@ class DeviceEngine:
     def fill(self, *, first_step: int, steps: int) -> Windows:
         """Return the windows of `steps` consecutive steps, (steps, B, K, ...), in new memory.
 
-        One launch on torch's current stream.
+        One launch on torch's current stream; long windows of host memory are copied besides.
         """
         check_range(seed=0, first_step=first_step, steps=steps, count=self.batch_size)
         windows = self.allocate((steps, self.batch_size))
         job = self._job.copy()
         job["first_step"] = first_step
-        self._launch(job, windows)
+        self._launch(job, windows, without=self._long.numbers)
+        if self._long.numbers:
+            found = self.selection.select_many(
+                seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
+            )
+            self._long.copy(windows, found)
         return windows
 
-    def gather(self, segments: Segments) -> Windows:
-        """Return the windows of named segments, of any leading shape.
+    def gather(self, segments: Segments, *, out: Windows | None = None) -> Windows:
+        """Return the windows of named segments, of any leading shape; in `out` if given.
 
         Raises
         ------
@@ -125,8 +142,9 @@ class DeviceEngine:
                 remedy=f"use episodes below {index.episodes} and starts below their lengths",
             )
         named = torch.from_numpy(np.stack([episodes, starts]).astype(np.int64)).to(self.device)
-        windows = self.allocate(segments.shape)
-        self.gather_into(windows, named)
+        windows = self.allocate(segments.shape) if out is None else out
+        self._gather(windows, named, without=self._long.numbers)
+        self._long.copy(windows, segments)
         return windows
 
     def gather_into(self, windows: Windows, named: Tensor) -> None:
@@ -134,10 +152,13 @@ class DeviceEngine:
 
         Segments that are not in the table give zeros, and are remembered: see `check`.
         """
+        self._gather(windows, named)
+
+    def _gather(self, windows: Windows, named: Tensor, *, without: Sequence[int] = ()) -> None:
         job = self._job.copy()
         job["law"] = CHOSEN
         job["chosen_episodes"], job["chosen_starts"] = named[0].data_ptr(), named[1].data_ptr()
-        self._launch(job, windows)
+        self._launch(job, windows, without=without)
 
     def check(self) -> None:
         """Wait for the GPU, and raise ``SEGMENT_RANGE`` if a segment was not in the table."""
@@ -167,6 +188,11 @@ class DeviceEngine:
             attention_mask=empty(*whole),
             segments=empty(*shape, 2),
         )
+
+    @property
+    def long_stores(self) -> Sequence[int]:
+        """Numbers of the stores that the copy engine serves where the host knows the segments."""
+        return self._long.numbers
 
     def static(self) -> StaticFill:
         """Return a fill of one step with memory and a step counter of its own."""
@@ -217,8 +243,12 @@ class DeviceEngine:
         blocks = min(-(-count * int(job["tasks"][0]) // groups), self._most_blocks)
         return KERNELS[self._lanes], blocks
 
-    def _launch(self, job: npt.NDArray[Any], windows: Windows) -> None:
+    def _launch(
+        self, job: npt.NDArray[Any], windows: Windows, *, without: Sequence[int] = ()
+    ) -> None:
         kernel, blocks = self._fix(job, windows)
+        if without:
+            leave_out(job, without)
         if blocks:
             self._enqueue(kernel, blocks, Parameters(job.ctypes.data))
 

@@ -98,6 +98,15 @@ def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
     return job
 
 
+def leave_out(job: npt.NDArray[Any], numbers: Sequence[int]) -> None:
+    """Take stores out of a job, whose outputs are set."""
+    kept = [n for n in range(int(job["stores"][0])) if n not in numbers]
+    rows = job["store"][0, kept].copy()
+    job["store"][0, : len(kept)] = rows
+    job["stores"] = len(kept)
+    job["tasks"] = sum(int(row["pieces"]) for row in rows) + 1
+
+
 def group_of(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
     """Return how many segments a warp takes at once; 0 where windows are long, cast or few.
 

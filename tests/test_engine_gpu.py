@@ -75,6 +75,31 @@ def test_both_tiers_in_one_launch(dataset: Any) -> None:
         same(next(gpu), next(cpu))
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("budget", [0, 2000])
+@pytest.mark.parametrize("batched", [True, False])
+def test_long_windows_by_the_copy_engine(
+    dataset: Any, padding: Padding, budget: int, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gear_offline.kernels import copy_engine
+
+    monkeypatch.setattr(copy_engine, "LEAST_BYTES", 8 * 4 * 4)  # some columns, not all
+    options: dict[str, Any] = {"padding": padding, "layout": "columns", "hbm_budget": budget}
+    gpu, cpu = loaders(dataset, **options)
+    engine = gpu.engine
+    assert engine is not None and engine.placed.host_bytes
+    assert 0 < len(engine.long_stores) < len(engine.placed.stores)
+    if not batched:
+        assert engine._long._engine is not None
+        monkeypatch.setattr(engine._long._engine, "_batch", None)
+    for _ in range(300):
+        same(next(gpu), next(cpu))
+    segments = cpu.segments_at(5)
+    expected, found = cpu.gather.fill(segments), engine.gather(segments)
+    for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
+        assert mine.cpu().numpy().tobytes() == theirs.numpy().tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint16", "int64", "bool"])
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_every_dtype_is_cast_as_on_the_cpu(dtype: str, padding: Padding) -> None:

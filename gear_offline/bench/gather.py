@@ -22,7 +22,7 @@ from gear_offline.errors import UnavailableError
 from gear_offline.fields import Field
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import make_selection
+from gear_offline.selection import Segments, make_selection
 from gear_offline.table import Store, Table
 
 # segment: steps of the window, bytes of a row
@@ -34,6 +34,20 @@ SEGMENTS = {
     4096: (4, 1024),
     65536: (4, 16384),
     1 << 20: (4, 1 << 18),
+}
+# The same bytes a step as one record and as columns: (dtype, width) of each store; steps of a window.
+LAYOUTS: dict[str, tuple[int, dict[str, list[tuple[str, int]]]]] = {
+    "state vectors": (
+        20,
+        {
+            "records": [("float32", 16)],  # 11 + 3 + 1 + 1
+            "columns": [("float32", 11), ("float32", 3), ("float32", 1), ("float32", 1)],
+        },
+    ),
+    "frames": (
+        30,
+        {"records": [("uint8", 84 * 84 + 16)], "columns": [("uint8", 84 * 84), ("float32", 4)]},
+    ),
 }
 EPISODE_STEPS = 1000
 LAUNCH_BYTES = 1 << 30
@@ -57,6 +71,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         "table_bytes": table_bytes,
         "results": rows,
+        "layouts": _layouts(memory, turns),
         "bus_gigabytes_per_second": _bus(turns),
         "small_batch": _small_batch(quick=quick, turns=turns),
     }
@@ -72,6 +87,11 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
         cells += [row["million_segments_per_second"], row["ratio"]]
         name = f"gather, {row['tier']}"
         rows.append((name, f"{row['segment_bytes']:,} B", *(f"{cell:.2f}" for cell in cells)))
+    for row in document["layouts"]:
+        cells = [row["gigabytes_per_second"], row["million_segments_per_second"]]
+        name = f"{row['layout']} of {row['what']}, {row['tier']}"
+        size = f"{row['segment_bytes']:,} B"
+        rows.append((name, size, f"{cells[0]:.2f}", "", f"{cells[1]:.2f}", ""))
     rows.append(("pinned copy", "", f"{document['bus_gigabytes_per_second']:.1f}", "", "", ""))
     for name, value in document["small_batch"].items():
         rows.append((name, "", f"{value:.2f}", "", "", ""))
@@ -124,8 +144,17 @@ def _tier_row(
     drawn = law.select(seed=0, step=0, count=count)
     whole = np.minimum(drawn.starts, lengths[0] - span)  # no padding: every byte is moved
     named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()
+    known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
     windows = engine.allocate((count,))
-    seconds = event_seconds(lambda: engine.gather_into(windows, named), turns=turns, calls=2)
+
+    def gather() -> None:
+        if by_copies:
+            engine.gather(known, out=windows)
+        else:
+            engine.gather_into(windows, named)
+
+    by_copies = bool(engine.long_stores)
+    seconds = event_seconds(gather, turns=turns, calls=2)
     peer = _index_select(windows, size, turns) if tier == "hbm" else _bus(turns)
     speed = count * size / seconds / 1e9
     placed.close()
@@ -133,12 +162,61 @@ def _tier_row(
         "tier": tier,
         "segment_bytes": size,
         "segments": count,
+        "by": "copies" if by_copies else "loads",
         "gigabytes_per_second": speed,
         "all_gigabytes_per_second": speed * (size + 16 * (span + 1)) / size,
         "million_segments_per_second": count / seconds / 1e6,
         "peer": "torch.index_select" if tier == "hbm" else "pinned copy",
         "ratio": speed / peer,
     }
+
+
+def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
+    """The batch's bytes of steps as records and as columns, by kernels, from either tier."""
+    from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.placement import place_table
+
+    found = []
+    for tier in ("host", "hbm"):
+        for what, (span, layouts) in LAYOUTS.items():
+            for layout, parts in layouts.items():
+                step_bytes = sum(np.dtype(d).itemsize * w for d, w in layouts["columns"])
+                episodes = memory.nbytes // (step_bytes + 16) // EPISODE_STEPS - 1
+                stores, at = [], 0
+                for number, (name, width) in enumerate(parts):
+                    dtype = np.dtype(name)
+                    size = (episodes * EPISODE_STEPS + 2 * span) * width * dtype.itemsize
+                    rows = memory.view(np.uint8)[at : at + size].view(dtype).reshape(-1, width)
+                    at += size + -size % 4096  # pages are pinned once
+                    field = Field(name=f"column {number}", dtype=dtype, shape=(width,))
+                    stores.append(Store(fields=(field,), rows=rows))
+                placed = place_table(
+                    Table(
+                        episodes=EpisodeIndex(np.full(episodes, EPISODE_STEPS, np.int64)),
+                        stores=tuple(stores),
+                        margin=span,
+                        layout="records",
+                    ),
+                    device="cuda",
+                    placement=tier,  # type: ignore[arg-type]
+                )
+                law = make_selection("uniform_steps", placed.episodes)
+                count = min(LAUNCH_BYTES // (span * step_bytes), 1 << 17)
+                engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=span)
+                fill = engine.static()
+                seconds = event_seconds(fill.enqueue, turns=turns, calls=2)
+                placed.close()
+                found.append(
+                    {
+                        "what": what,
+                        "tier": tier,
+                        "layout": layout,
+                        "segment_bytes": span * step_bytes,
+                        "gigabytes_per_second": count * span * step_bytes / seconds / 1e9,
+                        "million_segments_per_second": count / seconds / 1e6,
+                    }
+                )
+    return found
 
 
 def _index_select(windows: Any, size: int, turns: int) -> float:

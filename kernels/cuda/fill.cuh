@@ -151,8 +151,8 @@ GEAR_CODE Unit nothing() {
 template <typename Unit, int LANES>
 GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64 low, i64 high,
                           int lane) {
-    i64 at = begin + lane;
-    for (; at + 7 * LANES < end; at += 8 * LANES) {  // eight loads in flight
+    high = high < end ? high : end;
+    for (i64 at = begin + lane; at < end; at += 8 * LANES) {  // eight loads in flight
         Unit found[8];
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
@@ -164,10 +164,9 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
 #endif
-        for (int i = 0; i < 8; ++i) save(out + at + i * LANES, found[i]);
+        for (int i = 0; i < 8; ++i)
+            if (at + i * LANES < end) save(out + at + i * LANES, found[i]);
     }
-    for (; at < end; at += LANES)
-        save(out + at, at >= low && at < high ? source[at - low] : nothing<Unit>());
 }
 
 template <int LANES>
