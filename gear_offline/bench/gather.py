@@ -35,7 +35,8 @@ SEGMENTS = {
     65536: (4, 16384),
     1 << 20: (4, 1 << 18),
 }
-# The same bytes a step as one record and as columns: (dtype, width) of each store; steps of a window.
+# The same bytes a step as one record and as columns: steps of a window, and (dtype, width) of
+# each store.
 LAYOUTS: dict[str, tuple[int, dict[str, list[tuple[str, int]]]]] = {
     "state vectors": (
         20,
@@ -198,7 +199,7 @@ def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
                         layout="records",
                     ),
                     device="cuda",
-                    placement=tier,  # type: ignore[arg-type]
+                    placement=tier,
                 )
                 law = make_selection("uniform_steps", placed.episodes)
                 count = min(LAUNCH_BYTES // (span * step_bytes), 1 << 17)
