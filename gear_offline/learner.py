@@ -117,6 +117,7 @@ class Learner:
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
         self._rate = self._busy_seconds = self._wait_seconds = 0.0
+        self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
 
     @property
     def step_kind(self) -> str:
@@ -127,6 +128,11 @@ class Learner:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
         return f", one CUDA graph a step, {engine.placed.reason if engine else ''}"
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the time of all steps of this process that waited for batches."""
+        return self._all_wait_seconds / self._all_busy_seconds if self._all_busy_seconds else 0.0
 
     @property
     def unreported(self) -> int:
@@ -253,6 +259,8 @@ class Learner:
             "data_wait_share": self._wait_seconds / busy,
             "samples_per_second": steps * self.recipe.loader.batch_size / busy,
         }
+        self._all_busy_seconds += busy
+        self._all_wait_seconds += self._wait_seconds
         self._filled = self._timed = 0
         self._busy_seconds = self._wait_seconds = 0.0
         if self._captured is not None:

@@ -307,6 +307,7 @@ class _Run:
             "seed": self.recipe.seed,
             "steps": self.learner.step,
             "seconds": round(self.seconds, 3),
+            "data_wait_share": self.learner.data_wait_share,
             "parameters": sum(p.numel() for p in self.learner.model.parameters()),
             "device": str(self.learner.device),
             "precision": self.learner.precision_reason,
@@ -327,4 +328,8 @@ class _Run:
         from gear_offline.report import write_report
 
         write_report(self.directory.path)
-        say(f"{self.recipe.name}: complete after {self.seconds:,.0f} s", quiet=self.quiet)
+        say(
+            f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
+            f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches",
+            quiet=self.quiet,
+        )

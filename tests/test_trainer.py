@@ -59,6 +59,7 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
     assert [r["step"] for r in read_records(whole / "evaluations.jsonl")] == [7, 14, 20]
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == 20
+    assert 0.0 < summary["data_wait_share"] < 1.0
     assert summary["evaluation_last"]["step"] == 20
     best = max(
         read_records(whole / "evaluations.jsonl"), key=lambda r: (float(r["score"]), r["step"])

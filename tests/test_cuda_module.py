@@ -1,0 +1,105 @@
+"""Machines without CuPy, with the wrong one, or with an old GPU: one clear error each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gear_offline.errors import UnavailableError
+from gear_offline.kernels import cuda_module
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    caches = (cuda_module._function, cuda_module._module, cuda_module.import_cupy)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def failing() -> UnavailableError:
+    with pytest.raises(UnavailableError) as caught:
+        cuda_module.load("fill.cu", ("fill_8",), device=0)
+    return caught.value
+
+
+def fake_cupy(monkeypatch: pytest.MonkeyPatch, *, capability: str, module: Any) -> None:
+    class Device:
+        compute_capability = capability
+
+        def __init__(self, number: int) -> None:
+            assert number == 0
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        Device=Device, runtime=SimpleNamespace(getDeviceCount=lambda: 1), driver=None
+    )
+    cupy.RawModule = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+
+def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str, *_: object) -> None:
+        if name == "cupy":
+            raise ModuleNotFoundError("No module named 'cupy'", name="cupy")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find), *sys.meta_path])
+    error = failing()
+    assert error.code == "CUPY_MISSING" and "gear-offline[gpu]" in str(error)
+
+
+def test_cupy_without_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str, *_: object) -> None:
+        if name == "cupy":
+            raise ImportError("libcublas.so.12: cannot open shared object file\n  and a long tail")
+
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find), *sys.meta_path])
+    error = failing()
+    assert error.code == "CUPY_BROKEN"
+    assert "libcublas.so.12" in str(error) and "long tail" not in str(error)
+
+
+def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise RuntimeError("cudaErrorInsufficientDriver: driver is too old")
+
+    cupy = ModuleType("cupy")
+    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        runtime=SimpleNamespace(getDeviceCount=count)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    error = failing()
+    assert error.code == "CUPY_BROKEN" and "InsufficientDriver" in str(error)
+
+
+def test_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        def __init__(self, **options: Any) -> None:
+            assert "fill_8" in options["code"]
+
+        def compile(self) -> None:
+            raise RuntimeError("NVRTC_ERROR_COMPILATION: unsupported\nline 2")
+
+    fake_cupy(monkeypatch, capability="90", module=Module)
+    error = failing()
+    assert error.code == "CUPY_BROKEN" and "NVRTC_ERROR_COMPILATION" in str(error)
+
+
+def test_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy(monkeypatch, capability="61", module=None)
+    error = failing()
+    assert error.code == "GPU_TOO_OLD" and "6.1" in str(error)
