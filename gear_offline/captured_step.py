@@ -8,6 +8,7 @@ Shape legend: n rows of the window of losses and gradient norms.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
+
+
+def start_compilers() -> None:
+    """Start the processes that compile kernels, so that they are there when tracing is done.
+
+    They take some seconds to start, and torch would begin only then.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # not a promised part of torch
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
 
 
 class CapturedStep:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.captured_step import CapturedStep
+from gear_offline.captured_step import CapturedStep, start_compilers
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.loader import GearLoader
@@ -101,6 +101,8 @@ class Learner:
         )
         self._batches = iter(self.loader)
         self.graph_reason = self._decide_graph()
+        if self._compiled and not self.graph_reason:
+            start_compilers()
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,
@@ -196,10 +198,14 @@ class Learner:
             )
         return reason
 
+    @property
+    def _compiled(self) -> bool:
+        train = self.recipe.train
+        return train.compile == "on" or (train.compile == "auto" and train.steps >= COMPILED_FROM)
+
     def _replay(self) -> None:
         began = time.perf_counter()
         if self._captured is None:
-            train = self.recipe.train
             self._captured = CapturedStep(
                 self.model,
                 self.optimizer,
@@ -208,8 +214,7 @@ class Learner:
                 step=self.step,
                 filled=self._filled,
                 precision=self.precision,
-                compiled=train.compile == "on"
-                or (train.compile == "auto" and train.steps >= COMPILED_FROM),
+                compiled=self._compiled,
             )
             began = time.perf_counter()  # not a part of this step
         self._captured.replay()

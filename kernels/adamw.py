@@ -23,7 +23,7 @@ from gear_offline.kernels.cuda_module import Parameters, load
 
 THREADS = 256
 CHUNK = 1024  # elements: more only leaves multiprocessors idle
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 8
 EPSILON = 1e-8  # PyTorch's default
 
 _POINTERS = (

@@ -11,8 +11,11 @@ extern "C" void adamw(const gear::AdamwJob* job) {
     double norm = __builtin_sqrt(sum);
     gear::Rule rule = gear::rule_of(*job, *job->index, norm);
     for (gear::i64 c = 0; c < job->chunk_count; ++c)
-        for (gear::i64 i = 0; i < job->chunks[c].count; ++i)
-            gear::update(rule, job->tensors[job->chunks[c].tensor], job->chunks[c].begin + i);
+        for (gear::i64 i = 0; i < job->chunks[c].count; ++i) {
+            const gear::Weights& tensor = job->tensors[job->chunks[c].tensor];
+            gear::i64 at = job->chunks[c].begin + i;
+            gear::write(tensor, at, gear::update(rule, gear::read(tensor, at)));
+        }
     job->window[2 * *job->row] = *job->loss;
     job->window[2 * *job->row + 1] = (float)norm;
     *job->row += 1;

@@ -69,8 +69,19 @@ GEAR_CODE void step(const AdamwJob& job) {
     for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
         Chunk chunk = job.chunks[number];
         Weights tensor = job.tensors[chunk.tensor];
-        for (i64 at = threadIdx.x; at < chunk.count; at += THREADS)
-            update(rule, tensor, chunk.begin + at);
+        for (i64 first = threadIdx.x; first < chunk.count; first += FOUR * THREADS) {
+            Element found[FOUR];
+#pragma unroll
+            for (int i = 0; i < FOUR; ++i) {
+                i64 at = first + i * THREADS;
+                if (at < chunk.count) found[i] = read(tensor, chunk.begin + at);
+            }
+#pragma unroll
+            for (int i = 0; i < FOUR; ++i) {
+                i64 at = first + i * THREADS;
+                if (at < chunk.count) write(tensor, chunk.begin + at, update(rule, found[i]));
+            }
+        }
     }
 }
 

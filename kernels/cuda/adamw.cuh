@@ -81,16 +81,29 @@ GEAR_CODE Rule rule_of(const AdamwJob& job, i64 index, double norm) {
     return found;
 }
 
-GEAR_CODE void update(const Rule& rule, const Weights& tensor, i64 at) {
-    float gradient = tensor.gradient[at] * rule.scale;
-    float value = tensor.value[at], first = tensor.first[at], second = tensor.second[at];
-    value -= rule.shrink * value;
-    first = rule.beta1 * first + rule.rest1 * gradient;
-    second = rule.beta2 * second + rule.rest2 * gradient * gradient;
-    value -= rule.size * first / (root_of(second) / rule.root + rule.epsilon);
-    tensor.value[at] = value;
-    tensor.first[at] = first;
-    tensor.second[at] = second;
+struct Element {
+    float value, first, second, gradient;
+};
+
+GEAR_CODE Element read(const Weights& tensor, i64 at) {
+    Element found = {tensor.value[at], tensor.first[at], tensor.second[at], tensor.gradient[at]};
+    return found;
+}
+
+GEAR_CODE void write(const Weights& tensor, i64 at, const Element& element) {
+    tensor.value[at] = element.value;
+    tensor.first[at] = element.first;
+    tensor.second[at] = element.second;
+}
+
+GEAR_CODE Element update(const Rule& rule, Element element) {
+    float gradient = element.gradient * rule.scale;
+    element.value -= rule.shrink * element.value;
+    element.first = rule.beta1 * element.first + rule.rest1 * gradient;
+    element.second = rule.beta2 * element.second + rule.rest2 * gradient * gradient;
+    element.value -=
+        rule.size * element.first / (root_of(element.second) / rule.root + rule.epsilon);
+    return element;
 }
 
 }  // namespace gear
