@@ -1,0 +1,155 @@
+"""Which rank trains on which segment of the global batch: where it lies, as far as that is even.
+
+The mean gradient of a global batch does not depend on who works on which segment.  Every rank
+draws the same global batch and computes the same assignment, so nothing is communicated: a segment
+goes to a rank that holds it, and only what exceeds an equal share moves.
+
+Shape legend: n segments of a global batch, W ranks, D nodes, B = n / W segments a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError
+
+ANYWHERE = -1  # a home: every rank (or every node) has a copy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Assignment:
+    """Who trains on what; the same on every rank.
+
+    Attributes
+    ----------
+    ranks
+        (n,) int64: the rank of each slot.
+    slots
+        (W, B) int64: the slots of each rank, ascending.
+    """
+
+    ranks: Tensor
+    slots: Tensor
+
+
+class Assigner:
+    """Assigns global batches to ranks; on a GPU without host synchronisation.
+
+    Every rank gets exactly B segments.  No assignment moves fewer segments between nodes, and none
+    of those moves fewer between ranks of a node.  In the order of slots, a rank keeps up to B
+    segments that are at home with it; then segments that are equally near to all ranks of a node
+    fill its free places, and after them what exceeded the share of its ranks; what is left, and
+    what every node has, fills the remaining places.
+
+    Parameters
+    ----------
+    nodes
+        (W,), the node of each rank, from 0.
+    device
+        Where assignments are computed.
+
+    Raises
+    ------
+    InputError
+        ``ASSIGNMENT`` if there is no rank, or a node is negative.
+    """
+
+    def __init__(self, nodes: Tensor, *, device: torch.device | str = "cpu") -> None:
+        nodes = torch.as_tensor(nodes, dtype=torch.int64)
+        if nodes.ndim != 1 or not len(nodes) or int(nodes.min()) < 0:
+            raise InputError(
+                "ASSIGNMENT",
+                "the nodes of ranks are not usable",
+                remedy="give one number from 0 for each rank",
+            )
+        self.ranks, self.node_count = len(nodes), int(nodes.max()) + 1
+        self.nodes = nodes.to(device)
+        # Ranks in the order of their nodes: the free places of a node are one run.
+        self._by_node = torch.argsort(nodes, stable=True).to(device)
+
+    def assign(self, rank_homes: Tensor, node_homes: Tensor) -> Assignment:
+        """Assign one global batch.
+
+        Parameters
+        ----------
+        rank_homes
+            (n,) int64: the rank in whose memory each segment lies; `ANYWHERE` if it is equally
+            near to all ranks of its node (or of all nodes).
+        node_homes
+            (n,) int64: the node, that of the rank where there is one; `ANYWHERE` if every node
+            has it.
+
+        Raises
+        ------
+        InputError
+            ``ASSIGNMENT`` if n is not a multiple of W.
+        """
+        n, ranks, nodes = len(rank_homes), self.ranks, self.node_count
+        if n % ranks:
+            raise InputError(
+                "ASSIGNMENT",
+                f"a global batch of {n} segments cannot be shared by {ranks} ranks",
+                remedy="use a batch_size that is a multiple of the number of ranks",
+            )
+        share = n // ranks
+        # 1. At home, up to a share.
+        home = torch.where(rank_homes < 0, ranks, rank_homes)
+        place, counts = _places(home, ranks + 1)
+        kept = (home < ranks) & (place < share)
+        free = share - counts[:ranks].clamp(max=share)
+        # 2. In the node, as far as it has free places.
+        node = torch.where(kept | (node_homes < 0), nodes, node_homes)
+        spilt = rank_homes >= 0  # behind those that are equally near to all ranks
+        place, counts = _places(2 * node + spilt, 2 * (nodes + 1))
+        counts = counts.view(-1, 2)
+        place += torch.where(spilt, counts[node, 0], 0)
+        counts = counts.sum(1)
+        free_by_node = torch.zeros_like(counts).index_add_(0, self.nodes, free)
+        free_by_node[nodes] = 0
+        near = place < free_by_node[node]
+        ends = free[self._by_node].cumsum(0)  # of each rank's places, nodes side by side
+        begins = free_by_node.cumsum(0) - free_by_node
+        found = torch.searchsorted(ends, begins[node] + place, right=True)
+        near_rank = self._by_node[found.clamp(max=ranks - 1)]
+        filled = torch.minimum(counts, free_by_node)[self.nodes]
+        before = torch.empty_like(free)
+        before[self._by_node] = ends - free[self._by_node]
+        before -= begins[self.nodes]  # places of the node before this rank's
+        free = free - torch.minimum((filled - before).clamp(min=0), free)
+        # 3. Anywhere.
+        rest = ~(kept | near)
+        place = rest.cumsum(0) - 1
+        found = torch.searchsorted(free.cumsum(0), place.clamp(min=0), right=True)
+        far_rank = found.clamp(max=ranks - 1)
+        assigned = torch.where(kept, home, torch.where(near, near_rank, far_rank))
+        slots = torch.argsort(_narrow(assigned, ranks), stable=True)
+        return Assignment(ranks=assigned, slots=slots.view(ranks, share))
+
+    def moved(self, assignment: Assignment, rank_homes: Tensor, node_homes: Tensor) -> Tensor:
+        """Return (2,) int64: segments that leave their node, and those that leave their rank only.
+
+        A segment that is equally near to all ranks of its node does not leave a rank.
+        """
+        far = (node_homes >= 0) & (self.nodes[assignment.ranks] != node_homes)
+        near = ~far & (rank_homes >= 0) & (assignment.ranks != rank_homes)
+        return torch.stack([far.sum(), near.sum()])
+
+
+def _narrow(keys: Tensor, groups: int) -> Tensor:
+    """Return the same keys in the narrowest type: sorting takes a pass a byte."""
+    return keys.to(torch.int16 if groups < 1 << 15 else torch.int32)
+
+
+def _places(keys: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Return (n,) each key's place among equal ones, and (groups,) how many there are of each."""
+    order = torch.argsort(_narrow(keys, groups), stable=True)
+    numbers = torch.arange(len(keys), device=keys.device)
+    counts = torch.zeros(groups, dtype=torch.int64, device=keys.device)
+    counts.index_add_(0, keys, torch.ones_like(keys))
+    begins = counts.cumsum(0) - counts
+    places = torch.empty_like(keys)
+    places[order] = numbers - begins[keys[order]]
+    return places, counts
