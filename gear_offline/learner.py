@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.captured_step import CapturedStep, start_compilers
+from gear_offline.data_parallel import make_loss, random_states, restore_random, seed_rank
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.loader import GearLoader
@@ -28,6 +29,7 @@ from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.selection import make_selection
 from gear_offline.statistics import Float64Array
+from gear_offline.world import World
 
 COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
 
@@ -69,6 +71,9 @@ class Learner:
         Where batches come from.
     device
         Where to train.
+    world
+        The ranks that train together; each has a learner, and they call `advance`, `report` and
+        `tensors` together.
 
     Attributes
     ----------
@@ -77,9 +82,16 @@ class Learner:
     """
 
     def __init__(
-        self, recipe: Recipe, sizes: ModelSizes, dataset: Dataset, device: torch.device
+        self,
+        recipe: Recipe,
+        sizes: ModelSizes,
+        dataset: Dataset,
+        device: torch.device,
+        *,
+        world: World | None = None,
     ) -> None:
         self.recipe, self.device = recipe, device
+        self.world = World() if world is None else world
         self.precision, self.precision_reason = resolve_precision(recipe.train.precision, device)
         self.model = build_model(
             state_dim=sizes.state_dim,
@@ -98,6 +110,7 @@ class Learner:
             selection=make_selection(selection.strategy, dataset, **selection.options),
             seed=recipe.seed,
             device=device,
+            world=self.world,
         )
         self._batches = iter(self.loader)
         self.graph_reason = self._decide_graph()
@@ -110,6 +123,8 @@ class Learner:
             captured=not self.graph_reason,
         )
         self._captured: CapturedStep | None = None  # made by the first step
+        self._loss = make_loss(self.model, self.world) if self.graph_reason else None
+        seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
         if recipe.loader.normalize_states:
@@ -150,7 +165,7 @@ class Learner:
             ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
             not waited for at each step, at the next `report` or `check`.
         """
-        if not self.graph_reason:
+        if self._loss is None:
             self._replay()
             return
         began = time.perf_counter()
@@ -159,9 +174,10 @@ class Learner:
         with torch.autocast(
             self.device.type, dtype=self.precision, enabled=self.precision is not None
         ):
-            loss = self.model.loss(batch)
+            loss = self._loss(batch)
         self.optimizer.zero_gradients()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self.world.guard("averaging gradients"):
+            loss.backward()  # type: ignore[no-untyped-call]
         norm = self.optimizer.clip()
         row = self._window[self._filled]
         row[0], row[1] = loss.detach(), norm
@@ -215,6 +231,7 @@ class Learner:
                 filled=self._filled,
                 precision=self.precision,
                 compiled=self._compiled,
+                world=self.world,
             )
             began = time.perf_counter()  # not a part of this step
         self._captured.replay()
@@ -252,7 +269,9 @@ class Learner:
         """Return means over the steps since the last report, and begin anew."""
         began = time.perf_counter()
         self.check()
-        values: Float64Array = self._window[: self._filled].cpu().double().numpy()  # (n, 2)
+        window = self._window[: self._filled].clone()
+        self.world.sum_into(window)  # a rank's loss is its part of the global one
+        values: Float64Array = window.cpu().double().numpy() / self.world.size  # (n, 2)
         busy = self._busy_seconds + time.perf_counter() - began
         steps = max(self._timed, 1)  # fewer than the window has when the run was resumed in it
         loss, norm = (float(v) for v in np.mean(values, axis=0))
@@ -291,10 +310,10 @@ class Learner:
         """Return what a checkpoint needs besides parameters and loader, by name."""
         self.check()
         found = self.optimizer.state()
-        found["random/cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            found["random/cuda"] = torch.cuda.get_rng_state(self.device)
-        found["window"] = self._window[: self._filled].clone()
+        found |= random_states(self.world, self.device)
+        window = self._window[: self._filled].clone()
+        self.world.sum_into(window)
+        found["window"] = window / self.world.size
         return found
 
     def load(
@@ -316,9 +335,7 @@ class Learner:
         self.optimizer.load_state(tensors)
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
-        torch.set_rng_state(tensors["random/cpu"])
-        if self.device.type == "cuda" and "random/cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random/cuda"], self.device)
+        restore_random(tensors, self.world, self.device)
         window = tensors["window"]
         self._filled = window.shape[0]
         self._window[: self._filled] = window

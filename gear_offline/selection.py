@@ -55,8 +55,8 @@ class Segments:
     def shape(self) -> tuple[int, ...]:
         return self.episodes.shape
 
-    def __getitem__(self, item: int | slice) -> Segments:
-        """Return the part of the leading dimension that `item` names."""
+    def __getitem__(self, item: int | slice | tuple[slice, ...]) -> Segments:
+        """Return the part that `item` names."""
         return Segments(
             episodes=self.episodes[item],
             starts=self.starts[item],

@@ -50,6 +50,8 @@ class DeviceEngine:
         One of the laws that the kernel knows (``uniform_steps``, ``uniform_episodes``).
     seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`.
+    first_slot
+        Of the global batch; `batch_size` slots from here on are filled.
 
     Raises
     ------
@@ -68,6 +70,7 @@ class DeviceEngine:
         batch_size: int,
         context_length: int,
         padding: Padding = "right",
+        first_slot: int = 0,
     ) -> None:
         if selection.name not in LAWS or selection.options:
             raise UnavailableError(
@@ -76,7 +79,7 @@ class DeviceEngine:
                 remedy=f"use one of {', '.join(LAWS)}, or engine='off'",
             )
         self.placed, self.device = placed, placed.device
-        self.selection, self.seed = selection, seed
+        self.selection, self.seed, self.first_slot = selection, seed, first_slot
         self.batch_size, self.context_length = batch_size, context_length
         self._kernels: dict[str, Function] = load(
             "fill.cu", (*KERNELS.values(), MANY), device=self.device.index or 0
@@ -94,6 +97,7 @@ class DeviceEngine:
             episodes=placed.episodes.episodes,
             steps=placed.episodes.steps,
             per_step=batch_size,
+            first_slot=first_slot,
             span=context_length,
             left=int(padding == "left"),
         )
@@ -118,10 +122,11 @@ class DeviceEngine:
         job["first_step"] = first_step
         self._launch(job, windows, without=self._long.numbers)
         if self._long.numbers:
+            last = self.first_slot + self.batch_size
             found = self.selection.select_many(
-                seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
+                seed=self.seed, first_step=first_step, steps=steps, count=last
             )
-            self._long.copy(windows, found)
+            self._long.copy(windows, found[:, self.first_slot :])
         return windows
 
     def gather(self, segments: Segments, *, out: Windows | None = None) -> Windows:

@@ -24,7 +24,16 @@ _STORE_NAMES = (
 )
 _JOB_NAMES = (
     *("seed", "counter", "first_step", "law", "offsets", "guide", "shift", "episodes", "steps"),
-    *("thresholds", "chosen_episodes", "chosen_starts", "per_step", "segments", "span", "left"),
+    *(
+        "thresholds",
+        "chosen_episodes",
+        "chosen_starts",
+        "per_step",
+        "first_slot",
+        "segments",
+        "span",
+        "left",
+    ),
     *("tasks", "stores", "group", "timesteps", "mask", "names", "ticket", "wrong"),
 )
 STORE = np.dtype([(name, np.uint64) for name in _STORE_NAMES])

@@ -20,11 +20,13 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, split
+from gear_offline.node_table import shared_table
 from gear_offline.placement import Placement
 from gear_offline.progress import say
 from gear_offline.selection import Segments, Selection, check_range, make_selection
 from gear_offline.shards import digest
-from gear_offline.table import Layout, Mode, build_table
+from gear_offline.table import Layout, Mode
+from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine
@@ -54,7 +56,7 @@ class GearLoader(Iterator[Batch]):
     dataset
         An opened dataset, or the directory of one (opened and verified).
     batch_size
-        Segments in a batch, B.
+        Segments in a batch, B; over all ranks of `world`.
     context_length
         Steps in a window, K.
     selection
@@ -76,11 +78,16 @@ class GearLoader(Iterator[Batch]):
         line on stderr says why.  The batches are the same bits.
     placement, hbm_budget
         As `gear_offline.placement.place_table`, for the engine.
+    world
+        The ranks that share each batch equally: `batch_size` is that of all together, and this
+        rank's batches have its share of the slots, in order.  The processes of a node hold the
+        table in host memory once.
 
     Raises
     ------
     InputError
-        ``LOADER_OPTION``; ``SELECTION_*`` and what `build_table` and `open_dataset` raise.
+        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*`` and what `build_table` and
+        `open_dataset` raise.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; what
         `gear_offline.kernels.engine.DeviceEngine` raises with ``engine="on"``.
@@ -106,6 +113,7 @@ class GearLoader(Iterator[Batch]):
         engine: Engine = "auto",
         placement: Placement = "auto",
         hbm_budget: int | None = None,
+        world: World | None = None,
     ) -> None:
         _check_options(
             batch_size=batch_size,
@@ -128,7 +136,10 @@ class GearLoader(Iterator[Batch]):
             "returns_scale": float(returns_scale),
             "normalize_states": bool(normalize_states),
         }
-        self.table = build_table(
+        self.world = World() if world is None else world
+        self.share = self.world.share(batch_size)
+        self.table = shared_table(
+            self.world,
             self.dataset,
             context_length=context_length,
             layout=layout,
@@ -186,7 +197,7 @@ class GearLoader(Iterator[Batch]):
         return self._batches(step, 1)[0]
 
     def segments_at(self, step: int) -> Segments:
-        """Return the segments of any step, (B,), with the probability of each."""
+        """Return the segments of any step, (B,), with the probability of each; of all ranks."""
         return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
 
     def device_batches(self) -> DeviceBatches:
@@ -269,16 +280,17 @@ class GearLoader(Iterator[Batch]):
             store.width * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
             for store in self.table.stores
         )
-        batch_bytes = self.batch_size * self.context_length * (row_bytes + 16)
+        batch_bytes = self.share * self.context_length * (row_bytes + 16)
         return max(1, min(BLOCK_SEGMENTS // self.batch_size, BLOCK_BYTES // batch_bytes))
 
     def _batches(self, first_step: int, steps: int) -> list[Batch]:
         """Select, gather and move the batches of `steps` consecutive steps."""
         if self.engine is not None:
             return split(self.engine.fill(first_step=first_step, steps=steps), self.padding)
+        first = self.world.rank * self.share
         segments = self.selection.select_many(
             seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
-        )
+        )[:, first : first + self.share]
         windows = self.gather.fill(segments)
         if self._moves:
             windows = windows.to(self.device, non_blocking=True)
@@ -299,9 +311,10 @@ class GearLoader(Iterator[Batch]):
                 placed,
                 self.selection,
                 seed=self.seed,
-                batch_size=self.batch_size,
+                batch_size=self.share,
                 context_length=self.context_length,
                 padding=self.padding,
+                first_slot=self.world.rank * self.share,
             )
         except GearError as error:
             if engine == "on" or placement != "auto":

@@ -42,6 +42,7 @@ struct Job {
     const i64* chosen_episodes;  // (segments,) of a CHOSEN law
     const i64* chosen_starts;
     i64 per_step;           // B
+    i64 first_slot;         // of this rank in the global batch
     i64 segments;           // B times the steps of this launch
     i64 span;               // K
     i64 left;               // padding on the left
@@ -103,7 +104,7 @@ GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
     }
     u64 ahead = (u64)(segment / job.per_step);
     Draws draws = draw(job.seed, SELECTION_STREAM, first_step + ahead,
-                       (u32)(segment - (i64)ahead * job.per_step));
+                       (u32)(segment - (i64)ahead * job.per_step + job.first_slot));
     i64 length;
     if (job.law == UNIFORM_STEPS) {
         i64 row = bounded(draws.first, job.steps);

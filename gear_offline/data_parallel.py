@@ -1,0 +1,106 @@
+"""Training on several ranks: each works on its share of a global batch, gradients are averaged.
+
+Shape legend: W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.loss import action_loss
+from gear_offline.world import World, peers
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
+
+
+def valid_steps(batch: Batch, world: World) -> Tensor | None:
+    """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
+
+    With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
+    padding is spread over ranks.  ``None`` for a single rank, which divides by its own.
+    """
+    if world.size == 1:
+        return None
+    steps = (batch.attention_mask != 0).sum().float()
+    world.sum_into(steps)
+    return steps / world.size
+
+
+def make_loss(model: DecisionTransformer, world: World) -> Callable[[Batch], Tensor]:
+    """Return the loss of a rank's batch; its backward averages gradients over the ranks."""
+    if world.size == 1:
+        return model.loss
+    device = next(model.parameters()).device
+    with peers("building the model"):
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+
+    def loss(batch: Batch) -> Tensor:
+        output = wrapped(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        return action_loss(
+            output.action_preds,
+            batch.actions,
+            batch.attention_mask,
+            valid_steps=valid_steps(batch, world),
+        )
+
+    return loss
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Average gradients over the ranks in one call, for small models in a CUDA graph.
+
+    Gradients become parts of one tensor.
+    """
+    if world.size == 1:
+        return
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for parameter, part in zip((p for p in parameters if p.grad is not None), parts, strict=True):
+        parameter.grad = part.view(parameter.shape)
+
+
+def seed_rank(seed: int, world: World) -> None:
+    """Give every rank but the first one random numbers of its own."""
+    if world.rank:
+        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
+
+
+def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random numbers of all ranks, by name."""
+    kinds = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        kinds["cuda"] = torch.cuda.get_rng_state(device)
+    found = {}
+    for kind, state in kinds.items():
+        for rank, tensor in enumerate(world.gather_tensor(state)):
+            found[_name(kind, rank)] = tensor
+    return found
+
+
+def restore_random(tensors: Mapping[str, Tensor], world: World, device: torch.device) -> None:
+    """Take over this rank's states, as far as they were saved."""
+    cpu: Any = tensors.get(_name("cpu", world.rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    cuda = tensors.get(_name("cuda", world.rank))
+    if device.type == "cuda" and cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _name(kind: str, rank: int) -> str:
+    return f"random/{kind}" if rank == 0 else f"random/{kind}/{rank}"

@@ -1,0 +1,355 @@
+"""What happens between steps of a run: resume, log, evaluate, save, stop, sum up.
+
+A run that was killed at any instant and resumed ends with the weights of one that was not, on the
+same machine with the same number of threads.  With several ranks all of them go through the same
+steps; the first one alone writes, speaks and evaluates, and its word decides.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gear_offline.checkpoint import (
+    Checkpoint,
+    TrainingState,
+    damaged,
+    newest_checkpoint,
+    save_checkpoint,
+)
+from gear_offline.checkpoint_folder import list_checkpoints, prune, sweep
+from gear_offline.dataset import Dataset
+from gear_offline.errors import GearError, InputError
+from gear_offline.interruption import Aborted, StopRequest
+from gear_offline.learner import Learner
+from gear_offline.metrics import Metrics, finite
+from gear_offline.progress import say
+from gear_offline.run_directory import RunDirectory, default_run_path
+from gear_offline.training_display import TrainingDisplay
+
+STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
+MODEL, TRAINING = "model/", "training/"  # of tensors that are sent to other ranks
+
+
+class TrainingInterrupted(GearError):
+    """Ctrl-C or SIGTERM stopped the run; a checkpoint was saved."""
+
+
+class Run:
+    """A run as every rank goes through it, from its beginning or its newest checkpoint to its end.
+
+    Parameters
+    ----------
+    path
+        The run directory, for messages.
+    learner
+        Of this rank.
+    """
+
+    def __init__(self, path: Path, learner: Learner) -> None:
+        self.path, self.learner, self.world = path, learner, learner.world
+        self.recipe, self.settings = learner.recipe, learner.recipe.train
+        self.stop = StopRequest()
+
+    def complete(self) -> None:
+        """Do what is left of the run."""
+        self._restore()
+        self._begin()
+        try:
+            self._train()
+        finally:
+            self._end()
+        self._sum_up()
+
+    def _train(self) -> None:
+        with self.stop:
+            if self.learner.step > 0:
+                self._look(self.learner.step)  # the kill may have come before its evaluation
+            while self.learner.step < self.settings.steps:
+                self.learner.advance()
+                self._look(self.learner.step)
+
+    def _restore(self) -> None:
+        """Take over the newest whole checkpoint, if there is one."""
+        checkpoint = self.world.lead(self._newest)
+        words = None
+        if checkpoint is not None:
+            state = checkpoint.state
+            words = {"step": state.step, "loader": dict(state.loader)}
+        words = self.world.gather(words)[0]
+        if words is None:
+            return
+        tensors = self._state_tensors(checkpoint)
+        try:
+            self.learner.load(
+                step=words["step"],
+                model=_part(tensors, MODEL),
+                tensors=_part(tensors, TRAINING),
+                loader=words["loader"],
+            )
+        except (KeyError, RuntimeError) as error:
+            place = self.path if checkpoint is None else checkpoint.path
+            raise damaged(place, f"it does not fit the recipe ({error})") from error
+
+    def _state_tensors(self, checkpoint: Checkpoint | None) -> Mapping[str, Tensor]:
+        tensors = None
+        if checkpoint is not None:
+            tensors = {MODEL + name: t for name, t in checkpoint.model.items()}
+            tensors |= {TRAINING + name: t for name, t in checkpoint.state.tensors.items()}
+        if self.world.size == 1 and tensors is not None:
+            return tensors
+        return self.world.send_tensors(tensors)
+
+    def _newest(self) -> Checkpoint | None:
+        """Return the checkpoint to go on from; asked on the first rank."""
+        return None
+
+    def _look(self, step: int) -> None:
+        """Log, evaluate, save and stop, whatever is due after `step`."""
+        last = step == self.settings.steps
+        if self.learner.unreported and (last or step % self.settings.log_every == 0):
+            self._log(step, self.learner.report())
+        due = self._evaluation_due(step)
+        best = due and self._evaluate(step)
+        saving = last or best or step % self.settings.checkpoint_every == 0
+        stopped_by = self.stop.signal_name
+        if self.world.size > 1:
+            if not (last or due or step % self.settings.checkpoint_every == 0) and (
+                step % STOP_EVERY
+            ):
+                return
+            words = self.world.gather({"save": saving, "stop": stopped_by})
+            saving = bool(words[0]["save"])
+            stopped_by = next((word["stop"] for word in words if word["stop"]), None)
+        if saving or stopped_by is not None:
+            self._save(step)
+        if stopped_by is not None and not last:
+            out = "" if self.path == default_run_path(self.recipe) else f" --out {self.path}"
+            raise TrainingInterrupted(
+                "TRAIN_INTERRUPTED",
+                f"stopped by {stopped_by} after step {step:,}, a checkpoint is saved",
+                where=str(self.path),
+                remedy=f"go on with `gear-offline train {self.path}/recipe.yaml --resume{out}`",
+            )
+
+    def _evaluation_due(self, step: int) -> bool:
+        settings, every = self.recipe.evaluate, self.settings.evaluate_every
+        due = step == self.settings.steps or (every is not None and step % every == 0)
+        return due and settings.environment is not None and settings.episodes > 0
+
+    def _begin(self) -> None:
+        """Open what is written to."""
+
+    def _end(self) -> None:
+        """Close it, whatever happened."""
+
+    def _sum_up(self) -> None:
+        """Write what a complete run leaves behind."""
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        """Write what the last steps reported."""
+
+    def _evaluate(self, step: int) -> bool:
+        """Play the policy; return whether it is the best one so far."""
+        return False
+
+    def _save(self, step: int) -> None:
+        """Save a checkpoint; every rank contributes its random numbers."""
+        if self.world.gather(self._is_saved(step))[0]:
+            return
+        tensors = self.learner.tensors()
+        self._write(step, tensors)
+
+    def _is_saved(self, step: int) -> bool:
+        return False
+
+    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Write a checkpoint of `tensors` and the learner."""
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+class LeadingRun(Run):
+    """The run as the first rank goes through it: it writes the run directory."""
+
+    def __init__(
+        self, directory: RunDirectory, learner: Learner, dataset: Dataset, *, quiet: bool
+    ) -> None:
+        super().__init__(directory.path, learner)
+        self.directory, self.dataset, self.quiet = directory, dataset, quiet
+        self.seconds_before = 0.0
+        self.began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run, in this process and before."""
+        return self.seconds_before + time.monotonic() - self.began
+
+    def _newest(self) -> Checkpoint | None:
+        folder = self.directory.checkpoints_path
+        sweep(folder)
+        checkpoint = newest_checkpoint(folder, lambda message: say(message, quiet=self.quiet))
+        if checkpoint is None:
+            return None
+        if checkpoint.state.step > self.settings.steps:
+            raise InputError(
+                "RUN_RECIPE",
+                f"train.steps is {self.settings.steps}, but {checkpoint.state.step} steps are done",
+                where=str(self.path),
+                remedy="resume with at least as many steps",
+            )
+        self.seconds_before = checkpoint.state.seconds
+        return checkpoint
+
+    def _begin(self) -> None:
+        self.directory.write_recipe(self.recipe)
+        self._announce()
+        step = self.learner.step
+        self.metrics = Metrics(self.path, step=step, tensorboard=self.settings.tensorboard)
+        self.display = TrainingDisplay(
+            self.recipe.name, steps=self.settings.steps, done=step, quiet=self.quiet
+        )
+        self.display.__enter__()
+
+    def _end(self) -> None:
+        self.display.__exit__(None, None, None)
+        self.metrics.close()
+
+    def _announce(self) -> None:
+        learner, spec = self.learner, self.dataset.spec
+        parameters = sum(p.numel() for p in learner.model.parameters())
+        ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
+        say(
+            f"{self.recipe.name}: {spec.episodes:,} episodes, {spec.steps:,} steps of data; "
+            f"{parameters:,} parameters on {learner.device}{ranks}, {learner.precision_reason}"
+            f"{learner.step_kind}; "
+            f"run directory {self.path}",
+            quiet=self.quiet,
+        )
+        if learner.step:
+            say(f"resuming after step {learner.step:,}", quiet=self.quiet)
+
+    def _look(self, step: int) -> None:
+        self.display.step(step)
+        super()._look(step)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        self.metrics.log(step, values)
+        self.display.log(step, values["loss"])
+
+    def _evaluate(self, step: int) -> bool:
+        if self.metrics.evaluated(step):
+            return False
+        try:
+            self._play(step)
+        except Aborted:
+            return False  # the resumed run makes up for it
+        best = self.metrics.best
+        return best is not None and best["step"] == step
+
+    def _play(self, step: int) -> None:
+        from gear_offline.evaluate import evaluate_policy
+
+        settings = self.recipe.evaluate
+        assert settings.environment is not None, "evaluations are due only with one"
+        self.learner.check()
+        began = time.monotonic()
+        self.display.evaluating()
+        with self.stop.abortable(), torch.random.fork_rng(devices=[]):
+            try:
+                report = evaluate_policy(
+                    self.learner.policy(),
+                    environment_id=settings.environment,
+                    targets=settings.targets or (),
+                    episodes=settings.episodes,
+                    environments=min(settings.environments, settings.episodes),
+                    seed=settings.seed,
+                    reference=settings.reference,
+                    quiet=True,
+                )
+            finally:
+                self.learner.resume_training()
+                self.display.evaluating(time.monotonic() - began)
+        report = replace(report, run=self.path.name, step=step, device=str(self.learner.device))
+        document = {"score": report.best.mean, **finite(report.to_json())}
+        self.metrics.evaluation(step, document)
+        score = report.normalized(report.best)
+        text = f"return {report.best.mean:,.4g}" + ("" if score is None else f", score {score:.1f}")
+        self.display.score(text)
+        pairs = (f"asked {r.target:,.4g}, got {r.mean:,.4g}" for r in report.results)
+        self.display.say(f"step {step:,}: {'; '.join(pairs)}; best {text}")
+
+    def _is_saved(self, step: int) -> bool:
+        saved = step in (found for found, _ in list_checkpoints(self.directory.checkpoints_path))
+        if saved:
+            self._prune()
+        return saved
+
+    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
+        learner = self.learner
+        state = TrainingState(
+            step=step,
+            recipe=self.recipe,
+            tensors=tensors,
+            loader=learner.loader.state_dict(),
+            state_mean=learner.state_mean,
+            state_std=learner.state_std,
+            seconds=self.seconds,
+        )
+        self.metrics.sync()
+        save_checkpoint(self.directory.checkpoints_path, learner.model, state)
+        self._prune()
+
+    def _prune(self) -> None:
+        best = self.metrics.best
+        prune(
+            self.directory.checkpoints_path,
+            keep=self.settings.keep_checkpoints,
+            best=None if best is None else int(best["step"]),
+        )
+
+    def _sum_up(self) -> None:
+        """Write ``summary.json``, the plots and the report."""
+        evaluations = self.metrics.evaluations
+        best = self.metrics.best
+        spec, returns = self.dataset.spec, self.dataset.manifest.returns
+        summary = {
+            "recipe": self.recipe.name,
+            "seed": self.recipe.seed,
+            "steps": self.learner.step,
+            "seconds": round(self.seconds, 3),
+            "data_wait_share": self.learner.data_wait_share,
+            "parameters": sum(p.numel() for p in self.learner.model.parameters()),
+            "device": str(self.learner.device),
+            "precision": self.learner.precision_reason,
+            "threads": torch.get_num_threads(),
+            "data": {
+                "path": self.recipe.data.path,
+                "episodes": spec.episodes,
+                "steps": spec.steps,
+                "return_mean": returns.mean,
+                "return_max": returns.max,
+            },
+            "evaluation_last": evaluations[-1] if evaluations else None,
+            "evaluation_best": best,
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        }
+        self.directory.write_summary(finite(summary))
+        from gear_offline.report import write_report
+
+        write_report(self.directory.path)
+        say(
+            f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
+            f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches",
+            quiet=self.quiet,
+        )
