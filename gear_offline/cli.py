@@ -7,6 +7,7 @@ bad input, 1 anything else.  An error is one line, ``error[CODE]: what, where; r
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -286,7 +287,9 @@ def train(
     from gear_offline.recipe import load_recipe
     from gear_offline.trainer import train as run
 
-    print(run(load_recipe(recipe, overrides or ()), out=out, resume=resume, quiet=quiet))
+    path = run(load_recipe(recipe, overrides or ()), out=out, resume=resume, quiet=quiet)
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
+        print(path)
 
 
 @app.command()

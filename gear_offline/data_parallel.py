@@ -44,7 +44,6 @@ def make_loss(model: DecisionTransformer, world: World) -> Callable[[Batch], Ten
             model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
 
     def loss(batch: Batch) -> Tensor:

@@ -24,6 +24,8 @@ from torch import Tensor
 from gear_offline.errors import GearError, InputError
 
 T = TypeVar("T")
+_untyped: Any = dist  # names that torch does not export for type checkers
+ATTEMPT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "MASTER_PORT")
 # what gloo's errors, which have no class of their own, say of lost and silent ranks
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|recv|broken pipe", re.IGNORECASE)
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
@@ -223,12 +225,16 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
         return
     limit = timedelta(seconds=timeout)
     with peers("joining the group"):
+        store, rank, size = next(_untyped.rendezvous("env://", timeout=limit))
+        # torchrun may keep its store when it restarts: addresses of the dead must not be found.
+        store = _untyped.PrefixStore("/".join(os.environ.get(n, "") for n in ATTEMPT), store)
+        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", timeout=limit, device_id=device)
+            dist.init_process_group("nccl", timeout=limit, device_id=device, **group)
             control = dist.new_group(backend="gloo", timeout=limit)
         else:
-            dist.init_process_group("gloo", timeout=limit)
+            dist.init_process_group("gloo", timeout=limit, **group)
             control = dist.group.WORLD
     alone = World(rank=dist.get_rank(), nodes=(0,) * dist.get_world_size(), control=control)
     try:

@@ -1,0 +1,29 @@
+"""One rank of a run in tests: trains, and once is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from gear_offline.learner import Learner
+from gear_offline.recipe import load_recipe
+from gear_offline.trainer import train
+
+
+def main(recipe: str, out: str, steps: str, kill_at: str) -> None:
+    advance = Learner.advance
+
+    def dangerous(self: Learner) -> None:
+        advance(self)
+        first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if self.step == int(kill_at) and first_try and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Learner.advance = dangerous  # type: ignore[method-assign]
+    train(load_recipe(recipe, [f"train.steps={steps}"]), out=Path(out), resume=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

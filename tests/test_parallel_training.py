@@ -1,0 +1,114 @@
+"""Several ranks: the batches of one, the losses of one, and a killed rank that costs nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import GearError, InputError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.metrics import read_records
+from gear_offline.recipe import load_recipe
+from gear_offline.trainer import train
+from gear_offline.world import World, peers
+from tests.support import make_dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+name: ranks
+data: {{path: {data}}}
+model: {{hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}}
+loader: {{batch_size: 12, context_length: 6}}
+optimizer: {{warmup_steps: 3}}
+train: {{steps: 20, log_every: 5, checkpoint_every: 10, device: cpu, threads: 1}}
+evaluate: {{episodes: 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = make_dataset(tmp_path_factory.mktemp("ranks"), [9, 30, 4, 17, 25]).path
+    return open_dataset(path)
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.sampled_from([1, 2, 3, 4, 6, 12]), step=st.integers(0, 2**40), data=st.data())
+def test_shares_make_up_the_global_batch(
+    dataset: Dataset, size: int, step: int, data: st.DataObject
+) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 12,
+        "context_length": data.draw(st.integers(1, 9)),
+        "seed": data.draw(st.integers(0, 2**63)),
+        "padding": data.draw(st.sampled_from(["left", "right"])),
+        "device": "cpu",
+    }
+    whole = GearLoader(dataset, **options)
+    nodes = tuple(range(size))  # a node each, so that nothing is shared in memory
+    parts = [GearLoader(dataset, world=World(rank=r, nodes=nodes), **options) for r in nodes]
+    batches = [part.batch_at(step) for part in parts]
+    expected = whole.batch_at(step)
+    for name, tensor in (expected.model_inputs() | {"segments": expected.segments}).items():
+        found = torch.cat([getattr(batch, name) for batch in batches])
+        assert torch.equal(found, tensor), name
+    assert all(part.state_dict() == whole.state_dict() for part in parts)
+
+
+def test_unequal_shares_are_refused(dataset: Dataset) -> None:
+    with pytest.raises(InputError) as caught:
+        GearLoader(dataset, batch_size=12, device="cpu", world=World(nodes=(0,) * 5))
+    assert caught.value.code == "BATCH_SHARE" and "multiple of 5" in str(caught.value)
+
+
+def test_only_errors_of_the_group_become_a_lost_rank() -> None:
+    with pytest.raises(GearError) as caught, peers("adding up"):
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.7]")
+    assert caught.value.code == "RANK_LOST" and "10.0.0.7" in str(caught.value)
+    with pytest.raises(RuntimeError, match="shapes do not fit"), peers("adding up"):
+        raise RuntimeError("shapes do not fit")
+
+
+def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", "1", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, "-m", "tests.parallel_child", *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def measured(run: Path) -> list[dict[str, Any]]:
+    return [
+        {key: record[key] for key in ("step", "loss", "gradient_norm", "learning_rate")}
+        for record in read_records(run / "metrics.jsonl")
+    ]
+
+
+def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -> None:
+    """Two ranks of which one is killed at step 14, then three ranks that go on from step 20."""
+    recipe, run = tmp_path / "ranks.yaml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(data=dataset.path))
+    alone = train(load_recipe(str(recipe), ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
+    for ranks, steps, kill_at in ((2, 20, 14), (3, 30, 0)):
+        done = launch(ranks, str(recipe), str(run), str(steps), str(kill_at))
+        assert done.returncode == 0, done.stderr
+        assert ("resuming after step 10" in done.stderr) == (ranks == 2)
+    one, several = measured(alone), measured(run)
+    assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
+    for mine, theirs in zip(several, one, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
