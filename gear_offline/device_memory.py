@@ -63,10 +63,48 @@ class CudaMemory:
     def pin(self, rows: Array) -> Pinned:
         import torch
 
+        with torch.cuda.device(self.device):
+            return pin(rows, self.runtime)
+
+    @property
+    def runtime(self) -> CudaRuntime:
         if CudaMemory._runtime is None:
             CudaMemory._runtime = CudaRuntime()
+        return CudaMemory._runtime
+
+    def allocate_shared(self, nbytes: int) -> tuple[int, Any, str]:
+        """Return address, tensor and handle of memory that is freed when the process ends.
+
+        Only then is it certain that no other process reads it any more.
+        """
+        import torch
+
         with torch.cuda.device(self.device):
-            return pin(rows, CudaMemory._runtime)
+            torch.cuda.empty_cache()  # this memory does not come from torch's pool
+            address = self.runtime.allocate(nbytes)
+            if not address:
+                raise too_large(nbytes, self.free_bytes(), "free on the device")
+            tensor = torch.as_tensor(_Raw(address, nbytes), device=self.device)
+            return address, tensor, self.runtime.share(address)
+
+    def open_shared(self, handle: str) -> tuple[int, Any]:
+        """Return the address of another GPU's memory; mapped until the process ends."""
+        import torch
+
+        with torch.cuda.device(self.device):
+            return self.runtime.open_shared(handle), handle
+
+
+class _Raw:
+    """Device memory as torch takes it over."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def too_large(nbytes: int, budget: int, source: str) -> GearError:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from gear_offline.errors import GearError, UnavailableError
 
 PORTABLE, MAPPED = 1, 2  # cudaHostRegister*: for every context; with a device address
+LAZY_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 ALREADY_REGISTERED = 712  # cudaErrorHostMemoryAlreadyRegistered
 _RUNTIMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so")
 
@@ -43,6 +44,12 @@ class HostRuntime(Protocol):
     def describe(self, status: int) -> str:
         """Return the name of an error."""
         ...
+
+
+class _IpcHandle(ctypes.Structure):
+    """``cudaIpcMemHandle_t``."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 class CudaRuntime:
@@ -99,6 +106,42 @@ class CudaRuntime:
     def unregister(self, address: int) -> None:
         if int(self._library.cudaHostUnregister(address)):
             self._library.cudaGetLastError()
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of device memory of its own, which other processes can map; or 0."""
+        found = ctypes.c_void_p()
+        if int(self._library.cudaMalloc(ctypes.byref(found), ctypes.c_size_t(nbytes))):
+            self._library.cudaGetLastError()
+            return 0
+        return int(found.value or 0)
+
+    def share(self, address: int) -> str:
+        """Return the handle of memory that `allocate` gave, in hexadecimal digits."""
+        handle = _IpcHandle()
+        status = int(
+            self._library.cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(address))
+        )
+        if status:
+            raise self._not_shared(status)
+        return bytes(handle.reserved).hex()
+
+    def open_shared(self, handle: str) -> int:
+        """Map another process's memory; return where this process's GPU sees it."""
+        found = ctypes.c_void_p()
+        raw = _IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+        status = int(self._library.cudaIpcOpenMemHandle(ctypes.byref(found), raw, LAZY_PEERS))
+        if status or found.value is None:
+            raise self._not_shared(status)
+        return int(found.value)
+
+    def _not_shared(self, status: int) -> GearError:
+        self._library.cudaGetLastError()
+        return GearError(
+            "PEER_MEMORY",
+            f"GPUs of this node cannot map each other's memory ({self.describe(status)})",
+            remedy="use loader.placement=hbm or host; peers need NVLink or PCIe peer access, and "
+            "one container for all processes of the node",
+        )
 
     def describe(self, status: int) -> str:
         return str(self._library.cudaGetErrorName(status).decode())

@@ -12,25 +12,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.device_memory import CudaMemory, Memory, too_large
+from gear_offline.device_memory import CudaMemory, Memory
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.pinning import format_bytes
+from gear_offline.placement_plan import Placement, decide, episode_weights
 from gear_offline.schema import EpisodeIndex
 from gear_offline.table import Store, Table
 
 if TYPE_CHECKING:
     import torch
 
-Tier = Literal["hbm", "host"]
-Placement = Literal["auto", "hbm", "host"]
+    from gear_offline.world import World
+
 HBM, HOST = 0, 1  # values of `PlacedStore.tiers`
 
-HBM_SHARE = 0.6  # of the free GPU memory: model, optimiser and activations need the rest
 ALIGNMENT_BYTES = 256  # of each store in GPU memory, as CUDA's own allocations
 STAGING_BYTES = 64 << 20  # scattered episodes are packed into pieces of this size and copied
 
@@ -73,8 +72,9 @@ class PlacedTable:
         As the table's, in its order.
     device
         The GPU.
-    hbm_bytes, host_bytes
-        Bytes of rows served from either tier.  The host copy of the whole table stays in memory
+    hbm_bytes, peer_bytes, host_bytes
+        Bytes of rows served from either tier: this GPU's memory, that of other GPUs of the node,
+        pinned host memory.  The host copy of the whole table stays in memory
         if `host_bytes` is not 0.
     reason
         The decision in one line.
@@ -86,6 +86,7 @@ class PlacedTable:
     hbm_bytes: int
     host_bytes: int
     reason: str
+    peer_bytes: int = 0
     _held: list[Any] = field(default_factory=list, repr=False)
     _close: weakref.finalize[Any, Any] = field(init=False, repr=False)
 
@@ -107,63 +108,6 @@ def _release(device: torch.device, held: list[Any]) -> None:
     held.clear()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
-    """Which episodes go into GPU memory.
-
-    Attributes
-    ----------
-    in_hbm
-        (E,) bool.
-    hbm_bytes, host_bytes
-        Bytes on either side.
-    hbm_share
-        Share of accesses, by weight, that GPU memory serves.
-    """
-
-    in_hbm: BoolArray
-    hbm_bytes: int
-    host_bytes: int
-    hbm_share: float
-
-
-def plan_episodes(sizes: Int64Array, weights: npt.NDArray[np.float64], budget_bytes: int) -> Plan:
-    """Choose episodes by weight per byte, densest first, until nothing more fits the budget.
-
-    Among equals earlier episodes come first, so that under a law that is uniform over steps the
-    chosen ones are a prefix: one copy.  The weight that is left behind is at most the optimum's
-    plus one episode's, as always with this rule.
-
-    Parameters
-    ----------
-    sizes
-        (E,) int64 bytes of each episode over all stores, at least 1.
-    weights
-        (E,) float64, how often an episode is drawn, in any unit.
-    budget_bytes
-        Bytes of GPU memory that may be used.
-    """
-    order = np.argsort(-(weights / sizes), kind="stable")
-    chosen = np.zeros(len(sizes), dtype=bool)
-    left = budget_bytes
-    while len(order):
-        order = order[sizes[order] <= left]
-        fits = int(np.searchsorted(np.cumsum(sizes[order]), left, side="right"))
-        chosen[order[:fits]] = True
-        left -= int(sizes[order[:fits]].sum())
-        order = order[fits:]
-        if not fits:
-            break
-    total = float(weights.sum())
-    hbm_bytes = int(sizes[chosen].sum())
-    return Plan(
-        in_hbm=chosen,
-        hbm_bytes=hbm_bytes,
-        host_bytes=int(sizes.sum()) - hbm_bytes,
-        hbm_share=float(weights[chosen].sum()) / total if total else 0.0,
-    )
-
-
 def place_table(
     table: Table,
     *,
@@ -171,6 +115,7 @@ def place_table(
     placement: Placement = "auto",
     hbm_budget: int | None = None,
     episode_weight: npt.ArrayLike | None = None,
+    world: World | None = None,
 ) -> PlacedTable:
     """Bring a table's rows to where a GPU can read them.
 
@@ -182,12 +127,16 @@ def place_table(
         A CUDA device.
     placement
         ``"hbm"``: all in GPU memory.  ``"host"``: all read in place from pinned host memory.
-        ``"auto"``: all in GPU memory if that fits the budget, else the hottest episodes.
+        ``"peer"``: parted over the GPUs of the node, which read each other's memory.  ``"auto"``:
+        all in GPU memory if that fits the budget, else the hottest episodes, with peers if there
+        are any.
     hbm_budget
         Bytes of GPU memory to use; by default `HBM_SHARE` of what is free, for ``"hbm"`` all of it.
     episode_weight
         (E,), how often each episode is drawn, in any unit; by default its length, which is the
         law of ``uniform_steps``.
+    world
+        The ranks that place the same table together, one a GPU.
 
     Raises
     ------
@@ -209,8 +158,21 @@ def place_table(
         )
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    memory = CudaMemory(device)
+    if world is not None and world.size > 1:
+        from gear_offline.peer_placement import NodePeers, place_with
+
+        return place_with(
+            memory,
+            NodePeers(world),
+            table,
+            device=device,
+            placement=placement,
+            hbm_budget=hbm_budget,
+            episode_weight=episode_weight,
+        )
     return place_in(
-        CudaMemory(device),
+        memory,
         table,
         device=device,
         placement=placement,
@@ -229,40 +191,40 @@ def place_in(
     episode_weight: npt.ArrayLike | None,
 ) -> PlacedTable:
     """As `place_table`, in the given memory."""
-    _check(table, placement, hbm_budget)
-    row_bytes = sum(_row_bytes(store) for store in table.stores)
+    check_placement(table, placement, hbm_budget)
+    row_bytes = sum(bytes_of_row(store) for store in table.stores)
     lengths = table.episodes.lengths
     plan, reason = decide(
         lengths * row_bytes,
-        _weights(episode_weight, lengths),
+        episode_weights(episode_weight, lengths),
         placement=placement,
         hbm_budget=hbm_budget,
         spare_bytes=ALIGNMENT_BYTES * len(table.stores),
         memory=memory,
     )
     held: list[Any] = []
-    begins = _begins(table, plan.in_hbm)
+    begins = begins_of(table, plan.in_hbm)
     base, buffer = memory.allocate(begins[-1]) if plan.hbm_bytes else (0, None)
     packed = np.cumsum(lengths * plan.in_hbm) - lengths * plan.in_hbm  # chosen steps before each
     stores = []
     for store, begin in zip(table.stores, begins, strict=False):
         assert store.rows is not None, "checked above"
         if buffer is not None:
-            _upload(memory, buffer, begin, table, store.rows, plan.in_hbm)
-        addresses = base + begin + packed * _row_bytes(store)
+            upload(memory, buffer, begin, table, store.rows, plan.in_hbm)
+        addresses = base + begin + packed * bytes_of_row(store)
         rows = np.empty((0, store.width), store.dtype)  # width and dtype without the memory
         if plan.host_bytes:
             rows = store.rows
             pinned = memory.pin(rows)
             held.append(pinned)
             first = table.margin + table.episodes.offsets[:-1]
-            in_host = pinned.address + first * _row_bytes(store)
+            in_host = pinned.address + first * bytes_of_row(store)
             addresses = np.where(plan.in_hbm, addresses, in_host)
         stores.append(
             PlacedStore(
                 store=replace(store, rows=rows),
                 addresses=addresses,
-                row_bytes=_row_bytes(store),
+                row_bytes=bytes_of_row(store),
                 tiers=np.where(plan.in_hbm, HBM, HOST).astype(np.uint8),
             )
         )
@@ -277,55 +239,12 @@ def place_in(
     )
 
 
-def decide(
-    sizes: Int64Array,
-    weights: npt.NDArray[np.float64],
-    *,
-    placement: Placement,
-    hbm_budget: int | None,
-    spare_bytes: int,
-    memory: Memory,
-) -> tuple[Plan, str]:
-    """Return the plan and the line that says why; `place_table` states the rule.
-
-    `spare_bytes` of the budget are left for the alignment of stores.
-    """
-    total = int(sizes.sum())
-    if placement == "host":
-        return plan_episodes(sizes, weights, 0), (
-            f"placement host: {format_bytes(total)} in pinned host memory, as asked for"
-        )
-    if placement == "hbm":
-        budget = memory.free_bytes() if hbm_budget is None else hbm_budget
-        source = "free on the device" if hbm_budget is None else "the given budget"
-        if total + spare_bytes > budget:
-            raise too_large(total + spare_bytes, budget, source)
-        return plan_episodes(sizes, weights, total), (
-            f"placement hbm: {format_bytes(total)} in GPU memory, as asked for"
-        )
-    if hbm_budget is None:
-        free = memory.free_bytes()
-        budget = int(free * HBM_SHARE)
-        source = f"{HBM_SHARE:.0%} of {format_bytes(free)} free"
-    else:
-        budget, source = hbm_budget, "given"
-    plan = plan_episodes(sizes, weights, budget - spare_bytes)
-    limit = f"budget {format_bytes(budget)}, {source}"
-    if not plan.host_bytes:
-        return plan, f"placement auto: all {format_bytes(total)} in GPU memory ({limit})"
-    return plan, (
-        f"placement auto: {format_bytes(plan.hbm_bytes)} of {format_bytes(total)} in GPU memory "
-        f"({limit}): {int(plan.in_hbm.sum()):,} of {len(sizes):,} episodes, "
-        f"{plan.hbm_share:.0%} of accesses; the rest in pinned host memory"
-    )
-
-
-def _check(table: Table, placement: str, hbm_budget: int | None) -> None:
-    if placement not in ("auto", "hbm", "host"):
+def check_placement(table: Table, placement: str, hbm_budget: int | None) -> None:
+    if placement not in ("auto", "hbm", "host", "peer"):
         raise InputError(
             "PLACEMENT",
             f"placement={placement!r} is not usable",
-            remedy="use 'auto', 'hbm' or 'host'",
+            remedy="use 'auto', 'hbm', 'peer' or 'host'",
         )
     if hbm_budget is not None and hbm_budget < 0:
         raise InputError(
@@ -339,32 +258,21 @@ def _check(table: Table, placement: str, hbm_budget: int | None) -> None:
         )
 
 
-def _weights(given: npt.ArrayLike | None, lengths: Int64Array) -> npt.NDArray[np.float64]:
-    weights = np.asarray(lengths if given is None else given, dtype=np.float64)
-    if weights.shape != lengths.shape or not np.isfinite(weights).all() or (weights < 0).any():
-        raise InputError(
-            "EPISODE_WEIGHT",
-            f"episode weights of shape {weights.shape} are not usable",
-            remedy=f"give {len(lengths)} finite numbers from 0, one an episode",
-        )
-    return weights
-
-
-def _row_bytes(store: Store) -> int:
+def bytes_of_row(store: Store) -> int:
     return store.width * store.dtype.itemsize
 
 
-def _begins(table: Table, in_hbm: BoolArray) -> list[int]:
+def begins_of(table: Table, in_hbm: BoolArray) -> list[int]:
     """Return where each store begins in the GPU's buffer, and the buffer's size."""
     steps = int(table.episodes.lengths[in_hbm].sum())
     begins = [0]
     for store in table.stores:
-        end = begins[-1] + steps * _row_bytes(store)
+        end = begins[-1] + steps * bytes_of_row(store)
         begins.append(end + -end % ALIGNMENT_BYTES)
     return begins
 
 
-def _upload(
+def upload(
     memory: Memory, buffer: Any, begin: int, table: Table, rows: Array, in_hbm: BoolArray
 ) -> None:
     """Copy the chosen episodes, packed in their order: long runs directly, short ones together."""

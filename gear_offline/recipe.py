@@ -114,8 +114,9 @@ class LoaderSettings(Section):
     """Keep the columns in memory, or map the files."""
     engine: Literal["auto", "on", "off"] = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
-    placement: Literal["auto", "hbm", "host"] = "auto"
-    """For the engine: rows in GPU memory, in pinned host memory, or the hottest in the former."""
+    placement: Literal["auto", "hbm", "peer", "host"] = "auto"
+    """For the engine: rows in GPU memory, over the GPUs of the node, in pinned host memory, or the
+    hottest in the former."""
     hbm_budget: Positive | None = None
     """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
 

@@ -21,7 +21,7 @@ from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, split
 from gear_offline.node_table import shared_table
-from gear_offline.placement import Placement
+from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
 from gear_offline.selection import Segments, Selection, check_range, make_selection
 from gear_offline.shards import digest
@@ -305,7 +305,11 @@ class GearLoader(Iterator[Batch]):
 
         try:
             placed = place_table(
-                self.table, device=self.device, placement=placement, hbm_budget=hbm_budget
+                self.table,
+                device=self.device,
+                placement=placement,
+                hbm_budget=hbm_budget,
+                world=self.world,
             )
             made = DeviceEngine(
                 placed,

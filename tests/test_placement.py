@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from gear_offline import placement as module
 from gear_offline.errors import GearError, InputError
 from gear_offline.pinning import Pinned, pin, same_memory
-from gear_offline.placement import HBM, HOST, Placement, place_in, place_table, plan_episodes
+from gear_offline.placement import HBM, HOST, place_in, place_table
+from gear_offline.placement_plan import HBM_SHARE, Placement, plan_episodes
 from gear_offline.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 from tests.support import failing_code
@@ -197,7 +198,7 @@ def test_uniform_steps_take_a_prefix_and_weights_the_hottest() -> None:
 def test_the_default_budget_leaves_memory_for_training() -> None:
     table = make_table([5, 5])
     need = sum(s.width * s.dtype.itemsize for s in table.stores) * 10
-    enough = int((need + 256 * len(table.stores)) / module.HBM_SHARE) + 1
+    enough = int((need + 256 * len(table.stores)) / HBM_SHARE) + 1
     whole = placed(table, FakeMemory(enough))
     assert whole.host_bytes == 0 and "60% of" in whole.reason
     assert placed(table, FakeMemory(enough - 100)).host_bytes > 0
