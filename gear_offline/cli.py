@@ -340,6 +340,8 @@ def bench(
             print(f"{known:12} {what}")
         return
     document = run_bench(name, quick=quick)
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun: the first of us speaks
     if as_json:
         _print_json(document)
     else:

@@ -34,10 +34,12 @@ def valid_steps(batch: Batch, world: World) -> Tensor | None:
     return steps / world.size
 
 
-def make_loss(model: DecisionTransformer, world: World) -> Callable[[Batch], Tensor]:
+def make_loss(
+    model: DecisionTransformer, world: World, *, compiled: bool = False
+) -> Callable[[Batch], Tensor]:
     """Return the loss of a rank's batch; its backward averages gradients over the ranks."""
     if world.size == 1:
-        return model.loss
+        return torch.compile(model.loss, dynamic=False) if compiled else model.loss
     device = next(model.parameters()).device
     with peers("building the model"):
         wrapped = DistributedDataParallel(
@@ -46,8 +48,10 @@ def make_loss(model: DecisionTransformer, world: World) -> Callable[[Batch], Ten
             gradient_as_bucket_view=True,
         )
 
+    forward: Callable[..., Any] = torch.compile(wrapped, dynamic=False) if compiled else wrapped
+
     def loss(batch: Batch) -> Tensor:
-        output = wrapped(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        output = forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         return action_loss(
             output.action_preds,
             batch.actions,

@@ -84,8 +84,7 @@ class CudaMemory:
             address = self.runtime.allocate(nbytes)
             if not address:
                 raise too_large(nbytes, self.free_bytes(), "free on the device")
-            tensor = torch.as_tensor(_Raw(address, nbytes), device=self.device)
-            return address, tensor, self.runtime.share(address)
+            return address, raw_tensor(address, nbytes, self.device), self.runtime.share(address)
 
     def open_shared(self, handle: str) -> tuple[int, Any]:
         """Return the address of another GPU's memory; mapped until the process ends."""
@@ -93,6 +92,13 @@ class CudaMemory:
 
         with torch.cuda.device(self.device):
             return self.runtime.open_shared(handle), handle
+
+
+def raw_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return (nbytes,) uint8 over device memory that something else keeps."""
+    import torch
+
+    return torch.as_tensor(_Raw(address, nbytes), device=device)
 
 
 class _Raw:

@@ -9,7 +9,7 @@ Shape legend: n steps since the last report.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gear_offline.captured_step import CapturedStep, start_compilers
 from gear_offline.data_parallel import make_loss, random_states, restore_random, seed_rank
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
+from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import build_model
@@ -123,7 +124,10 @@ class Learner:
             captured=not self.graph_reason,
         )
         self._captured: CapturedStep | None = None  # made by the first step
-        self._loss = make_loss(self.model, self.world) if self.graph_reason else None
+        compiled = self._compiled and device.type == "cuda"
+        self._loss: Callable[[Batch], Tensor] | None = None
+        if self.graph_reason:
+            self._loss = make_loss(self.model, self.world, compiled=compiled)
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None

@@ -20,6 +20,7 @@ from gear_offline.errors import InputError
 BENCHES = {
     "train": "training steps a second, against the released class and the usual way (needs CUDA)",
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",
+    "peers": "a table over the GPUs of a node, all reading at once (needs torchrun and CUDA)",
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
