@@ -96,19 +96,19 @@ class Assigner:
             )
         share = n // ranks
         # 1. At home, up to a share.
-        home = torch.where(rank_homes < 0, ranks, rank_homes)
+        home = rank_homes.masked_fill(rank_homes < 0, ranks)
         place, counts = _places(home, ranks + 1)
         kept = (home < ranks) & (place < share)
         free = share - counts[:ranks].clamp(max=share)
         # 2. In the node, as far as it has free places.
-        node = torch.where(kept | (node_homes < 0), nodes, node_homes)
+        node = node_homes.masked_fill(kept | (node_homes < 0), nodes)
         spilt = rank_homes >= 0  # behind those that are equally near to all ranks
         place, counts = _places(2 * node + spilt, 2 * (nodes + 1))
         counts = counts.view(-1, 2)
-        place += torch.where(spilt, counts[node, 0], 0)
+        place += counts[:, 0][node] * spilt
         counts = counts.sum(1)
         free_by_node = torch.zeros_like(counts).index_add_(0, self.nodes, free)
-        free_by_node[nodes] = 0
+        free_by_node[nodes:].zero_()
         near = place < free_by_node[node]
         ends = free[self._by_node].cumsum(0)  # of each rank's places, nodes side by side
         begins = free_by_node.cumsum(0) - free_by_node

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gear_offline.data_parallel import average_gradients, valid_steps
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.optimizer import Optimizer
-from gear_offline.world import World
 
 if TYPE_CHECKING:
+    from gear_offline.loaders.batch import Batch
     from gear_offline.loaders.device_batches import DeviceBatches
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
@@ -62,8 +61,6 @@ class CapturedStep:
         Autocast type, ``None`` for float32.
     compiled
         Compile forward and loss.
-    world
-        The ranks whose gradients are averaged, in the graph.
 
     Attributes
     ----------
@@ -82,14 +79,12 @@ class CapturedStep:
         filled: int,
         precision: torch.dtype | None,
         compiled: bool,
-        world: World | None = None,
     ) -> None:
-        self._world = World() if world is None else world
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._window, self._precision = window, precision
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        self._loss: Callable[..., Tensor] = model.loss
+        self._loss: Callable[[Batch], Tensor] = model.loss
         if compiled:
             self._loss = torch.compile(model.loss, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
@@ -111,12 +106,9 @@ class CapturedStep:
 
     def _run(self) -> None:
         self._batches.enqueue()
-        batch = self._batches.batch
-        valid = valid_steps(batch, self._world)
         with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
-            loss = self._loss(batch, valid_steps=valid)
+            loss = self._loss(self._batches.batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        average_gradients(self._optimizer.parameters, self._world)
         self._optimizer.finish_on_device(
             loss.detach(), index=self._index, row=self._row, window=self._window
         )

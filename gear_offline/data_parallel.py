@@ -5,12 +5,11 @@ Shape legend: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gear_offline.loaders.batch import Batch
@@ -60,21 +59,6 @@ def make_loss(
         )
 
     return loss
-
-
-def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Average gradients over the ranks in one call, for small models in a CUDA graph.
-
-    Gradients become parts of one tensor.
-    """
-    if world.size == 1:
-        return
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for parameter, part in zip((p for p in parameters if p.grad is not None), parts, strict=True):
-        parameter.grad = part.view(parameter.shape)
 
 
 def seed_rank(seed: int, world: World) -> None:

@@ -208,6 +208,8 @@ class Learner:
         reason = ""
         if self.device.type != "cuda":
             reason = "CUDA graphs need a GPU"
+        elif self.world.size > 1:
+            reason = "several processes exchange gradients while they compute them"
         elif self.loader.engine is None:
             reason = "batches are not made by the GPU (loader.engine)"
         if reason and wanted == "on":
@@ -235,7 +237,6 @@ class Learner:
                 filled=self._filled,
                 precision=self.precision,
                 compiled=self._compiled,
-                world=self.world,
             )
             began = time.perf_counter()  # not a part of this step
         self._captured.replay()

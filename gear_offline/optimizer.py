@@ -51,11 +51,6 @@ class Optimizer:
         Optimiser steps of the run.
     captured
         Keep everything on the GPU, for `finish_on_device`.
-
-    Attributes
-    ----------
-    parameters
-        Those that are trained.
     """
 
     def __init__(
@@ -68,14 +63,14 @@ class Optimizer:
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self._parameters = [parameter for _, parameter in named]
         self._settings, self._steps = settings, steps
         self._device_adamw: DeviceAdamW | None = None
         if captured:
             self._device_adamw = self._on_device()
         else:
             self._adamw = torch.optim.AdamW(
-                self.parameters,
+                self._parameters,
                 lr=settings.learning_rate,
                 betas=settings.betas,
                 weight_decay=settings.weight_decay,
@@ -85,7 +80,7 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
         limit = self._settings.clip_norm
-        return nn.utils.clip_grad_norm_(self.parameters, math.inf if limit is None else limit)
+        return nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
@@ -110,7 +105,7 @@ class Optimizer:
         return rate
 
     def zero_gradients(self) -> None:
-        for parameter in self.parameters:
+        for parameter in self._parameters:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
@@ -118,7 +113,7 @@ class Optimizer:
         found = {}
         states: Sequence[Mapping[str, Tensor]]
         if self._device_adamw is None:
-            states = [self._adamw.state[parameter] for parameter in self.parameters]
+            states = [self._adamw.state[parameter] for parameter in self._parameters]
         else:
             states = self._device_adamw.states()
         for name, state in zip(self._names, states, strict=True):
@@ -158,9 +153,9 @@ class Optimizer:
 
         settings, steps = self._settings, self._steps
         rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
-        device = self.parameters[0].device
+        device = self._parameters[0].device
         return DeviceAdamW(
-            self.parameters,
+            self._parameters,
             torch.tensor(rates, dtype=torch.float32, device=device),
             betas=settings.betas,
             weight_decay=settings.weight_decay,
