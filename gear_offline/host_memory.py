@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -217,21 +218,48 @@ class HostBlock:
 
 def populate(array: Array, *, threads: int | None = None) -> None:
     """Touch the pages of page-aligned memory without changing it; as `HostBlock.populate`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     flat = array.reshape(-1).view(np.uint8)
 
-    def touch(begin: int) -> None:
+    def touch_part(begin: int) -> None:
         part = flat[begin : begin + POPULATE_BYTES]
-        if libc.madvise(part.ctypes.data, part.size, MADV_POPULATE_WRITE) == 0:
-            return
-        if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
-            raise _short(flat.size, available_bytes())
-        part[::PAGE_BYTES] |= 0  # an older kernel
+        if not touch(part):
+            part[::PAGE_BYTES] |= 0
 
     with ThreadPoolExecutor(_threads(threads)) as pool:
-        for _ in pool.map(touch, range(0, flat.size, POPULATE_BYTES)):
+        for _ in pool.map(touch_part, range(0, flat.size, POPULATE_BYTES)):
             pass
+
+
+def touch(array: Array) -> bool:
+    """Fault in the pages that lie wholly in a C-contiguous array, without changing them.
+
+    Cheaper than a fault for each when it is written to, and done without the interpreter's lock.
+
+    Returns
+    -------
+    bool
+        ``False`` where the kernel cannot: before Linux 5.14.
+
+    Raises
+    ------
+    GearError
+        ``HOST_MEMORY`` if memory runs out.
+    """
+    begin = array.ctypes.data
+    end = (begin + array.nbytes) // PAGE_BYTES * PAGE_BYTES
+    begin = pages(begin)
+    if begin >= end or _libc().madvise(begin, end - begin, MADV_POPULATE_WRITE) == 0:
+        return True
+    if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
+        raise _short(array.nbytes, available_bytes())
+    return False
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
 
 
 def _threads(threads: int | None) -> int:

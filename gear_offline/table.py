@@ -23,9 +23,8 @@ Shape legend: N steps, E episodes, W elements of a row, M margin.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal
 
@@ -43,8 +42,8 @@ from gear_offline.fields import (
     TableSource,
     returns_field,
     standard_fields,
-    to_float32,
 )
+from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import ColumnSpec, EpisodeIndex
 
 Layout = Literal["auto", "records", "columns"]
@@ -52,7 +51,7 @@ Mode = Literal["read", "mmap"]
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
-CHUNK_BYTES = 64 << 20  # how much of the rewards is read at a time
+CHUNK_BYTES = 8 << 20  # how much of the rewards is read at a time
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -343,35 +342,6 @@ def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDA
         found = sum_returns(rewards, offsets[first : last + 1], gamma=gamma, scale=scale)
         out[base : offsets[last], 0] = found
     return out
-
-
-def sum_returns(
-    rewards: Array, offsets: Sequence[int], *, gamma: float, scale: float
-) -> npt.NDArray[np.float32]:
-    """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
-
-    Summed from each episode's end in float64, rounded once.
-    """
-    base = offsets[0]
-    wide = rewards.astype(np.float64).reshape(-1)
-    finite = bool(np.isfinite(wide).all())
-    with np.errstate(over="ignore"):
-        for start, stop in pairwise(offsets):
-            back = wide[start - base : stop - base][::-1]  # a view: overwritten from the end
-            if gamma == 1.0:
-                np.add.accumulate(back, out=back)
-            else:
-                back[:] = list(accumulate(back.tolist(), lambda rest, r: r + gamma * rest))
-    return to_float32(wide / scale, REWARDS, base, finite=finite)
-
-
-def whole_episodes(offsets: Sequence[int], steps: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of episodes ``[first, last)`` of about `steps` steps, at least one episode."""
-    first = 0
-    for last in range(1, len(offsets)):
-        if offsets[last] - offsets[first] >= steps or last == len(offsets) - 1:
-            yield first, last
-            first = last
 
 
 def _is_packed(spec: ColumnSpec, field: Field) -> bool:

@@ -13,26 +13,22 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from gear_offline.fields import REWARDS, Array, TableSource, convert, to_float32
+from gear_offline.column_lane import Lane, Reader, Scratch, piece_rows
+from gear_offline.fields import REWARDS, Array, TableSource
+from gear_offline.host_memory import touch
+from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
-from gear_offline.table import Store, StorePlan, sum_returns, whole_episodes
+from gear_offline.table import Store, StorePlan
 
-PIECE_BYTES = 1 << 20  # of the widest packed column; what a thread works on at a time
+PIECE_BYTES = 1 << 20  # of packed columns and their rows; what a thread works on at a time
+RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
 MAX_THREADS = 16
-
-
-class Reader(Protocol):
-    """Reads the rows of a part of the source in their order."""
-
-    def read(self, column: str, out: Array) -> None:
-        """Fill C-contiguous `out`, (n, *shape) in the column's dtype, with its next n rows."""
-        ...
 
 
 @runtime_checkable
@@ -117,58 +113,78 @@ class _Filling:
     margin: int
     gamma: float
     returns_scale: float
+    # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
+    spare: list[Scratch] = field(default_factory=list)
 
     def columns(self) -> list[str]:
         return [c for plan, _ in self.stores for c in plan.fields if c is not None]
 
     def fill(self, reader: Reader, columns: list[str], offsets: list[int]) -> None:
         """Fill `columns` over whole episodes at global steps `offsets`."""
+        direct = [c for c in columns if self._is_direct(c)]
+        packed = [c for c in columns if c not in direct]
+        if packed:
+            try:
+                scratch = self.spare.pop()
+            except IndexError:
+                scratch = Scratch()
+            self._packed(reader, packed, offsets, scratch)
+            self.spare.append(scratch)
+        for column in direct:
+            self._read_rows(reader, column, offsets[0], offsets[-1])
+
+    def _is_direct(self, column: str) -> bool:
+        """Whether a row of the store is the column's bytes as they are."""
+        plan, _ = self._of(column)
+        same = plan.dtype == self.source.spec[column].dtype and len(plan.fields) == 1
+        return column != REWARDS and same and plan.fields[column].mean is None
+
+    def _of(self, column: str | None) -> tuple[StorePlan, Store]:
+        return next((p, s) for p, s in self.stores if column in p.fields)
+
+    def _lane(self, column: str | None, scratch: Scratch) -> Lane:
+        spec = None if column is None else self.source.spec[column]
+        return Lane(spec, *self._of(column), margin=self.margin, scratch=scratch)
+
+    def _packed(
+        self, reader: Reader, columns: list[str], offsets: list[int], scratch: Scratch
+    ) -> None:
+        """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         spec = self.source.spec
-        direct = {c for plan, _ in self.stores for c in plan.fields if c and not plan.packed}
-        packed = [c for c in columns if c not in direct and c != REWARDS]
-        # Rewards go along in whole episodes, since the returns-to-go are summed from their ends.
-        widest = max((spec[c].step_bytes for c in [*packed, REWARDS]), default=1)
-        rows = max(PIECE_BYTES // widest, 1)
-        scratch = {c: np.empty((rows, *spec[c].shape), spec[c].dtype) for c in packed}
-        for first, last in whole_episodes(offsets, rows):
+        lanes = [self._lane(c, scratch) for c in columns if c != REWARDS]
+        if REWARDS in columns:
+            rewards = self._lane(REWARDS, scratch)
+            returns = self._lane(None, scratch)
+        stores = {id(store): store for _, store in map(self._of, columns)}
+        memory = [store.rows for store in stores.values() if store.rows is not None]
+        rows = piece_rows([spec[c] for c in columns], stores.values(), PIECE_BYTES)
+        # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
+        for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
             low, high = offsets[first], offsets[last]
             if REWARDS in columns:
-                self._rewards(reader, offsets[first : last + 1])
+                got = rewards.read(reader, high - low)
+                sums = sum_returns(
+                    got,
+                    offsets[first : last + 1],
+                    gamma=self.gamma,
+                    scale=self.returns_scale,
+                    work=scratch.take("sums", (high - low,), np.dtype(np.float64)),
+                    out=scratch.take("returns", (high - low,), np.dtype(np.float32)),
+                )
+                got = rewards.final(got, low)
             for start in range(low, high, rows):
                 stop = min(start + rows, high)
-                for column in packed:
-                    values = scratch[column][: stop - start]
-                    reader.read(column, values)
-                    self._lay(column, start, values)
-        for column in columns:
-            if column in direct and column != REWARDS:
-                self._read_rows(reader, column, offsets[0], offsets[-1])
-
-    def _rewards(self, reader: Reader, offsets: list[int]) -> None:
-        spec, start = self.source.spec[REWARDS], offsets[0]
-        rewards = np.empty((offsets[-1] - start, *spec.shape), spec.dtype)
-        reader.read(REWARDS, rewards)
-        self._lay(REWARDS, start, rewards)
-        returns = sum_returns(rewards, offsets, gamma=self.gamma, scale=self.returns_scale)
-        self._lay(None, start, returns)
-
-    def _lay(self, column: str | None, start: int, values: Array) -> None:
-        """Write the final values of a column into the rows that begin at step `start`."""
-        plan, store = next((p, s) for p, s in self.stores if column in p.fields)
-        field = plan.fields[column]
-        assert store.rows is not None, "stores in memory have rows"
-        at = self.margin + start
-        rows = store.rows[at : at + len(values)]
-        values = values.reshape(len(values), *field.shape)
-        if column is not None:
-            if field.mean is None:
-                values = to_float32(values, column, start)
-            values = convert(values, field)
-        rows[:, field.offset : field.offset + field.width] = values.reshape(len(values), -1)
+                for pages in memory:
+                    touch(pages[self.margin + start : self.margin + stop])
+                for lane in lanes:
+                    lane.lay(lane.final(lane.read(reader, stop - start), start), start)
+                if REWARDS in columns:
+                    rewards.lay(got[start - low : stop - low], start)
+                    returns.lay(sums[start - low : stop - low], start)
 
     def _read_rows(self, reader: Reader, column: str, low: int, high: int) -> None:
         """Read a column that stays as it is into its rows."""
-        store = next(s for p, s in self.stores if column in p.fields)
+        _, store = self._of(column)
         assert store.rows is not None, "stores in memory have rows"
         shape = self.source.spec[column].shape
         rows = max(DIRECT_BYTES // self.source.spec[column].step_bytes, 1)

@@ -1,0 +1,121 @@
+"""Take a column from the source into its place in the rows of a store, a piece at a time.
+
+Rows hold several fields, so a field is laid with a stride.  It is copied as one opaque item a row:
+NumPy then makes one loop over the rows, where a two-dimensional copy would begin a loop of a few
+elements in each of them.
+
+Shape legend: n rows of a piece, W elements of the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from gear_offline.fields import Array, convert, to_float32
+from gear_offline.schema import ColumnSpec
+from gear_offline.table import Store, StorePlan
+
+
+class Reader(Protocol):
+    """Reads the rows of a part of the source in their order."""
+
+    def read(self, column: str, out: Array) -> None:
+        """Fill C-contiguous `out`, (n, *shape) in the column's dtype, with its next n rows."""
+        ...
+
+
+class Scratch:
+    """Memory of one thread that is used again for every piece."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Array] = {}
+
+    def take(self, use: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array whose content is left over; the next `take` for `use` is the same."""
+        count = prod(shape)
+        held = self._held.get(use)
+        if held is None or held.dtype != dtype or len(held) < count:
+            held = self._held[use] = np.empty(count, dtype)
+        return held[:count].reshape(shape)
+
+
+class Lane:
+    """The way of one float32 field: read, normalise, cast, lay.
+
+    Parameters
+    ----------
+    spec
+        Column of the source; ``None`` for the returns-to-go.
+    plan, store
+        Where the field lies.
+    margin
+        Row of step 0.
+    """
+
+    def __init__(
+        self,
+        spec: ColumnSpec | None,
+        plan: StorePlan,
+        store: Store,
+        *,
+        margin: int,
+        scratch: Scratch,
+    ) -> None:
+        assert store.rows is not None, "stores in memory have rows"
+        self._spec = spec
+        self._field = plan.fields[None if spec is None else spec.name]
+        self._scratch = scratch
+        size = plan.dtype.itemsize
+        self._item = np.dtype((np.void, size * self._field.width))
+        places: Array = np.ndarray(
+            (len(store.rows),),
+            self._item,
+            store.rows.data,
+            offset=size * self._field.offset,
+            strides=(store.rows.strides[0],),
+        )
+        self._places = places[margin:]
+
+    def read(self, reader: Reader, count: int) -> Array:
+        """Return the next rows of the column, (n, *shape), valid until the next read."""
+        assert self._spec is not None, "returns-to-go are not read"
+        name, shape = self._spec.name, (count, *self._spec.shape)
+        values = self._scratch.take(name, shape, self._spec.dtype)
+        reader.read(name, values)
+        return values
+
+    def final(self, values: Array, first_step: int) -> Array:
+        """Return the batch's float32, C-contiguous: `values` themselves, or scratch.
+
+        Raises
+        ------
+        InputError
+            ``CAST_OVERFLOW``.
+        """
+        assert self._spec is not None, "returns-to-go are final"
+        name, field = self._spec.name, self._field
+        if field.mean is not None:
+            return convert(values.reshape(len(values), *field.shape), field)
+        if values.dtype == np.float32:
+            return values
+        rounded = self._scratch.take(f"{name}, final", values.shape, np.dtype(np.float32))
+        with np.errstate(over="ignore"):
+            np.copyto(rounded, values, casting="unsafe")
+        # The exact question, which number was lost, is worth asking only now and then.
+        return rounded if np.isfinite(rounded).all() else to_float32(values, name, first_step)
+
+    def lay(self, values: Array, first_step: int) -> None:
+        """Write C-contiguous float32 values, n * W, into the rows from a step on."""
+        items = values.reshape(-1).view(self._item)
+        self._places[first_step : first_step + len(items)] = items
+
+
+def piece_rows(columns: Iterable[ColumnSpec], stores: Iterable[Store], piece_bytes: int) -> int:
+    """Return how many rows, with what they are made of, take `piece_bytes`; at least one."""
+    wide = sum(spec.step_bytes for spec in columns)
+    wide += sum(store.width * store.dtype.itemsize for store in stores)
+    return max(piece_bytes // wide, 1)
