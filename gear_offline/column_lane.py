@@ -29,18 +29,17 @@ class Reader(Protocol):
 
 
 class Scratch:
-    """Memory of one thread that is used again for every piece."""
+    """Memory of one thread that is used again for every piece and every shard."""
 
     def __init__(self) -> None:
         self._held: dict[str, Array] = {}
 
-    def take(self, use: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array whose content is left over; the next `take` for `use` is the same."""
-        count = prod(shape)
+    def take(self, use: str, count: int, dtype: np.dtype[Any] | type[Any]) -> Array:
+        """Return `count` elements of any content; the next call for `use` gives the same ones."""
         held = self._held.get(use)
         if held is None or held.dtype != dtype or len(held) < count:
             held = self._held[use] = np.empty(count, dtype)
-        return held[:count].reshape(shape)
+        return held[:count]
 
 
 class Lane:
@@ -82,14 +81,15 @@ class Lane:
 
     def read(self, reader: Reader, count: int) -> Array:
         """Return the next rows of the column, (n, *shape), valid until the next read."""
-        assert self._spec is not None, "returns-to-go are not read"
-        name, shape = self._spec.name, (count, *self._spec.shape)
-        values = self._scratch.take(name, shape, self._spec.dtype)
-        reader.read(name, values)
+        spec = self._spec
+        assert spec is not None, "returns-to-go are not read"
+        values = self._scratch.take(spec.name, count * prod(spec.shape), spec.dtype)
+        values = values.reshape(count, *spec.shape)
+        reader.read(spec.name, values)
         return values
 
     def final(self, values: Array, first_step: int) -> Array:
-        """Return the batch's float32, C-contiguous: `values` themselves, or scratch.
+        """Return the batch's float32, C-contiguous: `values` themselves, or other memory.
 
         Raises
         ------
@@ -102,10 +102,10 @@ class Lane:
             return convert(values.reshape(len(values), *field.shape), field)
         if values.dtype == np.float32:
             return values
-        rounded = self._scratch.take(f"{name}, final", values.shape, np.dtype(np.float32))
+        rounded = self._scratch.take(f"{name}, final", values.size, np.float32)
         with np.errstate(over="ignore"):
-            np.copyto(rounded, values, casting="unsafe")
-        # The exact question, which number was lost, is worth asking only now and then.
+            np.copyto(rounded, values.reshape(-1), casting="unsafe")
+        # The costly question, which number was lost, is asked only where one may be.
         return rounded if np.isfinite(rounded).all() else to_float32(values, name, first_step)
 
     def lay(self, values: Array, first_step: int) -> None:

@@ -245,7 +245,7 @@ def touch(array: Array) -> bool:
     GearError
         ``HOST_MEMORY`` if memory runs out.
     """
-    begin = array.ctypes.data
+    begin = array.__array_interface__["data"][0]  # a fifth of the time of .ctypes.data
     end = (begin + array.nbytes) // PAGE_BYTES * PAGE_BYTES
     begin = pages(begin)
     if begin >= end or _libc().madvise(begin, end - begin, MADV_POPULATE_WRITE) == 0:

@@ -25,18 +25,21 @@ Float32Array = npt.NDArray[np.float32]
 FEW_EPISODES = 8  # up to here a discounted sum is faster step by step than episodes side by side
 
 
-def whole_episodes(offsets: Sequence[int], steps: int) -> Iterator[tuple[int, int]]:
+def whole_episodes(
+    offsets: Sequence[int] | npt.NDArray[np.int64], steps: int
+) -> Iterator[tuple[int, int]]:
     """Yield runs of episodes ``[first, last)`` of about `steps` steps, at least one episode."""
-    first = 0
-    for last in range(1, len(offsets)):
-        if offsets[last] - offsets[first] >= steps or last == len(offsets) - 1:
-            yield first, last
-            first = last
+    begins = np.asarray(offsets, dtype=np.int64)
+    first, count = 0, len(begins) - 1
+    while first < count:
+        last = min(int(np.searchsorted(begins, begins[first] + steps)), count)
+        yield first, last
+        first = last
 
 
 def sum_returns(
     rewards: npt.NDArray[Any],
-    offsets: Sequence[int],
+    offsets: Sequence[int] | npt.NDArray[np.int64],
     *,
     gamma: float,
     scale: float,
@@ -73,7 +76,7 @@ def sum_returns(
         np.copyto(found, wide, casting="same_kind")
     if np.isfinite(found).all():
         return found
-    return to_float32(wide, REWARDS, offsets[0], finite=bool(np.isfinite(flat).all()))
+    return to_float32(wide, REWARDS, int(offsets[0]), finite=bool(np.isfinite(flat).all()))
 
 
 def _sum_back(values: Float64Array, lengths: npt.NDArray[np.int64], gamma: float) -> None:

@@ -56,6 +56,7 @@ class ShardReader:
         self._handle = handle
         self._shard = shard
         self._path = path
+        self._where = str(path / shard.name)
         self._block_bytes = manifest.block_bytes
         self._check = check
         tensors = {tensor.name: tensor for tensor in manifest.tensors(shard)}
@@ -71,12 +72,11 @@ class ShardReader:
         """
         stream = self._streams[column]
         data = byte_view(out)
-        where = str(self._path / self._shard.name)
         while len(data):
             end = stream.tensor.start + (stream.block + 1) * self._block_bytes
             end = min(end, stream.tensor.stop)
             piece = data[: min(end - stream.at, PIECE_BYTES)]
-            read_into(self._handle, piece, self._shard.header_bytes + stream.at, where=where)
+            read_into(self._handle, piece, self._shard.header_bytes + stream.at, where=self._where)
             if self._check:
                 stream.hash.update(piece)
             stream.at += len(piece)

@@ -25,7 +25,7 @@ from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
 
-PIECE_BYTES = 1 << 20  # of packed columns and their rows; what a thread works on at a time
+PIECE_BYTES = 2 << 20  # of packed columns and their rows; what a thread works on at a time
 RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
 MAX_THREADS = 16
@@ -87,7 +87,7 @@ def fill_stores(
             else parted.reader(index, columns, check=check)
         )
         with reader as opened:
-            job.fill(opened, columns, offsets[first : last + 1].tolist())
+            job.fill(opened, columns, offsets[first : last + 1])
 
     tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
     if threads == 1 or len(tasks) == 1:
@@ -119,7 +119,7 @@ class _Filling:
     def columns(self) -> list[str]:
         return [c for plan, _ in self.stores for c in plan.fields if c is not None]
 
-    def fill(self, reader: Reader, columns: list[str], offsets: list[int]) -> None:
+    def fill(self, reader: Reader, columns: list[str], offsets: Int64Array) -> None:
         """Fill `columns` over whole episodes at global steps `offsets`."""
         direct = [c for c in columns if self._is_direct(c)]
         packed = [c for c in columns if c not in direct]
@@ -131,11 +131,13 @@ class _Filling:
             self._packed(reader, packed, offsets, scratch)
             self.spare.append(scratch)
         for column in direct:
-            self._read_rows(reader, column, offsets[0], offsets[-1])
+            self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]))
 
     def _is_direct(self, column: str) -> bool:
         """Whether a row of the store is the column's bytes as they are."""
         plan, _ = self._of(column)
+        if not plan.packed:
+            return True
         same = plan.dtype == self.source.spec[column].dtype and len(plan.fields) == 1
         return column != REWARDS and same and plan.fields[column].mean is None
 
@@ -147,7 +149,7 @@ class _Filling:
         return Lane(spec, *self._of(column), margin=self.margin, scratch=scratch)
 
     def _packed(
-        self, reader: Reader, columns: list[str], offsets: list[int], scratch: Scratch
+        self, reader: Reader, columns: list[str], offsets: Int64Array, scratch: Scratch
     ) -> None:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         spec = self.source.spec
@@ -160,7 +162,7 @@ class _Filling:
         rows = piece_rows([spec[c] for c in columns], stores.values(), PIECE_BYTES)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
         for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
-            low, high = offsets[first], offsets[last]
+            low, high = int(offsets[first]), int(offsets[last])
             if REWARDS in columns:
                 got = rewards.read(reader, high - low)
                 sums = sum_returns(
@@ -168,8 +170,8 @@ class _Filling:
                     offsets[first : last + 1],
                     gamma=self.gamma,
                     scale=self.returns_scale,
-                    work=scratch.take("sums", (high - low,), np.dtype(np.float64)),
-                    out=scratch.take("returns", (high - low,), np.dtype(np.float32)),
+                    work=scratch.take(".sums", high - low, np.float64),
+                    out=scratch.take(".returns", high - low, np.float32),
                 )
                 got = rewards.final(got, low)
             for start in range(low, high, rows):
