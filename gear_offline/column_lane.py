@@ -9,15 +9,15 @@ Shape legend: n rows of a piece, W elements of the field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 
 from gear_offline.fields import Array, convert, to_float32
+from gear_offline.host_memory import HostBlock, touch, write_through
 from gear_offline.schema import ColumnSpec
-from gear_offline.table import Store, StorePlan
+from gear_offline.table import StorePlan
 
 
 class Reader(Protocol):
@@ -35,11 +35,50 @@ class Scratch:
         self._held: dict[str, Array] = {}
 
     def take(self, use: str, count: int, dtype: np.dtype[Any] | type[Any]) -> Array:
-        """Return `count` elements of any content; the next call for `use` gives the same ones."""
+        """Return `count` elements, zeros at first; the next call for `use` gives the same ones."""
         held = self._held.get(use)
         if held is None or held.dtype != dtype or len(held) < count:
-            held = self._held[use] = np.empty(count, dtype)
+            held = self._held[use] = np.zeros(count, dtype)
         return held[:count]
+
+
+class Rows:
+    """Where the records of a piece are put together.
+
+    In the store, whose pages are touched first; or beside it, to be written through the file that
+    holds the store.  Which one `block` says.
+
+    Parameters
+    ----------
+    rows
+        (N + M, W) rows of a store from step 0 on.
+    count
+        Most rows of a piece.
+    block
+        That holds `rows`, if this thread is the one that may write to it.
+    """
+
+    def __init__(
+        self, rows: Array, count: int, *, scratch: Scratch, use: str, block: HostBlock | None
+    ) -> None:
+        self._rows = rows
+        self._block = block
+        self.array = rows
+        if block is not None:
+            width = rows.shape[1]
+            self.array = scratch.take(use, count * width, rows.dtype).reshape(count, width)
+
+    def begin(self, start: int, stop: int) -> int:
+        """Return the row of `array` where that of step `start` belongs."""
+        if self._block is not None:
+            return 0
+        touch(self._rows[start:stop])
+        return start
+
+    def end(self, start: int, stop: int) -> None:
+        """Take the rows of all fields as done."""
+        if self._block is not None:
+            write_through(self._block, self._rows[start:stop], self.array[: stop - start])
 
 
 class Lane:
@@ -49,35 +88,27 @@ class Lane:
     ----------
     spec
         Column of the source; ``None`` for the returns-to-go.
-    plan, store
-        Where the field lies.
-    margin
-        Row of step 0.
+    plan
+        Store that the field belongs to.
+    rows
+        (n, W) rows as that plan says, into which the field is laid.
     """
 
     def __init__(
-        self,
-        spec: ColumnSpec | None,
-        plan: StorePlan,
-        store: Store,
-        *,
-        margin: int,
-        scratch: Scratch,
+        self, spec: ColumnSpec | None, plan: StorePlan, rows: Array, *, scratch: Scratch
     ) -> None:
-        assert store.rows is not None, "stores in memory have rows"
         self._spec = spec
         self._field = plan.fields[None if spec is None else spec.name]
         self._scratch = scratch
         size = plan.dtype.itemsize
         self._item = np.dtype((np.void, size * self._field.width))
-        places: Array = np.ndarray(
-            (len(store.rows),),
+        self._places: Array = np.ndarray(
+            (len(rows),),
             self._item,
-            store.rows.data,
+            rows.data,
             offset=size * self._field.offset,
-            strides=(store.rows.strides[0],),
+            strides=(rows.strides[0],),
         )
-        self._places = places[margin:]
 
     def read(self, reader: Reader, count: int) -> Array:
         """Return the next rows of the column, (n, *shape), valid until the next read."""
@@ -108,14 +139,7 @@ class Lane:
         # The costly question, which number was lost, is asked only where one may be.
         return rounded if np.isfinite(rounded).all() else to_float32(values, name, first_step)
 
-    def lay(self, values: Array, first_step: int) -> None:
-        """Write C-contiguous float32 values, n * W, into the rows from a step on."""
+    def lay(self, values: Array, at: int) -> None:
+        """Write C-contiguous float32 values, n * W, into the rows from `at` on."""
         items = values.reshape(-1).view(self._item)
-        self._places[first_step : first_step + len(items)] = items
-
-
-def piece_rows(columns: Iterable[ColumnSpec], stores: Iterable[Store], piece_bytes: int) -> int:
-    """Return how many rows, with what they are made of, take `piece_bytes`; at least one."""
-    wide = sum(spec.step_bytes for spec in columns)
-    wide += sum(store.width * store.dtype.itemsize for store in stores)
-    return max(piece_bytes // wide, 1)
+        self._places[at : at + len(items)] = items

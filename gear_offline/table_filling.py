@@ -14,13 +14,14 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from gear_offline.column_lane import Lane, Reader, Scratch, piece_rows
+from gear_offline.column_lane import Lane, Reader, Rows, Scratch
 from gear_offline.fields import REWARDS, Array, TableSource
-from gear_offline.host_memory import touch
+from gear_offline.host_memory import block_of
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
@@ -115,6 +116,8 @@ class _Filling:
     returns_scale: float
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
+    # Held by the one thread that writes through the file; the others would wait for it there.
+    writer: Lock = field(default_factory=Lock)
 
     def columns(self) -> list[str]:
         return [c for plan, _ in self.stores for c in plan.fields if c is not None]
@@ -128,7 +131,13 @@ class _Filling:
                 scratch = self.spare.pop()
             except IndexError:
                 scratch = Scratch()
-            self._packed(reader, packed, offsets, scratch)
+            # Rows can be written as a whole only by one who has all their columns.
+            first = len(columns) == len(self.columns()) and self.writer.acquire(blocking=False)
+            try:
+                self._packed(reader, packed, offsets, scratch, through=first)
+            finally:
+                if first:
+                    self.writer.release()
             self.spare.append(scratch)
         for column in direct:
             self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]))
@@ -144,45 +153,66 @@ class _Filling:
     def _of(self, column: str | None) -> tuple[StorePlan, Store]:
         return next((p, s) for p, s in self.stores if column in p.fields)
 
-    def _lane(self, column: str | None, scratch: Scratch) -> Lane:
-        spec = None if column is None else self.source.spec[column]
-        return Lane(spec, *self._of(column), margin=self.margin, scratch=scratch)
-
     def _packed(
-        self, reader: Reader, columns: list[str], offsets: Int64Array, scratch: Scratch
+        self,
+        reader: Reader,
+        columns: list[str],
+        offsets: Int64Array,
+        scratch: Scratch,
+        *,
+        through: bool,
     ) -> None:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
-        spec = self.source.spec
-        lanes = [self._lane(c, scratch) for c in columns if c != REWARDS]
-        if REWARDS in columns:
-            rewards = self._lane(REWARDS, scratch)
-            returns = self._lane(None, scratch)
-        stores = {id(store): store for _, store in map(self._of, columns)}
-        memory = [store.rows for store in stores.values() if store.rows is not None]
-        rows = piece_rows([spec[c] for c in columns], stores.values(), PIECE_BYTES)
+        wanted: list[str | None] = [*columns, None] if REWARDS in columns else [*columns]
+        lanes, targets, piece = self._lanes(wanted, scratch, through=through)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
         for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
             low, high = int(offsets[first]), int(offsets[last])
+            ahead: dict[str | None, Array] = {}
             if REWARDS in columns:
-                got = rewards.read(reader, high - low)
-                sums = sum_returns(
-                    got,
+                rewards = lanes[REWARDS][0].read(reader, high - low)
+                ahead[None] = sum_returns(
+                    rewards,
                     offsets[first : last + 1],
                     gamma=self.gamma,
                     scale=self.returns_scale,
                     work=scratch.take(".sums", high - low, np.float64),
                     out=scratch.take(".returns", high - low, np.float32),
                 )
-                got = rewards.final(got, low)
-            for start in range(low, high, rows):
-                stop = min(start + rows, high)
-                for pages in memory:
-                    touch(pages[self.margin + start : self.margin + stop])
-                for lane in lanes:
-                    lane.lay(lane.final(lane.read(reader, stop - start), start), start)
-                if REWARDS in columns:
-                    rewards.lay(got[start - low : stop - low], start)
-                    returns.lay(sums[start - low : stop - low], start)
+                ahead[REWARDS] = lanes[REWARDS][0].final(rewards, low)
+            for start in range(low, high, piece):
+                stop = min(start + piece, high)
+                places = [target.begin(start, stop) for target in targets]
+                for column, (lane, index) in lanes.items():
+                    if column in ahead:
+                        values = ahead[column][start - low : stop - low]
+                    else:
+                        values = lane.final(lane.read(reader, stop - start), start)
+                    lane.lay(values, places[index])
+                for target in targets:
+                    target.end(start, stop)
+
+    def _lanes(
+        self, columns: list[str | None], scratch: Scratch, *, through: bool
+    ) -> tuple[dict[str | None, tuple[Lane, int]], list[Rows], int]:
+        """Return each column's lane and the index of its rows, the rows, and how many a piece."""
+        used = [(p, s) for p, s in self.stores if any(c in p.fields for c in columns)]
+        specs = {c: None if c is None else self.source.spec[c] for c in columns}
+        wide = sum(spec.step_bytes for spec in specs.values() if spec is not None)
+        wide += sum(plan.width * plan.dtype.itemsize for plan, _ in used)
+        piece = max(PIECE_BYTES // wide, 1)
+        targets, lanes = [], {}
+        for index, (plan, store) in enumerate(used):
+            assert store.rows is not None, "stores in memory have rows"
+            rows = store.rows[self.margin :]
+            block = block_of(rows) if through else None
+            target = Rows(rows, piece, scratch=scratch, use=f".rows {index}", block=block)
+            targets.append(target)
+            for column in plan.fields:
+                if column in specs:
+                    lane = Lane(specs[column], plan, target.array, scratch=scratch)
+                    lanes[column] = lane, index
+        return lanes, targets, piece
 
     def _read_rows(self, reader: Reader, column: str, low: int, high: int) -> None:
         """Read a column that stays as it is into its rows."""
