@@ -35,7 +35,7 @@ from gear_offline.pinning import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
-MADV_POPULATE_READ = 22
+FAULT_AROUND_BYTES = 64 << 10  # what Linux maps at a read fault, of pages that are there
 MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in, with an error where there is no memory
 MAX_THREADS = 16
 POPULATE_BYTES = 64 << 20  # one thread's share at a time
@@ -92,7 +92,7 @@ class HostBlock:
         self._descriptor = descriptor
         self._used = 0
         self._close = weakref.finalize(self, os.close, descriptor)
-        _blocks.add(self)
+        _blocks[id(self)] = self
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
@@ -224,12 +224,13 @@ class HostBlock:
         self._close()
 
 
-_blocks: weakref.WeakSet[HostBlock] = weakref.WeakSet()
+_blocks: weakref.WeakValueDictionary[int, HostBlock] = weakref.WeakValueDictionary()
 
 
 def block_of(array: Array) -> HostBlock | None:
     """Return the open block that an array lies in, or ``None``."""
-    return next((block for block in list(_blocks) if block.place(array) is not None), None)
+    found = (reference() for reference in _blocks.valuerefs())
+    return next((block for block in found if block and block.place(array) is not None), None)
 
 
 def write_through(block: HostBlock, target: Array, values: Array) -> None:
@@ -255,7 +256,8 @@ def write_through(block: HostBlock, target: Array, values: Array) -> None:
         if error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise _short(target.nbytes, available_bytes()) from error
         raise
-    _advise(target, MADV_POPULATE_READ)  # read or write: shared pages become writable either way
+    flat = target.reshape(-1).view(np.uint8)
+    flat[::FAULT_AROUND_BYTES].max(initial=0)  # reading a byte maps the written pages around it
 
 
 def populate(array: Array, *, threads: int | None = None) -> None:

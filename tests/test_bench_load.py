@@ -12,9 +12,10 @@ from gear_offline.bench import load as bench
 from tests.support import make_dataset
 
 
-def test_the_peer_reads_the_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("through", [False, True])
+def test_the_peers_read_the_columns(tmp_path: Path, through: bool) -> None:
     dataset = make_dataset(tmp_path, [30, 20])
-    block = bench.read_raw(dataset, 2)
+    block = bench.read_raw(dataset, 2, through=through)
     found = block._bytes.tobytes()
     for column in bench.COLUMNS:
         assert dataset.column(column).tobytes() in found
@@ -28,4 +29,5 @@ def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert document["shards"] > 2
     header, *rows = bench.table(document)
     assert len(rows) == len(document["results"]) and {len(row) for row in rows} == {len(header)}
-    assert all(np.isfinite(result["ratio"]) for result in document["results"])
+    for result in document["results"]:
+        assert np.isfinite(result["ratio"]) and np.isfinite(result["ratio_written"])

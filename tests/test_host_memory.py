@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -165,3 +166,43 @@ def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert failing_code(lambda: HostBlock.create(1)) == "HOST_SHARED"
+
+
+def test_writing_through_the_file_is_seen_in_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = HostBlock.create(1 << 20)
+    block.allocate((1,), F4)
+    rows = block.allocate((40_000, 4), F4)
+    part = rows[3:39_000]  # begins and ends inside pages
+    assert block.place(rows) == 4096 and block.place(part) == 4096 + 48
+    assert module.block_of(part) is block
+    assert module.block_of(np.zeros(4, np.float32)) is None
+    values = np.random.default_rng(0).normal(size=part.shape).astype(np.float32)
+    rows[0], rows[39_500] = 7, 8
+    real = os.pwrite
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        return real(descriptor, data[: max(len(data) // 2, 1)], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    module.write_through(block, part, values)
+    assert (part == values).all()
+    assert (rows[0] == 7).all() and (rows[39_500] == 8).all()
+    assert not rows[1:3].any() and not rows[39_000:39_500].any() and not rows[39_501:].any()
+
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "no")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert failing_code(lambda: module.write_through(block, part, values)) == "HOST_MEMORY"
+    block.close()
+    assert module.block_of(part) is None
+
+
+def test_touching_takes_the_pages_inside_an_array_and_keeps_their_content() -> None:
+    block = HostBlock.create(1 << 20)
+    rows = block.allocate((1 << 18,), F4)
+    rows[5000] = 3  # takes one page, in the middle
+    assert module.touch(rows[1000:9000])  # pages 1 to 7 lie wholly in these
+    assert os.fstat(block.fileno()).st_blocks * 512 == 7 * 4096
+    assert module.touch(rows[1:5])  # no whole page
+    assert rows.sum() == rows[5000] == 3

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gear_offline import column_lane, host_memory
 from gear_offline import table_filling as module
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
@@ -56,7 +57,9 @@ def assert_same(one: Table, other: Table) -> None:
         assert same_bits(a.rows, b.rows)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     layout=st.sampled_from(["records", "columns"]),
     threads=st.sampled_from([1, 2, 3, 16]),
@@ -78,6 +81,7 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     dataset, arrays = data
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     monkeypatch.setattr(module, "DIRECT_BYTES", piece)
+    monkeypatch.setattr(module, "RUN_BYTES", 8 * piece)
     options: dict[str, Any] = {
         "context_length": 4,
         "layout": layout,
@@ -91,6 +95,76 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
         options["normalize_states"] = True
         one = build_table(dataset, threads=threads, **options)
         assert_same(one, build_table(dataset, threads=1, **options))
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    layout=st.sampled_from(["records", "columns"]),
+    threads=st.sampled_from([1, 2, 16]),
+    piece=st.sampled_from([1, 700, 5000, 1 << 20]),
+    old_kernel=st.booleans(),
+)
+def test_shared_memory_has_the_same_bits_and_nothing_else(
+    data: tuple[Dataset, MemoryTable],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Any,
+    threads: int,
+    piece: int,
+    old_kernel: bool,
+) -> None:
+    dataset, arrays = data
+    monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(host_memory, "MADV_POPULATE_WRITE", 9999 if old_kernel else 23)
+    options: dict[str, Any] = {"context_length": 4, "layout": layout, "extra_columns": ["frames"]}
+    table, block = host_table(dataset, threads=threads, **options)
+    assert_same(table, build_table(arrays, **options))
+    assert block.place(table.stores[0].rows) == 0  # type: ignore[arg-type]
+
+
+def test_one_thread_writes_through_the_file(
+    data: tuple[Dataset, MemoryTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    real = host_memory.write_through
+
+    def counted(block: HostBlock, target: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        written.append(target.nbytes)
+        real(block, target, values)
+
+    monkeypatch.setattr(column_lane, "write_through", counted)
+    dataset, _ = data
+    table, _ = host_table(dataset, context_length=4, threads=1)
+    rows = table.stores[0].rows
+    assert rows is not None and sum(written) == rows[4:-4].nbytes
+    written.clear()
+    build_table(dataset, context_length=4, threads=1)  # memory without a file
+    assert not written
+
+
+def test_values_that_are_not_float32_are_cast_and_normalised_alike(
+    data: tuple[Dataset, MemoryTable],
+) -> None:
+    dataset, arrays = data
+    table = build_table(dataset, context_length=4, threads=1, normalize_states=True)
+    wide = arrays.columns["observations"]
+    moments = dataset.statistics["observations"]
+    expected = ((wide - moments.mean) / (moments.std + 1e-6)).astype(np.float32)
+    rows = table.stores[0].rows
+    assert rows is not None and same_bits(rows[4:-4, :11], expected)
+    assert not rows[:, 16:].any()
+    plain = build_table(dataset, context_length=4, threads=1).stores[0].rows
+    assert plain is not None and same_bits(plain[4:-4, :11], wide.astype(np.float32))
+
+
+def test_infinities_of_the_source_stay(tmp_path: Path) -> None:
+    columns = mixed_columns(30)
+    columns["observations"][7, 2] = -np.inf
+    columns["observations"][8, 3] = np.nan
+    rows = build_table(MemoryTable(columns, [30]), context_length=2).stores[0].rows
+    assert rows is not None
+    assert rows[9, 2] == -np.inf and np.isnan(rows[10, 3])
 
 
 def test_damage_is_found_on_the_way_in_every_column(tmp_path: Path) -> None:
