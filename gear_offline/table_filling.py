@@ -1,10 +1,14 @@
 """Fill the stores of a table from the shards, in several threads.
 
 A thread takes a shard at a time and reads its columns side by side, in pieces that stay in the
-core's cache: read, digest, cast, and lay into the rows.  The rows' pages are touched first by the
-threads that fill them.  Where there are few shards, the columns of a shard are separate work.
+core's cache: read, digest, cast, and lay into the rows.  Python has little to do for a piece, and
+the calls that do the work leave the interpreter's lock to other threads.
 
-Columns that stay as they are, such as images, are read into their rows directly.
+The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory one of
+the threads does without: it writes finished records to the file behind the memory.
+
+Columns that stay as they are, such as images, are read into their rows directly.  Where there are
+few shards, each of these is work of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def fill_stores(
     offsets = source.episodes.offsets
     job = _Filling(source, tuple(stores), margin, gamma, returns_scale)
     together = parted is None or threads == 1 or len(bounds) > 2 * threads
-    groups = [job.columns()] if together else [[c] for c in job.columns()]
+    groups = [job.columns()] if together else job.groups()
 
     def work(task: tuple[int, list[str]]) -> None:
         index, columns = task
@@ -122,6 +126,12 @@ class _Filling:
     def columns(self) -> list[str]:
         return [c for plan, _ in self.stores for c in plan.fields if c is not None]
 
+    def groups(self) -> list[list[str]]:
+        """Columns that can be filled independently: rows are put together in one go."""
+        direct = [c for c in self.columns() if self._is_direct(c)]
+        packed = [c for c in self.columns() if c not in direct]
+        return [packed, *([c] for c in direct)]
+
     def fill(self, reader: Reader, columns: list[str], offsets: Int64Array) -> None:
         """Fill `columns` over whole episodes at global steps `offsets`."""
         direct = [c for c in columns if self._is_direct(c)]
@@ -131,8 +141,7 @@ class _Filling:
                 scratch = self.spare.pop()
             except IndexError:
                 scratch = Scratch()
-            # Rows can be written as a whole only by one who has all their columns.
-            first = len(columns) == len(self.columns()) and self.writer.acquire(blocking=False)
+            first = self.writer.acquire(blocking=False)
             try:
                 self._packed(reader, packed, offsets, scratch, through=first)
             finally:
