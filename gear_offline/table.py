@@ -182,7 +182,7 @@ def build_table(
     bytes a step; with ``"columns"`` 4 bytes an element; fields that stand alone and extra columns
     keep their source dtype; each store has ``2 * context_length`` more rows.  With ``mode="mmap"``
     only the returns-to-go (4 bytes a step) are in memory.  While reading, each thread has about
-    four megabytes more, or some ten times the rewards of the longest episode.
+    five megabytes more, or some ten times the rewards of the longest episode.
 
     Parameters
     ----------
