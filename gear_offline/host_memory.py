@@ -220,7 +220,10 @@ class HostBlock:
         return begin if inside else None
 
     def close(self) -> None:
-        """Close the descriptor; arrays stay valid, further processes cannot attach."""
+        """Close the descriptor; arrays stay valid, further processes cannot attach.
+
+        Not while a table is being filled in it: that writes through the descriptor.
+        """
         self._close()
 
 
