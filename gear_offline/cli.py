@@ -154,12 +154,13 @@ def inspect(
         bool, typer.Option(help="Check the digest of every block, or of the manifest alone.")
     ] = True,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show columns, statistics, histograms and digest state of a dataset."""
     from gear_offline.inspection import inspect as run
     from gear_offline.inspection import print_inspection
 
-    document = run(dataset, verify=verify, quiet=as_json)
+    document = run(dataset, verify=verify, quiet=quiet or as_json)
     if as_json:
         _print_json(document)
     else:

@@ -298,7 +298,7 @@ def _manifest(
         shards=tuple(result.record for result in results),
         statistics={c.name: moments[c.name].result() for c in settings.columns},
         returns=distribution(np.concatenate([result.returns for result in results])),
-        lengths=distribution(source.episodes.lengths),
+        lengths=distribution(source.episodes.lengths, whole=True),
         terminated=int(source.terminated.sum()),
         truncated=int(source.truncated.sum()),
         environment_id=environment or info.environment_id,

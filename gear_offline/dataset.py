@@ -40,6 +40,7 @@ from gear_offline.verification import (
     verify_shards,
 )
 from gear_offline.verification import verify_dataset as verify_dataset
+from gear_offline.wording import count_text
 
 if TYPE_CHECKING:
     from gear_offline.scores import ReferenceScores
@@ -78,8 +79,10 @@ class Dataset:
 
     def __repr__(self) -> str:
         return (
-            f"Dataset({str(self.path)!r}: {self.spec.episodes:,} episodes, {self.spec.steps:,} "
-            f"steps, columns {', '.join(c.name for c in self.spec)})"
+            f"Dataset({str(self.path)!r}: "
+            f"{count_text(self.spec.episodes, 'episode')}, "
+            f"{count_text(self.spec.steps, 'step')}, "
+            f"columns {', '.join(c.name for c in self.spec)})"
         )
 
     @property

@@ -30,6 +30,7 @@ from gear_offline.probes import (
     probe,
     rdma_devices,
 )
+from gear_offline.wording import count_text
 
 CORE_PACKAGES = (
     "numpy",
@@ -181,8 +182,9 @@ def _cpu_feature(cpu: Mapping[str, Any], tried: Mapping[str, Probe]) -> Feature:
     return Feature(
         feature="cpu",
         available=True,
-        path=f"{torch.found['threads']} threads, float32" + (" or bfloat16" if half else ""),
-        reason=f"{cpu['usable']} usable cores with {found}"
+        path=f"{count_text(torch.found['threads'], 'thread')}, float32"
+        + (" or bfloat16" if half else ""),
+        reason=f"{count_text(cpu['usable'], 'usable core')} with {found}"
         + ("" if half else "; no bfloat16 arithmetic, which would be slower than float32"),
     )
 
@@ -200,7 +202,7 @@ def _gpu_feature(tried: Mapping[str, Probe]) -> Feature:
                 if cupy.works
                 else "batches gathered on the CPU and copied, steps launched one by one"
             ),
-            reason=f"{len(devices)} CUDA device(s); CuPy "
+            reason=f"{count_text(len(devices), 'CUDA device')}; CuPy "
             + ("works" if cupy.works else f"is not usable: {cupy.reason}"),
             install=None if cupy.works else OPTIONAL_PACKAGES["cupy"][1],
         )
@@ -271,7 +273,8 @@ def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = N
     cpu, memory = diagnosis["cpu"], diagnosis["memory_bytes"]
     console.print(
         f"gear_offline {diagnosis['gear_offline']} on Python {diagnosis['python']['version']}, "
-        f"{diagnosis['platform']}\n{cpu['model']}, {cpu['usable']} of {cpu['cores']} cores usable, "
+        f"{diagnosis['platform']}\n{cpu['model']}, "
+        f"{cpu['usable']} of {count_text(cpu['cores'], 'core')} usable, "
         + (f"{memory / 2**30:.1f} GiB of memory" if memory else "memory unknown"),
         highlight=False,
     )

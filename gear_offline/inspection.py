@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from gear_offline.dataset import open_dataset
 from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
 from gear_offline.verification import verify_dataset
+from gear_offline.wording import count_text, size_text
 
 BAR_WIDTH = 40
 MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all
 _BLOCKS = " ▏▎▍▌▋▊▉█"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def inspect(
@@ -86,7 +87,7 @@ def print_inspection(document: Mapping[str, Any], *, console: Console | None = N
             _columns(document),
             _endings(document),
             _histogram("return", document["returns"]),
-            _histogram("length", document["lengths"]),
+            _histogram("length", document["lengths"], whole=True),
         )
     )
 
@@ -96,29 +97,23 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
     console = console or Console(stderr=True, highlight=False)
     spec, endings = manifest.spec, (manifest.terminated, manifest.truncated)
     console.print(
-        f"{spec.episodes:,} episodes ({endings[0]:,} terminated, {endings[1]:,} truncated), "
-        f"{spec.steps:,} steps, {len(manifest.shards):,} shard(s), "
+        f"{count_text(spec.episodes, 'episode')} ({endings[0]:,} terminated, "
+        f"{endings[1]:,} truncated), {count_text(spec.steps, 'step')}, "
+        f"{count_text(len(manifest.shards), 'shard')}, "
         f"{size_text(manifest.total_bytes)}; rule {manifest.source.rule}",
         markup=False,
         soft_wrap=True,
     )
     for name, found in manifest.statistics.items():
         if found.nonfinite:
-            text = f"warning: column {name}: {found.nonfinite:,} values are NaN or infinite"
+            count = count_text(found.nonfinite, "value")
+            text = f"warning: column {name}: {count} NaN or infinite"
             console.print(text, markup=False, soft_wrap=True, style="yellow")
     left_out = manifest.source.attributes.get("left_out") or ()
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", markup=False, soft_wrap=True)
     for warning in manifest.source.attributes.get("warnings", ()):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True, style="yellow")
-
-
-def size_text(count: int) -> str:
-    """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
-    value, unit = float(count), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def number_text(value: float | None) -> str:
@@ -139,7 +134,7 @@ def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     source, environment = document["source"], document["environment"]
     yield "dataset", document["path"]
     shards = len(document["shards"])
-    yield "format", f"version {document['format_version']}, {shards:,} shard(s)"
+    yield "format", f"version {document['format_version']}, {count_text(shards, 'shard')}"
     yield "size", size_text(document["bytes"])
     yield "episodes", f"{document['episodes']:,}"
     yield "steps", f"{document['steps']:,}"
@@ -157,11 +152,12 @@ def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield from _leaves("", source["attributes"])
     digests = document["digests"]
     if document["verified"]:
-        yield "digests", f"all {digests['checked']:,} blocks match"
+        yield "digests", f"{count_text(digests['checked'], 'block')} checked, all match"
     else:
         yield (
             "digests",
-            f"manifest, headers and episodes match; {digests['blocks']:,} blocks unread",
+            "manifest, headers and episodes match; "
+            f"{count_text(digests['blocks'], 'block')} unread",
         )
 
 
@@ -231,7 +227,7 @@ def _endings(document: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _histogram(what: str, found: Mapping[str, Any]) -> RenderableType:
+def _histogram(what: str, found: Mapping[str, Any], *, whole: bool = False) -> RenderableType:
     title = (
         f"episode {what}: mean {number_text(found['mean'])}, std {number_text(found['std'])}, "
         f"min {number_text(found['min'])}, max {number_text(found['max'])}"
@@ -244,9 +240,16 @@ def _histogram(what: str, found: Mapping[str, Any]) -> RenderableType:
     counts: Sequence[int] = found["histogram"]["counts"]
     most = max(counts, default=1)
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        table.add_row(
-            f"{number_text(low)} to {number_text(high)}", bar_text(count, most), f"{count:,}"
-        )
+        label = f"{number_text(low)} to {number_text(high)}"
+        if whole:
+            # bins are half open; those of older datasets have edges between the whole numbers
+            first, last = math.ceil(low), min(math.ceil(high) - 1, int(found["max"]))
+            if high == edges[-1] == found["max"]:
+                last = int(high)  # only the last bin of those holds its upper edge
+            if last < first:
+                continue
+            label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        table.add_row(label, bar_text(count, most), f"{count:,}")
     return table
 
 

@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from gear_offline.wording import count_text
+
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
@@ -117,7 +119,7 @@ def plot_data_returns(
     _titles(
         figure,
         f"Half of the episodes return less than {short(half)}, the best {short(best)}",
-        f"{name}: {values.size:,} episodes, {int(steps.sum()):,} steps.  "
+        f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}.  "
         "Bars: share of episodes; line: share of steps.",
     )
     return _save(figure, path)
@@ -152,7 +154,7 @@ def plot_learning_curve(
     else:
         panels[0].set_ylim(bottom=0)
     found = f"loss {short(y[0])} to {short(y[-1])}" if y.size else "no losses yet"
-    title = f"{found[0].upper()}{found[1:]} in {int(x[-1]) if x.size else 0:,} steps"
+    title = f"{found[0].upper()}{found[1:]} in {count_text(int(x[-1]) if x.size else 0, 'step')}"
     if evaluations:
         best = _plot_returns(panels[1], evaluations)
         title = f"{title}; best mean return {short(best)}"
@@ -267,7 +269,7 @@ def plot_asked_vs_achieved(
         figure,
         asked_finding(asked, means),
         f"{evaluation.get('run') or 'policy'}{place} in {evaluation['environment']}: mean and 95 % "
-        f"interval of {count} episodes for each asked return",
+        f"interval of {count_text(count, 'episode')} for each asked return",
     )
     return _save(figure, path)
 

@@ -19,6 +19,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.progress import say
 from gear_offline.recipe import CollectSettings, DataSettings, Recipe
 from gear_offline.scores import reference_scores
+from gear_offline.wording import count_text
 
 
 def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
@@ -89,7 +90,10 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     if file.exists():
         say(f"using {file}, which was collected before", quiet=quiet)
         return file
-    say(f"collecting {settings.steps:,} steps of {settings.environment} in {file}", quiet=quiet)
+    say(
+        f"collecting {count_text(settings.steps, 'step')} of {settings.environment} in {file}",
+        quiet=quiet,
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)
@@ -221,7 +225,8 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         if found.nonfinite or not np.isfinite(found.std).all():
             raise InputError(
                 "NONFINITE",
-                f"{found.nonfinite:,} values are NaN or infinite, or too large to train on",
+                f"{count_text(found.nonfinite, 'value')} NaN or infinite, or others too large to "
+                "train on",
                 where=f"column {column} of {dataset.path}",
                 remedy="repair the source and convert it again without --allow-nonfinite",
             )

@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from gear_offline.wording import count_text, size_text
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
@@ -42,18 +46,20 @@ def progress(
     description
         What is being done, e.g. ``"convert hopper.hdf5"``.
     unit
-        Plural name of the unit.
+        Plural name of the unit; ``"bytes"`` are shown as KiB, MiB and so on.
     quiet
         Show nothing.
     """
     if quiet:
         yield lambda n: None
     elif sys.stderr.isatty():
+        amounts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit))
+        if unit == "bytes":
+            amounts = (DownloadColumn(binary_units=True),)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(unit),
+            *amounts,
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -69,6 +75,9 @@ def _plain_lines(total: int, description: str, unit: str) -> Iterator[Callable[[
     started = last = time.monotonic()
     done = 0
 
+    def shown(amount: int) -> str:
+        return size_text(amount) if unit == "bytes" else count_text(amount, unit[:-1])
+
     def advance(n: int) -> None:
         nonlocal done, last
         done += n
@@ -76,7 +85,7 @@ def _plain_lines(total: int, description: str, unit: str) -> Iterator[Callable[[
         if now - last >= PLAIN_INTERVAL_SECONDS and done < total:
             last = now
             left = (now - started) / max(done, 1) * (total - done)
-            say(f"{description}: {done:,} of {total:,} {unit}, about {left:.0f} s left")
+            say(f"{description}: {shown(done)} of {shown(total)}, about {left:.0f} s left")
 
     yield advance
-    say(f"{description}: {done:,} {unit} in {time.monotonic() - started:.1f} s")
+    say(f"{description}: {shown(done)} in {time.monotonic() - started:.1f} s")

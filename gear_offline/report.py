@@ -24,6 +24,7 @@ from gear_offline.plots import (
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.run_directory import write_whole
 from gear_offline.scores import ReferenceScores, normalized_score
+from gear_offline.wording import count_text
 
 
 def write_report(run: str | Path, *, random_return: float | None = None) -> Path:
@@ -144,7 +145,7 @@ def _returns_table(
     episodes = final["targets"][0]["episodes"]
     lines += [
         "",
-        f"{final['environment']}, {episodes} episodes for each asked return, "
+        f"{final['environment']}, {count_text(episodes, 'episode')} for each asked return, "
         f"first seed {final['seed']}, weights of step {final.get('step')}; interval: "
         f"{final['confidence']}.",
     ]
@@ -163,11 +164,12 @@ def _training_section(
     if data:
         source = data["source"]
         lines.append(
-            f"- data: `{data['path']}`, {data['episodes']:,} episodes, {data['steps']:,} steps, "
-            f"from `{source.uri}` ({source.format}; episodes end by {source.rule})"
+            f"- data: `{data['path']}`, {count_text(data['episodes'], 'episode')}, "
+            f"{count_text(data['steps'], 'step')}, from `{source.uri}` "
+            f"({source.format}; episodes end by {source.rule})"
         )
     if metrics:
-        lines.append(f"- training: {metrics[-1]['step']:,} steps")
+        lines.append(f"- training: {count_text(metrics[-1]['step'], 'step')}")
     if recipe is not None:
         lines.append(
             "- again: `gear-offline train RUN/recipe.yaml --out ANOTHER`, with this directory as "

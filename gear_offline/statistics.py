@@ -283,8 +283,14 @@ class Distribution:
     counts: tuple[int, ...]
 
 
-def distribution(values: npt.ArrayLike, *, bins: int = HISTOGRAM_BINS) -> Distribution:
-    """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out."""
+def distribution(
+    values: npt.ArrayLike, *, bins: int = HISTOGRAM_BINS, whole: bool = False
+) -> Distribution:
+    """Summarise (E,) numbers, e.g. episode returns or lengths; NaN and infinities are left out.
+
+    With `whole` the numbers are whole and so are the edges of the histogram: bins have one whole
+    width, so that each holds equally many numbers, and the last edge lies above the maximum.
+    """
     found = np.asarray(values, np.float64)
     found = found[np.isfinite(found)]
     if not found.size:
@@ -292,7 +298,11 @@ def distribution(values: npt.ArrayLike, *, bins: int = HISTOGRAM_BINS) -> Distri
         return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, edges=(), counts=())
     low, high = float(found.min()), float(found.max())
     edges, counts = np.asarray([low, high]), np.asarray([found.size])
-    if low < high and np.isfinite(high - low):
+    if whole:
+        width = (int(high) - int(low)) // bins + 1
+        edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
+        counts = np.histogram(found, bins=edges)[0]
+    elif low < high and np.isfinite(high - low):
         # NumPy refuses a range that spans too few floats for that many bins: then keep one bin.
         with suppress(ValueError):
             counts, edges = np.histogram(found, bins=bins, range=(low, high))

@@ -18,7 +18,7 @@ from gear_offline.errors import InputError
 SURFACE = {
     "convert": "source out shard-size workers columns rule environment reference "
     "allow-nonfinite overwrite quiet",
-    "inspect": "dataset verify json",
+    "inspect": "dataset verify json quiet",
     "collect": "environment out policy quality mix steps exact environments action-noise seed "
     "train-steps gate save-policy overwrite json quiet",
     "recipes ls": "json",

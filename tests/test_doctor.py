@@ -94,7 +94,7 @@ def test_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = here(threads=8, cuda_build="13.0", devices=[gpu, gpu])
     both = feature(diagnosis_with(monkeypatch, {"torch": torch, "cupy": WORKS}), "gpu")
     assert both["available"] and "Made-up GPU" in both["path"] and both["install"] is None
-    assert "2 CUDA device(s)" in both["reason"]
+    assert "2 CUDA devices" in both["reason"]
     only = feature(diagnosis_with(monkeypatch, {"torch": torch}), "gpu")
     assert only["available"] and "gear-offline[gpu]" in only["install"]
     blind = here(threads=8, cuda_build="13.0", devices=[])

@@ -19,8 +19,8 @@ from gear_offline.inspection import (
     number_text,
     print_inspection,
     print_summary,
-    size_text,
 )
+from gear_offline.wording import count_text, size_text
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
@@ -69,13 +69,42 @@ def test_text_shows_what_matters(document: dict[str, Any]) -> None:
             "truncated",
             "episode return: mean",
             "episode length: mean",
-            "blocks match",
+            "3 shards",
+            "checked, all match",
         ),
     ):
         assert word in text, word
     assert max(map(len, text.splitlines())) <= 80
     # The longest episode lies in the last bin of the length histogram.
     assert text.rstrip().splitlines()[-1].split()[-1] == "1"
+
+
+def length_rows(document: dict[str, Any]) -> list[list[str]]:
+    lines = text_of(document).split("episode length")[1].splitlines()[1:]
+    return [[line.strip().split("  ")[0], line.split()[-1]] for line in lines if "max" not in line]
+
+
+def test_bins_of_lengths_are_whole_numbers(tmp_path: Path) -> None:
+    document = inspect(make_dataset(tmp_path, [4, 9, 2, 47]).path)
+    histogram = document["lengths"]["histogram"]
+    assert histogram["edges"][:3] == [2, 5, 8]
+    assert histogram["counts"] == [2, 0, 1, *[0] * 12, 1]
+    assert length_rows(document)[0] == ["2 to 4", "2"]
+    assert length_rows(document)[-1] == ["47", "1"]
+    # as datasets of earlier versions have it: edges between whole numbers, the last one closed
+    document["lengths"]["max"] = 4
+    document["lengths"]["histogram"] = {"edges": [2.0, 2.5, 3.0, 3.5, 4.0], "counts": [1, 0, 2, 3]}
+    assert length_rows(document) == [["2", "1"], ["3", "2"], ["4", "3"]]
+
+
+def test_one_of_each_is_written_in_the_singular(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [1])
+    out = io.StringIO()
+    print_summary(dataset.manifest, console=Console(file=out, width=200))
+    assert out.getvalue().startswith("1 episode (")
+    assert "1 step, 1 shard, " in out.getvalue()
+    assert "1 shard\n" in "\n".join(map(str.strip, text_of(inspect(dataset.path)).splitlines()))
+    assert "1 episode, 1 step, columns" in repr(dataset)
 
 
 def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
@@ -128,6 +157,12 @@ def test_texts() -> None:
         "3.0 GiB",
     ]
     assert [number_text(v) for v in (None, 0.0, 1234.56, 1e-9)] == ["-", "0", "1235", "1e-09"]
+    assert [count_text(n, "step") for n in (0, 1, 2, 1000)] == [
+        "0 steps",
+        "1 step",
+        "2 steps",
+        "1,000 steps",
+    ]
     assert bar_text(0, 10) == "" and bar_text(10, 10, width=3) == "███"
     assert bar_text(1, 10**9) == "▏"
     assert bar_text(0, 0) == ""

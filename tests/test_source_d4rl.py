@@ -204,8 +204,8 @@ def test_cut_episodes_and_missing_flags_are_reported(tmp_path: Path) -> None:
     columns = flagged(np.zeros(4000, bool), timeouts)
     with open_source(write(tmp_path / "walker2d_full_replay-v2.hdf5", columns)) as source:
         assert source.episodes.lengths.tolist() == [40, 1000, 2960]
-        assert "1 episodes end by a timeout before step 1000" in warnings_of(source)
-        assert "1 episodes are longer than the 1000 steps" in warnings_of(source)
+        assert "1 episode cut by a timeout before step 1000" in warnings_of(source)
+        assert "1 episode longer than the 1000 steps" in warnings_of(source)
 
 
 def test_metadata_infos_and_attributes(tmp_path: Path) -> None:

@@ -174,6 +174,16 @@ def test_distribution_of_awkward_values(values: list[float]) -> None:
     assert (found.min, found.max) == (min(finite), max(finite))
 
 
+@given(st.lists(st.integers(1, 5_000), min_size=1, max_size=30))
+def test_distribution_of_whole_numbers_has_whole_bins(values: list[int]) -> None:
+    found = distribution(values, whole=True)
+    widths = {b - a for a, b in pairwise(found.edges)}
+    assert len(widths) == 1 and all(edge.is_integer() for edge in (*found.edges, *widths))
+    assert found.edges[0] == min(values) and len(found.counts) <= 20
+    naive = [sum(a <= v < b for v in values) for a, b in pairwise(found.edges)]
+    assert list(found.counts) == naive and sum(naive) == len(values)
+
+
 def test_distribution_of_nothing() -> None:
     found = distribution([np.nan])
     assert found.count == 0 and found.counts == () and math.isnan(found.mean)

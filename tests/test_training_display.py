@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from gear_offline.interruption import Aborted, StopRequest
+from gear_offline.progress import progress
 from gear_offline.training_display import TrainingDisplay
 
 
@@ -69,3 +70,29 @@ def test_the_first_signal_is_a_request_the_second_is_final() -> None:
             os.kill(os.getpid(), signal.SIGINT)
     with StopRequest() as stop, pytest.raises(Aborted), stop.abortable():
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_progress_shows_bytes_with_a_unit_and_counts_with_their_noun(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for total, unit in ((3 << 20, "bytes"), (1, "episodes")):
+        with progress(total, "work", unit=unit) as advance:
+            advance(total)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("work: 3.0 MiB in ") and second.startswith("work: 1 episode in ")
+
+
+def test_bar_shows_bytes_with_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        with progress(3 << 20, "work", unit="bytes") as advance:
+            advance(3 << 20)
+    said = ""
+    with suppress(OSError):  # Linux's way of saying that the other end is closed
+        while part := os.read(leader, 1 << 16).decode():
+            said += part
+    os.close(leader)
+    assert "3.0/3.0 MiB" in said and "3145728" not in said

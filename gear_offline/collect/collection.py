@@ -31,6 +31,7 @@ from gear_offline.collect.workers import Crew
 from gear_offline.collect.writer import D4rlWriter
 from gear_offline.errors import GearError
 from gear_offline.progress import progress, say
+from gear_offline.wording import count_text
 
 NOTE = "collected locally; not D4RL data"
 
@@ -234,7 +235,7 @@ def _prepare(request: Request, crew: Crew) -> tuple[list[Maker], Policy | None, 
     used = 0
     if request.trained_elsewhere:
         used = request.train_steps or 100_000
-        say(f"train {request.policy} for {used:,} steps", quiet=request.quiet)
+        say(f"train {request.policy} for {count_text(used, 'step')}", quiet=request.quiet)
         policy = stable_baselines.train(
             request.policy, request.environment, steps=used, seed=request.seed
         )
@@ -268,7 +269,8 @@ def _train(request: Request, crew: Crew) -> ars.Training:
         )
     best = training.best
     say(
-        f"trained {training.steps:,} steps in {training.attempts} attempts: best mean return"
+        f"trained {count_text(training.steps, 'step')} in"
+        f" {count_text(training.attempts, 'attempt')}: best mean return"
         f" {best.mean_return:.0f}",
         quiet=request.quiet,
     )

@@ -21,6 +21,7 @@ from gear_offline.collect.policy import Policy, RandomPolicy
 from gear_offline.collect.rollout import EpisodePlan
 from gear_offline.collect.streams import RECORD, reset_seed
 from gear_offline.errors import InputError
+from gear_offline.wording import count_text
 
 MEDIUM_LEVEL = 1 / 3
 QUALITIES: dict[str, dict[str, float]] = {
@@ -81,7 +82,8 @@ class MakerReport:
     def line(self) -> str:
         """Return a summary for people."""
         return (
-            f"{self.name}: {self.episodes:,} episodes, {self.steps:,} steps, return"
+            f"{self.name}: {count_text(self.episodes, 'episode')},"
+            f" {count_text(self.steps, 'step')}, return"
             f" {self.mean_return:.0f} ± {self.std_return:.0f}"
             f" ({self.min_return:.0f} to {self.max_return:.0f})"
         )

@@ -16,6 +16,7 @@ from gear_offline.sources.base import SourceInfo
 from gear_offline.sources.boundaries import ARTIFICIAL, Rule
 from gear_offline.sources.flat import FlatSource, Layout, find_columns
 from gear_offline.sources.hdf5 import Hdf5Rows
+from gear_offline.wording import count_text
 
 REQUIRED = ("observations", "actions", "rewards")
 OPTIONAL = ("next_observations", "terminals", "timeouts")
@@ -197,16 +198,17 @@ def _warnings(
     own = "terminals" if family.name == "mujoco" else "timeouts"
     if limit and int(lengths.max()) > limit:
         found.append(
-            f"{int((lengths > limit).sum())} episodes are longer than the {limit} steps of "
-            f"{family.name} (the longest has {int(lengths.max())}): flags may be missing; "
+            f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} steps "
+            f"of {family.name} (the longest has {int(lengths.max())}): flags may be missing; "
             f"rule='{own}|steps={limit}' would cut them"
         )
     if family.name == "mujoco" and limit and "timeouts" in source.spec:
         cut = ~source.terminated[: finished.size] & (finished < limit)
         if cut.any():
             found.append(
-                f"{int(cut.sum())} episodes end by a timeout before step {limit}: replay data can "
-                "be cut in mid-episode, and returns-to-go of such episodes are too small (D4RL#162)"
+                f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step {limit}: "
+                "replay data can be cut in mid-episode, and returns-to-go of such episodes are too "
+                "small (D4RL#162)"
             )
     if overridden:
         return found

@@ -20,6 +20,7 @@ from gear_offline.schema import COLUMN_NAME, BoolArray, ColumnSpec, EpisodeIndex
 from gear_offline.sources.base import SourceInfo
 from gear_offline.sources.boundaries import TERMINAL_FLAGS, TIME_FLAGS, Rule, find_boundaries
 from gear_offline.sources.hdf5 import Hdf5Rows
+from gear_offline.wording import count_text
 
 SCALARS = ("rewards", *TERMINAL_FLAGS, *TIME_FLAGS)  # (N, 1) is read as one number a step
 
@@ -83,7 +84,9 @@ def find_columns(
     count = lengths[chosen[0]]
     odd = [name for name, length in lengths.items() if length != count]
     if odd or count < 1:
-        what = f"{odd[0]} has {lengths[odd[0]]} rows" if odd else "the table has no rows"
+        what = (
+            f"{odd[0]} has {count_text(lengths[odd[0]], 'row')}" if odd else "the table has no rows"
+        )
         raise InputError(
             "HDF5_LENGTHS",
             f"{what}{f', {chosen[0]} has {count}' if odd else ''}",
@@ -95,7 +98,9 @@ def find_columns(
         if name in lengths or is_part_of(name, ignore):
             continue
         if fact.rows != count:
-            left_out[name] = f"shape {list(fact.shape or ())} does not have {count} rows"
+            left_out[name] = (
+                f"shape {list(fact.shape or ())} does not have {count_text(count, 'row')}"
+            )
         elif fact.dtype is None or 0 in (fact.shape or ()):
             left_out[name] = f"{fact.type_name} of shape {list(fact.shape or ())}"
         elif not COLUMN_NAME.fullmatch(name):

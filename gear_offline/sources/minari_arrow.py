@@ -18,6 +18,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.schema import COLUMN_NAME, ColumnSpec
 from gear_offline.sources.minari import Leaf, layout_error, refuse_jpeg
 from gear_offline.sources.minari_metadata import MinariMetadata, SpaceLeaf
+from gear_offline.wording import count_text
 
 _FLAGS = ("rewards", "terminations", "truncations")
 
@@ -60,7 +61,9 @@ class ArrowStorage:
                 lengths.append(flags.num_rows - 1)
                 finals.append(bool(flags.column(0)[flags.num_rows - 2].as_py()))
         if len(kept) < len(parts):
-            self.warnings.append(f"{len(parts) - len(kept)} episodes without steps left out")
+            self.warnings.append(
+                f"{count_text(len(parts) - len(kept), 'episode')} without steps left out"
+            )
         if not kept:
             raise layout_error(metadata, "the dataset has no steps")
         self._parts = kept

@@ -28,6 +28,7 @@ from gear_offline.sources.hdf5_guard import (
 )
 from gear_offline.sources.minari import Leaf, layout_error, refuse_jpeg
 from gear_offline.sources.minari_metadata import MAIN_FILE, MinariMetadata
+from gear_offline.wording import count_text
 
 LIMITS = Limits(objects=50_000_000)  # one group and about eight datasets for each episode
 _EPISODE = re.compile(r"episode_(0|[1-9][0-9]{0,11})")
@@ -71,7 +72,9 @@ class Hdf5Storage:
         numbers = sorted(n for n, length in lengths.items() if length)
         self.warnings = check.warnings
         if len(numbers) < len(lengths):
-            self.warnings.append(f"{len(lengths) - len(numbers)} episodes without steps left out")
+            self.warnings.append(
+                f"{count_text(len(lengths) - len(numbers), 'episode')} without steps left out"
+            )
         self._numbers = numbers
         self.lengths = np.array([lengths[n] for n in numbers], dtype=np.int64)
         self.leaves = _leaves(columns or {})
@@ -138,10 +141,12 @@ class Hdf5Storage:
             return None
         if fact.rows not in wanted and required:
             raise layout_error(
-                self._metadata, f"{fact.rows} rows for {steps} steps", where=fact.name
+                self._metadata,
+                f"{count_text(fact.rows, 'row')} for {count_text(steps, 'step')}",
+                where=fact.name,
             )
         if fact.rows not in wanted or not (required or COLUMN_NAME.fullmatch(name)):
-            self.left_out[name] = f"{fact.rows} rows for {steps} steps"
+            self.left_out[name] = f"{count_text(fact.rows, 'row')} for {count_text(steps, 'step')}"
             return None
         if fact.dtype is None or not fact.shape:
             raise layout_error(self._metadata, f"{fact.type_name} is no number", where=fact.name)
