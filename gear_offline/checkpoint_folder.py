@@ -7,12 +7,20 @@ import re
 import shutil
 from pathlib import Path
 
+from gear_offline.errors import InputError
+
 _NAME = re.compile(r"step-([0-9]{8,19})")
 
 
 def checkpoint_name(step: int) -> str:
     """Return the directory name of the checkpoint of `step`."""
     return f"step-{step:08d}"
+
+
+def checkpoint_step(path: Path) -> int | None:
+    """Return the step that the name of a checkpoint directory says, if it says one."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else None
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -50,3 +58,57 @@ def remove_checkpoint(path: Path) -> None:
         shutil.rmtree(aside)
     os.rename(path, aside)
     shutil.rmtree(aside)
+
+
+def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
+    """Return the checkpoint folder `which` (``last``, ``best`` or a step number) of `run`.
+
+    ``None`` is the last one, or `run` itself if that is a checkpoint.
+
+    Raises
+    ------
+    InputError
+        ``CHECKPOINT_MISSING``; ``EVALUATE_OPTION`` when `run` is another checkpoint than `which`.
+    """
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        if not (run / "state.json").exists():
+            what = "the run has no checkpoint yet" if run.is_dir() else "there is no such run"
+            raise InputError(
+                "CHECKPOINT_MISSING",
+                what,
+                where=str(run),
+                remedy="give the directory of a run, e.g. runs/hopper-medium-s0",
+            )
+        chosen = run.resolve()  # one checkpoint; what is wrong with it, its reader says
+        if which is not None and str(which) != str(checkpoint_step(chosen)):
+            home = run_of(chosen)
+            if home == chosen or find_checkpoint(home, which) != chosen:
+                raise InputError(
+                    "EVALUATE_OPTION",
+                    f"{run} is one checkpoint, and not known to be {str(which)!r}",
+                    where="evaluate.checkpoint",
+                    remedy="give the directory of the run, or leave the choice of a checkpoint out",
+                )
+        return chosen
+    which = "last" if which is None else str(which)
+    found = list_checkpoints(folder)
+    if which == "best" and (folder / "best").exists():
+        return (folder / "best").resolve()
+    if which == "last" and found:
+        return found[-1][1].resolve()
+    for step, path in found:
+        if which == str(step):
+            return path.resolve()
+    steps = ", ".join(str(step) for step, _ in found) or "none"
+    raise InputError(
+        "CHECKPOINT_MISSING",
+        f"no checkpoint {which!r}",
+        where=str(folder),
+        remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
+    )
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 import gear_offline
-from gear_offline.errors import GearError, InputError
+from gear_offline.cli_values import parse_list, parse_numbers, parse_shares, parse_size
+from gear_offline.errors import GearError
 
 app = typer.Typer(
     name="gear-offline",
@@ -34,49 +35,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
-SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SIZE_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of ``"256MiB"``, ``"2GB"`` or ``"1048576"``."""
-    stripped = text.strip().upper().removesuffix("B")
-    digits = stripped.rstrip("KMGTI")
-    try:
-        return _positive(int(float(digits) * SIZE_UNITS[stripped[len(digits) :].strip()]))
-    except (ValueError, KeyError, OverflowError) as error:
-        raise InputError(
-            "SIZE", f"{text!r} is not a size", remedy="write it like 256MiB, 2GB or 1048576"
-        ) from error
-
-
-def _positive(number: int) -> int:
-    if number < 1:
-        raise ValueError("must be positive")
-    return number
-
-
-def _split(text: str | None) -> list[str] | None:
-    return [part.strip() for part in text.split(",") if part.strip()] if text else None
-
-
-def _numbers(text: str | None) -> list[float] | None:
-    try:
-        return None if text is None else [float(part) for part in _split(text) or []]
-    except ValueError as error:
-        raise InputError(
-            "USAGE", f"{text!r} is not a list of numbers", remedy="write it like 3600,1800"
-        ) from error
-
-
-def _shares(text: str | None) -> dict[str, float] | None:
-    try:
-        pairs = [part.rsplit("=", 1) for part in _split(text) or []]
-        return {name.strip(): float(share) for name, share in pairs} or None
-    except ValueError as error:
-        raise InputError(
-            "USAGE", f"{text!r} is not a mix", remedy="write it like replay=1,expert=2"
-        ) from error
 
 
 def _print_json(document: Any) -> None:
@@ -135,7 +93,7 @@ def convert(
         rule=rule,
         shard_bytes=parse_size(shard_size),
         workers=workers,
-        columns=_split(columns),
+        columns=parse_list(columns, "observations,actions"),
         allow_nonfinite=allow_nonfinite,
         overwrite=overwrite,
         environment=environment,
@@ -215,7 +173,7 @@ def collect(
         out,
         policy=policy,
         quality=quality,
-        mix=_shares(mix),
+        mix=parse_shares(mix),
         steps=steps,
         exact_steps=exact,
         environments=environments,
@@ -301,9 +259,14 @@ def evaluate(
     ] = None,
     episodes: Annotated[int | None, typer.Option(min=1, help="Episodes a target.")] = None,
     environment: Annotated[str | None, typer.Option(help="Gymnasium id.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="last, best or a step number.")] = "last",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="last, best or a step number; default last.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first episode.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="File for the result; default evaluation.json of the run.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -313,12 +276,13 @@ def evaluate(
 
     report = roll(
         run,
-        targets=_numbers(targets),
+        targets=parse_numbers(targets),
         episodes=episodes,
         environment=environment,
         checkpoint=checkpoint,
         seed=seed,
         device=device,
+        out=out,
         quiet=quiet,
     )
     if as_json:

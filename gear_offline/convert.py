@@ -195,6 +195,13 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
             where=source.info.uri,
             remedy="store one real number per step",
         )
+    if names is not None and not names:
+        raise InputError(
+            "CONVERT_OPTION",
+            "columns names none",
+            where=source.info.uri,
+            remedy="name at least one, or leave the option out to keep all",
+        )
     wanted = {spec[name].name for name in names} | {REWARDS} if names is not None else None
     picked = tuple(c for c in spec if wanted is None or c.name in wanted)
     taken = [c.name for c in picked if c.name.casefold() in RESERVED_NAMES]

@@ -15,8 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from gear_offline.checkpoint_folder import find_checkpoint, run_of
 from gear_offline.episode_runner import (
     ActingPolicy,
     RandomPolicy,
@@ -25,9 +27,15 @@ from gear_offline.episode_runner import (
     space_sizes,
 )
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation_report import EvaluationReport, TargetResult, evaluation_table
+from gear_offline.evaluation_report import (
+    EvaluationReport,
+    TargetResult,
+    evaluation_table,
+    keep_earlier,
+)
 from gear_offline.progress import progress, say
 from gear_offline.scores import ReferenceScores, reference_scores
+from gear_offline.staging import check_new_file, write_error
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -66,7 +74,7 @@ def evaluate_policy(
     policy: ActingPolicy,
     *,
     environment_id: str,
-    targets: Sequence[float],
+    targets: Sequence[float] | float,
     episodes: int,
     environments: int = 20,
     seed: int = 0,
@@ -83,7 +91,7 @@ def evaluate_policy(
     environment_id
         Gymnasium id.
     targets
-        Asked returns, in the environment's units.
+        Asked returns, in the environment's units; one number is one target.
     episodes
         Episodes of each target; episode e is reset with ``seed + e``.
     environments
@@ -100,7 +108,8 @@ def evaluate_policy(
     UnavailableError
         ``ENVIRONMENT_PACKAGE`` when the simulator is not installed.
     """
-    _check_options(targets, episodes, environments)
+    targets = _asked_returns(targets)
+    _check_options(episodes, environments, seed)
     scores = resolve_reference(environment_id, reference)
     asked = [float(target) for _ in range(episodes) for target in targets]
     seeds = [seed + episode for episode in range(episodes) for _ in targets]
@@ -138,15 +147,18 @@ def evaluate_policy(
 def evaluate(
     run: str | Path,
     *,
-    targets: Sequence[float] | None = None,
+    targets: Sequence[float] | float | None = None,
     episodes: int | None = None,
     environment: str | None = None,
-    checkpoint: str = "last",
+    checkpoint: str | int | None = None,
     seed: int | None = None,
     device: str = "auto",
+    out: str | Path | None = None,
     quiet: bool = False,
 ) -> EvaluationReport:
     """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
+
+    An ``evaluation.json`` that is there already is kept as ``evaluation-1.json`` and so on.
 
     Parameters
     ----------
@@ -155,16 +167,21 @@ def evaluate(
     targets, episodes, environment, seed
         Default: the recipe's.
     checkpoint
-        ``"last"``, ``"best"`` (the highest mean return that was seen while training, over its
-        targets) or a step number.  Ignored when `run` is a checkpoint itself.
+        ``"last"`` (the default), ``"best"`` (the highest mean return that was seen while training,
+        over its targets) or a step number.  Must not contradict `run` when that is a checkpoint.
     device
         ``"auto"``, ``"cpu"`` or ``"cuda"``.
+    out
+        Write the result to this file instead; the run directory then stays as it is.
 
     Raises
     ------
     InputError
-        Those of `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not
-        the model's; those of reading a checkpoint.
+        ``OUTPUT_EXISTS`` or ``OUTPUT_FOLDER`` when `out` cannot be made; those of
+        `evaluate_policy` and `find_checkpoint`; ``ENVIRONMENT_MISMATCH`` when the environment's
+        sizes are not the model's; those of reading a checkpoint.
+    GearError
+        ``OUTPUT_WRITE``, ``OUTPUT_SPACE`` when `out` could not be written; the result is printed.
     UnavailableError
         ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
     """
@@ -173,6 +190,8 @@ def evaluate(
     from gear_offline.models.policy import Policy
     from gear_offline.report import write_report
 
+    if out is not None:
+        check_new_file(Path(out))
     folder = find_checkpoint(Path(run), checkpoint)
     model, state_mean, state_std, returns_scale, context_length, recipe = load_policy_parts(folder)
     settings, where = recipe.evaluate, resolve_device(device)
@@ -193,7 +212,8 @@ def evaluate(
             policy,
             environment_id=environment_id,
             targets=_chosen(targets, settings.targets, "targets", "say them: --targets 3600,1800"),
-            episodes=episodes or settings.episodes or 10,  # 0 means: not while training
+            # a recipe's 0 means: not while training
+            episodes=(settings.episodes or 10) if episodes is None else episodes,
             environments=settings.environments,
             seed=settings.seed if seed is None else seed,
             # another environment is normalised by its own scores
@@ -203,9 +223,18 @@ def evaluate(
     home = run_of(folder)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
     try:  # what was played must not be lost because it cannot be written or drawn
+        if out is not None:
+            report.write(Path(out))
+            return report
+        kept = keep_earlier(home / "evaluation.json")
         report.write(home / "evaluation.json")
+        if kept is not None:
+            say(f"the result before this one is kept in {kept}", quiet=quiet)
         write_report(home)
     except (OSError, GearError) as error:
+        if out is not None and isinstance(error, OSError):
+            print_report(report, console=Console(stderr=True))
+            raise write_error(error, str(out)) from error
         say(f"the result could not be kept in {home}: {error}")
     return report
 
@@ -221,49 +250,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def find_checkpoint(run: Path, which: str | int = "last") -> Path:
-    """Return the checkpoint folder `which` (``last``, ``best`` or a step number) of `run`.
-
-    Raises
-    ------
-    InputError
-        ``CHECKPOINT_MISSING``.
-    """
-    from gear_offline.checkpoint_folder import list_checkpoints
-
-    folder, which = run / "checkpoints", str(which)
-    if not folder.is_dir():
-        if not (run / "state.json").exists():
-            what = "the run has no checkpoint yet" if run.is_dir() else "there is no such run"
-            raise InputError(
-                "CHECKPOINT_MISSING",
-                what,
-                where=str(run),
-                remedy="give the directory of a run, e.g. runs/hopper-medium-s0",
-            )
-        return run.resolve()  # one checkpoint; what is wrong with it, its reader says
-    found = list_checkpoints(folder)
-    if which == "best" and (folder / "best").exists():
-        return (folder / "best").resolve()
-    if which == "last" and found:
-        return found[-1][1].resolve()
-    for step, path in found:
-        if which == str(step):
-            return path.resolve()
-    steps = ", ".join(str(step) for step, _ in found) or "none"
-    raise InputError(
-        "CHECKPOINT_MISSING",
-        f"no checkpoint {which!r}",
-        where=str(folder),
-        remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
-    )
-
-
-def run_of(checkpoint: Path) -> Path:
-    """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
 
 
 def _chosen(value: Any, default: Any, name: str, remedy: str) -> Any:
@@ -303,21 +289,31 @@ def check_sizes(model: Any, environment_id: str) -> None:
         )
 
 
-def _check_options(targets: Sequence[float], episodes: int, environments: int) -> None:
-    if not targets or not all(math.isfinite(target) for target in targets):
+def _asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
+    """Return `targets` as finite numbers, at least one."""
+    try:
+        asked = tuple(float(target) for target in np.atleast_1d(np.asarray(targets)))
+    except (TypeError, ValueError):
+        asked = ()
+    if not asked or isinstance(targets, str) or not all(map(math.isfinite, asked)):
         raise InputError(
             "EVALUATE_OPTION",
-            f"target returns {list(targets)} are not usable",
+            f"target returns {targets!r} are not usable",
             where="evaluate.targets",
             remedy="give at least one finite number, e.g. 3600",
         )
-    for name, value in (("episodes", episodes), ("environments", environments)):
-        if value < 1:
+    return asked
+
+
+def _check_options(episodes: int, environments: int, seed: int) -> None:
+    least = {"episodes": (episodes, 1), "environments": (environments, 1), "seed": (seed, 0)}
+    for name, (value, minimum) in least.items():
+        if not minimum <= value < 1 << 63:
             raise InputError(
                 "EVALUATE_OPTION",
-                f"{value} {name} cannot be played",
+                f"{name} is {value}",
                 where=f"evaluate.{name}",
-                remedy="give a number of at least 1",
+                remedy=f"give a whole number from {minimum} on, below 2^63",
             )
 
 
@@ -341,7 +337,7 @@ def random_return(
     TargetResult
         With target NaN: nothing was asked.
     """
-    _check_options((0.0,), episodes, 1)
+    _check_options(episodes, 1, seed)
     probe = make_environment(environment)
     try:
         space_sizes(probe)

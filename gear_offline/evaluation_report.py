@@ -7,9 +7,11 @@ Shape legend: n episodes of one target.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,25 @@ class EvaluationReport:
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
         write_whole(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
+
+
+def keep_earlier(path: Path) -> Path | None:
+    """Copy the result at `path` to ``NAME-1.json``, or the next number that is free.
+
+    Returns
+    -------
+    Path or None
+        The copy; ``None`` when there is nothing to keep.
+    """
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    for number in itertools.count(1):
+        kept = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        with suppress(FileExistsError), open(kept, "xb") as file:
+            file.write(content)
+            return kept
+    raise AssertionError("numbers do not end")
 
 
 def _number(value: float) -> float | None:

@@ -91,7 +91,7 @@ def _data(run: Path, recipe: Recipe | None) -> dict[str, Any]:
     dataset = open_dataset(recipe.data.path, verify=False)
     returns = dataset.manifest.returns
     facts: dict[str, Any] = {
-        "path": recipe.data.path,
+        "path": Path(recipe.data.path).resolve(),
         "episodes": dataset.spec.episodes,
         "steps": dataset.spec.steps,
         "source": dataset.manifest.source,
@@ -126,10 +126,13 @@ def _returns_table(
     def score(value: float) -> str:
         return "-" if scale is None else f"{normalized_score(value, scale):.1f}"
 
+    random_row: list[tuple[str, float | None]] = [("random actions", random_return)]
+    if random_return is None and scale is not None:
+        random_row = [("random actions, as D4RL measured them", scale.minimum)]
     rows = [
         (label, short(value), "", score(value))
         for label, value in (
-            ("random actions", random_return),
+            *random_row,
             ("mean of the data", data.get("mean")),
             ("best of the data", data.get("best")),
         )

@@ -42,6 +42,26 @@ def write_error(error: OSError, where: str) -> GearError:
     )
 
 
+def check_new_file(path: Path) -> None:
+    """Refuse early what could not be written as a new file hours later.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``.
+    """
+    folder = path.absolute().parent
+    if os.path.lexists(path):
+        raise InputError(
+            "OUTPUT_EXISTS", "output exists", where=str(path), remedy="choose another name"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
+        what = "you may not write in the folder" if folder.is_dir() else "folder does not exist"
+        raise InputError(
+            "OUTPUT_FOLDER", what, where=str(folder), remedy="make it, or choose another"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Staging:
     """A place to build a dataset.

@@ -12,7 +12,9 @@ import pytest
 import typer
 
 from gear_offline import cli
+from gear_offline.cli_values import parse_list, parse_numbers, parse_shares, parse_size
 from gear_offline.errors import InputError
+from tests.support import failing_code
 
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
@@ -25,7 +27,7 @@ SURFACE = {
     "recipes cp": "name target",
     "recipes validate": "recipe overrides",
     "train": "recipe overrides out resume quiet",
-    "evaluate": "run targets episodes environment checkpoint seed device json quiet",
+    "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
     "bench": "name quick json",
     "doctor": "json",
 }
@@ -162,11 +164,26 @@ def test_version_and_doctor_through_the_installed_command() -> None:
     [("1048576", 1 << 20), ("256MiB", 256 << 20), ("2GB", 2 * 10**9), ("0.5 GiB", 1 << 29)],
 )
 def test_sizes(text: str, bytes_: int) -> None:
-    assert cli.parse_size(text) == bytes_
+    assert parse_size(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "0", "1XB", "1e400", "nan"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InputError) as caught:
-        cli.parse_size(text)
+        parse_size(text)
     assert caught.value.code == "SIZE"
+
+
+@pytest.mark.parametrize("text", ["", ",", " , ,"])
+def test_lists_that_name_nothing_are_refused(text: str) -> None:
+    for parse in (parse_numbers, parse_shares, lambda given: parse_list(given, "a,b")):
+        assert parse(None) is None
+        assert failing_code(lambda parse=parse: parse(text)) == "USAGE"
+
+
+def test_lists() -> None:
+    assert parse_list(" rewards, actions,", "a,b") == ["rewards", "actions"]
+    assert parse_numbers("3600, -1.5") == [3600.0, -1.5]
+    assert parse_shares("level:0.5=1, expert = 2") == {"level:0.5": 1.0, "expert": 2.0}
+    for text in ("replay", "replay=much", "replay=1,replay=2"):
+        assert failing_code(lambda text=text: parse_shares(text)) == "USAGE"

@@ -112,6 +112,8 @@ def test_shards_hold_whole_episodes_up_to_their_size(lengths: list[int], shard_b
 def test_chosen_columns_and_rewards(tmp_path: Path) -> None:
     manifest = convert(source(), tmp_path / "d", columns=["actions"], quiet=True)
     assert [c.name for c in manifest.spec] == ["actions", "rewards"]
+    none = lambda: convert(source(), tmp_path / "e", columns=[], quiet=True)  # noqa: E731
+    assert failing_code(none) == "CONVERT_OPTION"
     call = lambda: convert(source(), tmp_path / "e", columns=["acts"], quiet=True)  # noqa: E731
     assert failing_code(call) == "COLUMN_MISSING"
     assert not (tmp_path / "e").exists()

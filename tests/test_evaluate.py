@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Sequence
@@ -14,12 +15,12 @@ import pytest
 import torch
 
 from gear_offline.checkpoint import TrainingState, save_checkpoint
+from gear_offline.checkpoint_folder import find_checkpoint
 from gear_offline.errors import InputError
 from gear_offline.evaluate import (
     check_sizes,
     evaluate,
     evaluate_policy,
-    find_checkpoint,
     print_report,
     random_return,
     resolve_reference,
@@ -29,6 +30,7 @@ from gear_offline.models.decision_transformer import DecisionTransformer, build_
 from gear_offline.models.policy import Policy
 from gear_offline.recipe import Recipe
 from tests.evaluation_support import Constant
+from tests.support import failing_code
 
 
 def test_targets_share_start_states_and_results_repeat() -> None:
@@ -275,6 +277,72 @@ def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
         evaluate(run, environment="CartPole-v1", quiet=True)
     assert mismatch.value.code == "ENVIRONMENT_MISMATCH"
     assert "2 discrete actions" in str(mismatch.value)
+
+
+def test_a_checkpoint_and_another_name_for_it_contradict(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny-s0")
+    first, second = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
+    assert find_checkpoint(first) == find_checkpoint(first, "best") == first.resolve()
+    assert find_checkpoint(first, 10) == first.resolve()
+    assert find_checkpoint(second, "last") == second.resolve()
+    for which in ("last", "20", "15"):
+        with pytest.raises(InputError):
+            find_checkpoint(first, which)
+    assert failing_code(lambda: evaluate(second, checkpoint="best")) == "EVALUATE_OPTION"
+    alone = second.rename(tmp_path / "copied-out")
+    assert find_checkpoint(alone) == alone
+    assert failing_code(lambda: find_checkpoint(alone, "last")) == "EVALUATE_OPTION"
+
+
+def test_no_result_replaces_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "tiny-s0")
+    reports = [evaluate(run, episodes=1, seed=seed, targets=-300.0).to_json() for seed in range(3)]
+    said = capfd.readouterr().err
+    assert "kept in" in said and "evaluation-2.json" in said
+    names = ("evaluation-1.json", "evaluation-2.json", "evaluation.json")
+    assert [json.loads((run / name).read_text()) for name in names] == reports
+
+
+def test_the_result_goes_to_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "tiny-s0"), tmp_path / "mine.json"
+    before = sorted(run.rglob("*"))
+    report = evaluate(run, episodes=1, targets=[-300], out=out, quiet=True)
+    assert json.loads(out.read_text()) == report.to_json()
+    assert sorted(run.rglob("*")) == before, "the run stays as it is"
+    assert failing_code(lambda: evaluate(run, out=out)) == "OUTPUT_EXISTS"
+    nowhere = tmp_path / "no" / "where.json"
+    assert failing_code(lambda: evaluate(run, out=nowhere)) == "OUTPUT_FOLDER"
+
+
+def test_an_asked_for_file_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run")
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gear_offline.evaluation_report.EvaluationReport.write", refuse)
+    call = lambda: evaluate(run, episodes=1, out=tmp_path / "a.json", quiet=True)  # noqa: E731
+    assert failing_code(call) == "OUTPUT_SPACE"
+    assert "asked return" in capfd.readouterr().err, "what was played is shown"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"episodes": 0},
+        {"targets": "3600"},
+        {"targets": []},
+        {"targets": [None]},
+        {"targets": float("nan")},
+    ],
+)
+def test_options_that_cannot_be_played(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "run")
+    assert failing_code(lambda: evaluate(run, quiet=True, **options)) == "EVALUATE_OPTION"
 
 
 def test_sizes_must_be_those_of_the_environment() -> None:

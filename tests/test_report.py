@@ -172,6 +172,17 @@ def test_report_of_a_whole_run(tmp_path: Path) -> None:
     assert "only a hint" in text
     assert "2 episodes, 5 steps" in text
     assert "20 steps" in text
+    assert "| random actions, as D4RL measured them | 0 |  | 0.0 |" in write_report(run).read_text()
+
+
+def test_report_says_where_the_data_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "tiny-s0"
+    run.mkdir()
+    recipe = Recipe.parse({"name": "tiny", "data": {"path": "tiny"}})
+    (run / "recipe.yaml").write_text(recipe.to_yaml())
+    assert f"- data: `{path}`," in write_report(run).read_text()
 
 
 def test_report_with_little_to_say(tmp_path: Path) -> None:
