@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gear_offline.environment_ids import check_environment_id, unregistered
 from gear_offline.errors import GearError, InputError
 from gear_offline.interruption import StopRequest
 from gear_offline.manifest import (
@@ -27,7 +28,7 @@ from gear_offline.manifest import (
     Manifest,
     SourceRecord,
 )
-from gear_offline.progress import progress
+from gear_offline.progress import progress, say
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.shard_job import (
     REWARDS,
@@ -88,7 +89,8 @@ def convert(
     overwrite
         Replace an existing dataset once the new one is complete.
     environment, reference
-        Gymnasium id and D4RL name of the reference scores, when the source does not say them.
+        Gymnasium id and D4RL name of the reference scores, when the source does not say them.  An
+        id that Gymnasium does not know is warned of: another program may.
     quiet
         Show no progress.
 
@@ -100,13 +102,17 @@ def convert(
     Raises
     ------
     InputError
-        ``TARGET_EXISTS``, ``TARGET_KIND``, ``TARGET_BUSY``, ``NONFINITE``, ``BOOL_BYTES``,
-        ``REWARDS``, ``COLUMN_MISSING``, ``COLUMN_NAME``, ``EMPTY_SOURCE``, ``CONVERT_OPTION``,
-        ``REFERENCE_UNKNOWN``, ``SOURCE_READ``, ``SOURCE_ENDS``, ``SOURCE_CHANGED`` and the
-        source's own errors.
+        ``ENVIRONMENT_UNKNOWN``, ``TARGET_EXISTS``, ``TARGET_KIND``, ``TARGET_BUSY``,
+        ``NONFINITE``, ``BOOL_BYTES``, ``REWARDS``, ``COLUMN_MISSING``, ``COLUMN_NAME``,
+        ``EMPTY_SOURCE``, ``CONVERT_OPTION``, ``REFERENCE_UNKNOWN``, ``SOURCE_READ``,
+        ``SOURCE_ENDS``, ``SOURCE_CHANGED`` and the source's own errors.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
     """
+    if environment is not None:
+        check_environment_id(environment, where="environment")
+        if problem := unregistered(environment):
+            say(f"warning: {problem}", quiet=quiet)
     _check_options(source, shard_bytes=shard_bytes, block_bytes=block_bytes, workers=workers)
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from gear_offline.errors import InputError
-from gear_offline.recipe_errors import DEVICE_PATTERN, NAME_PATTERN, nearest, to_input_error
+from gear_offline.recipe_errors import DEVICE_PATTERN, NAME_PATTERN, to_input_error
 from gear_offline.recipe_files import RecipeEntry, copy_recipe, list_recipes, read_merged
 from gear_offline.strict_yaml import dump_yaml
 
@@ -333,23 +333,16 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Check everything of a recipe that can be checked without its data, and return it.
 
-    Beyond `load_recipe` this asks whether the selection strategy exists.
+    Beyond `load_recipe` this asks whether what it names exists: the selection strategy and its
+    options, environments, the policy and quality of collected data, reference scores.
 
     Raises
     ------
     InputError
-        ``RECIPE_*`` and ``SELECTION_UNKNOWN``.
+        ``RECIPE_*`` and those of `gear_offline.recipe_checks.check_recipe`.
     """
-    from gear_offline.selection import selection_names
+    from gear_offline.recipe_checks import check_recipe
 
     recipe = load_recipe(name_or_path, overrides)
-    name, known = recipe.selection.strategy, selection_names()
-    if name not in known:
-        guess = nearest(name, known)
-        raise InputError(
-            "SELECTION_UNKNOWN",
-            f"selection.strategy must be one of {', '.join(known)}, got {name!r}",
-            where=str(name_or_path),
-            remedy=f"did you mean {guess!r}?" if guess else "",
-        )
+    check_recipe(recipe, where=str(name_or_path))
     return recipe

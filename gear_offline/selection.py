@@ -164,15 +164,28 @@ def make_selection(name: str, data: HasEpisodes | EpisodeIndex, **options: Any) 
     index = data if isinstance(data, EpisodeIndex) else data.episodes
     if index.episodes == 0:
         raise InputError("SELECTION_EMPTY", "the table has no episodes to select from")
-    try:
-        inspect.signature(factory).bind(index, **options)
-    except TypeError as error:
+    problem, taken = misfit(name, options)
+    if problem:
         raise InputError(
             "SELECTION_OPTIONS",
-            f"options {sorted(options)} do not fit strategy {name!r}: {error}",
-            remedy="see docs/loader.md for the options of each strategy",
-        ) from error
+            f"options {sorted(options)} do not fit strategy {name!r}: {problem}",
+            remedy=f"it takes {', '.join(taken) or 'none'}; see docs/loader.md",
+        )
     return factory(index, **options)
+
+
+def misfit(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return why `options` do not fit the registered strategy `name`, and the options it takes.
+
+    The reason is empty when they fit.
+    """
+    signature = inspect.signature(_FACTORIES[name])
+    taken = list(signature.parameters)[1:]  # the first is the index
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        return str(error), taken
+    return "", taken
 
 
 def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:

@@ -20,6 +20,7 @@ from gear_offline.learner import Learner
 from gear_offline.loaders.loader import resolve_device
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.recipe_checks import check_recipe
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
@@ -65,8 +66,8 @@ def train(
     ------
     InputError
         ``RUN_EXISTS``, ``RUN_LOCKED``, ``RUN_DIRECTORY``, ``RUN_RECIPE`` (resuming with another
-        recipe), ``CHECKPOINT_DAMAGED``, ``BATCH_SHARE``, ``RANK_DEVICE``, and those of preparing
-        the data.
+        recipe), ``CHECKPOINT_DAMAGED``, ``BATCH_SHARE``, ``RANK_DEVICE``, and those of checking
+        the recipe and preparing the data.
     TrainingInterrupted
         ``TRAIN_INTERRUPTED``.
     GearError
@@ -76,6 +77,7 @@ def train(
     path = default_run_path(recipe) if out is None else Path(out)
     with open_world(device) as world, ExitStack() as stack:
         world.share(recipe.loader.batch_size)  # before anything is made
+        world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))
         quiet = quiet or not world.is_first

@@ -119,6 +119,22 @@ def test_chosen_columns_and_rewards(tmp_path: Path) -> None:
     assert not (tmp_path / "e").exists()
 
 
+def test_an_environment_that_cannot_be_one_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("", "two words", "a/b/c", "x" * 300, "line\nbreak"):
+        call = lambda text=text: convert(  # noqa: E731
+            source(), tmp_path / "d", environment=text, quiet=True
+        )
+        assert failing_code(call) == "ENVIRONMENT_UNKNOWN"
+    assert not (tmp_path / "d").exists()
+    manifest = convert(source(), tmp_path / "e", environment="my/Own-v0")
+    assert manifest.environment_id == "my/Own-v0"
+    assert "warning: Gymnasium has no environment 'my/Own-v0' here" in capfd.readouterr().err
+    convert(source(), tmp_path / "f", environment="Pendulum-v1")
+    assert "warning" not in capfd.readouterr().err
+
+
 def test_environment_and_reference(tmp_path: Path) -> None:
     def scores(name: str, **options: Any) -> tuple[str | None, float | None]:
         given = {k: options.pop(k) for k in ("environment_id", "reference_name") if k in options}

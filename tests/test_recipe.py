@@ -24,6 +24,7 @@ from gear_offline.recipe import (
 from gear_offline.recipe_errors import dotted_fields, section_model
 from gear_offline.recipe_files import RECIPES, recipe_paths
 from gear_offline.strict_yaml import parse_yaml
+from gear_offline.trainer import train
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
 LOCOMOTION = [
@@ -225,6 +226,56 @@ def test_an_unknown_strategy_is_refused_before_the_data_is_read(tmp_path: Path) 
     with pytest.raises(InputError, match="did you mean 'uniform_steps'") as caught:
         validate_recipe(path)
     assert caught.value.code == "SELECTION_UNKNOWN"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "key", "remedy"),
+    [
+        ("selection: {options: {temperature: 2}}", "SELECTION_OPTIONS", "temperature",
+         "no options"),
+        ("evaluate: {reference: hopper-mediun-v2}", "REFERENCE_UNKNOWN", "evaluate.reference",
+         "did you mean 'hopper-medium-v2'"),
+        ("evaluate: {environment: Pendulum-v7}", "ENVIRONMENT_UNKNOWN", "evaluate.environment",
+         "did you mean Pendulum-v1"),
+        ("evaluate: {environment: a b}", "ENVIRONMENT_UNKNOWN", "evaluate.environment",
+         "Hopper-v5"),
+        ("data: {path: p, collect: {environment: Pendulun-v1}}", "ENVIRONMENT_UNKNOWN",
+         "data.collect.environment", "Pendulum-v1"),
+        ("data: {path: p, collect: {environment: Pendulum-v1, policy: arz}}", "RECIPE_VALUE",
+         "data.collect.policy", "did you mean 'ars'"),
+        ("data: {path: p, collect: {environment: Pendulum-v1, policy: 'sb3:'}}", "RECIPE_VALUE",
+         "data.collect.policy", "sb3:PPO"),
+        ("data: {path: p, collect: {environment: Pendulum-v1, policy: ars, quality: good}}",
+         "COLLECT_OPTION", "data.collect.quality", "medium-expert"),
+        ("data: {path: p, collect: {environment: Pendulum-v1, quality: expert}}",
+         "COLLECT_OPTION", "data.collect.quality", "'ars'"),
+        ("data: {path: p, collect: {environment: Pendulum-v1, policy: ars, mix: {best: 1}}}",
+         "COLLECT_MIX", "data.collect.mix", "replay"),
+    ],
+)  # fmt: skip
+def test_names_that_nothing_answers_to_are_refused_before_the_data_is_read(
+    tmp_path: Path, text: str, code: str, key: str, remedy: str
+) -> None:
+    path = write(tmp_path / "a.yaml", f"base: paper\n{text}")
+    load_recipe(path)  # its types are right
+    with pytest.raises(InputError) as caught:
+        validate_recipe(path)
+    assert caught.value.code == code
+    assert key in str(caught.value) and str(path) in caught.value.where
+    assert remedy in str(caught.value)
+    with pytest.raises(InputError, match="recipe a") as early:
+        train(load_recipe(path), out=tmp_path / "run")
+    assert early.value.code == code and not (tmp_path / "run").exists()
+
+
+def test_names_that_something_answers_to_are_accepted(tmp_path: Path) -> None:
+    collect = "data: {path: p, collect: {environment: Pendulum-v1, policy: '%s'}}"
+    policy = write(tmp_path / "policy.safetensors", "")
+    for name in ("random", "ars", "sb3:PPO", str(policy)):
+        validate_recipe(write(tmp_path / "a.yaml", f"base: paper\n{collect % name}"))
+    for environment in ("Pendulum", "some.module:Own-v0"):
+        text = f"base: paper\nevaluate: {{environment: '{environment}'}}"
+        validate_recipe(write(tmp_path / "a.yaml", text))
 
 
 def test_a_recipe_is_frozen() -> None:

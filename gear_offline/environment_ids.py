@@ -1,0 +1,46 @@
+"""Names of Gymnasium environments: what can be one, and what is one here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from gear_offline.errors import InputError
+
+_ID = re.compile(r"(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)  # module:namespace/name-vN
+MAX_CHARS = 200
+
+
+def check_environment_id(name: str, *, where: str = "") -> None:
+    """Refuse a text that cannot be the id of a Gymnasium environment.
+
+    Raises
+    ------
+    InputError
+        ``ENVIRONMENT_UNKNOWN``.
+    """
+    if len(name) > MAX_CHARS or not _ID.fullmatch(name):
+        shown = name if len(name) <= 60 else name[:57] + "..."
+        raise InputError(
+            "ENVIRONMENT_UNKNOWN",
+            f"{shown!r} cannot be the id of a Gymnasium environment",
+            where=where,
+            remedy="ids look like Hopper-v5 or namespace/Name-v0",
+        )
+
+
+def unregistered(name: str) -> str:
+    """Return why Gymnasium does not know `name`, with the nearest id; empty if it does.
+
+    Of an id that names a module to import (``module:Name-v0``) nothing is known.
+    """
+    import gymnasium
+
+    known = gymnasium.registry
+    bare = re.sub(r"-v[0-9]+\Z", "", name)  # without a version Gymnasium takes the newest
+    if ":" in name or name in known or any(re.sub(r"-v[0-9]+\Z", "", i) == name for i in known):
+        return ""
+    versions = [i for i in known if re.sub(r"-v[0-9]+\Z", "", i) == bare]
+    near = versions or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[-1]}?" if near else ""
+    return f"Gymnasium has no environment {name!r} here{hint}"
