@@ -16,7 +16,13 @@ from typing import Annotated, Any
 import typer
 
 import gear_offline
-from gear_offline.cli_values import parse_list, parse_numbers, parse_shares, parse_size
+from gear_offline.cli_values import (
+    parse_count,
+    parse_list,
+    parse_numbers,
+    parse_shares,
+    parse_size,
+)
 from gear_offline.errors import GearError
 
 app = typer.Typer(
@@ -34,6 +40,7 @@ app.add_typer(recipes_app, name="recipes")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
+WHOLE = "<int>"  # read by `parse_count`, which takes 1e5 too
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 
 
@@ -143,7 +150,9 @@ def collect(
         str | None,
         typer.Option(help="Parts and shares instead of a quality: replay=1,level:0.5=1,expert=2."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Record at least so many steps.")] = 100_000,
+    steps: Annotated[
+        str, typer.Option(metavar=WHOLE, help="Record at least so many steps.")
+    ] = "100000",
     exact: Annotated[
         bool, typer.Option("--exact", help="Cut the last episode at --steps, as D4RL's files.")
     ] = False,
@@ -153,7 +162,11 @@ def collect(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Names every random stream.")] = 0,
     train_steps: Annotated[
-        int | None, typer.Option(min=1, help="Most environment steps of training.")
+        str | None,
+        typer.Option(
+            metavar=WHOLE,
+            help="Environment steps of training; the iteration that reaches them is finished.",
+        ),
     ] = None,
     gate: Annotated[
         float | None, typer.Option(help="Mean return the best maker must reach, else no file.")
@@ -174,12 +187,12 @@ def collect(
         policy=policy,
         quality=quality,
         mix=parse_shares(mix),
-        steps=steps,
+        steps=parse_count(steps, "--steps") or 0,
         exact_steps=exact,
         environments=environments,
         action_noise=action_noise,
         seed=seed,
-        train_steps=train_steps,
+        train_steps=parse_count(train_steps, "--train-steps"),
         gate=gate,
         save_policy=save_policy,
         overwrite=overwrite,
@@ -257,7 +270,7 @@ def evaluate(
     targets: Annotated[
         str | None, typer.Option(help="Asked returns, comma-separated; default the recipe's.")
     ] = None,
-    episodes: Annotated[int | None, typer.Option(min=1, help="Episodes a target.")] = None,
+    episodes: Annotated[str | None, typer.Option(metavar=WHOLE, help="Episodes a target.")] = None,
     environment: Annotated[str | None, typer.Option(help="Gymnasium id.")] = None,
     checkpoint: Annotated[
         str | None, typer.Option(help="last, best or a step number; default last.")
@@ -277,7 +290,7 @@ def evaluate(
     report = roll(
         run,
         targets=parse_numbers(targets),
-        episodes=episodes,
+        episodes=parse_count(episodes, "--episodes"),
         environment=environment,
         checkpoint=checkpoint,
         seed=seed,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 from gear_offline.errors import InputError
 
 SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -24,6 +26,24 @@ def _positive(number: int) -> int:
     if number < 1:
         raise ValueError("must be positive")
     return number
+
+
+def parse_count(text: str | None, option: str) -> int | None:
+    """Return the whole number from 1 on of ``"100000"``, ``"1e5"`` or ``"100_000"``."""
+    if text is None:
+        return None
+    plain = text.strip()
+    try:
+        exact = Decimal(plain) if len(plain) <= 40 else Decimal("NaN")
+        if exact == exact.to_integral_value() and 1 <= exact < 1 << 62:
+            return int(exact)
+    except ArithmeticError:
+        pass
+    raise InputError(
+        "USAGE",
+        f"{option} {text!r} is not a whole number from 1 on",
+        remedy="write it like 100000, 1e5 or 100_000",
+    )
 
 
 def parse_list(text: str | None, example: str) -> list[str] | None:

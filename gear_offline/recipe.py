@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -26,7 +27,7 @@ from pydantic import (
 from gear_offline.errors import InputError
 from gear_offline.recipe_errors import DEVICE_PATTERN, NAME_PATTERN, to_input_error
 from gear_offline.recipe_files import RecipeEntry, copy_recipe, list_recipes, read_merged
-from gear_offline.strict_yaml import dump_yaml
+from gear_offline.strict_yaml import dump_yaml, whole_number
 
 __all__ = [
     "Recipe",
@@ -37,9 +38,10 @@ __all__ = [
     "validate_recipe",
 ]
 
-Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
+Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
+Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
+Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -75,7 +77,7 @@ class CollectSettings(Section):
     action_noise: Annotated[float, Field(ge=0.0)] = 0.0
     """Gaussian noise on the policy's actions, in half ranges of the action."""
     train_steps: Positive | None = None
-    """Most environment steps of making the policy; null: the maker's own limit."""
+    """Steps of making the policy; an iteration of ARS is finished; null: the maker's own limit."""
     gate: float | None = None
     """Least mean return the best policy must have recorded; else nothing is written."""
     seed: Seed = 0
@@ -100,7 +102,7 @@ class LoaderSettings(Section):
 
     batch_size: Positive = 64
     """Segments in a batch (B)."""
-    context_length: Annotated[int, Field(ge=1, le=65_536)] = 20
+    context_length: Annotated[Whole, Field(ge=1, le=65_536)] = 20
     """Steps in a segment (K)."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
@@ -183,7 +185,7 @@ class TrainSettings(Section):
     """With the graph: torch.compile; auto: for runs of 20,000 steps or more."""
     threads: Positive | None = None
     """CPU threads of torch; null: torch decides."""
-    log_every: Annotated[int, Field(ge=1, le=1_000_000)] = 100
+    log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
     """Steps between two lines of metrics.jsonl."""
     checkpoint_every: Positive = 10_000
     """Steps between two checkpoints."""

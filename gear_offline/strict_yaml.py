@@ -86,6 +86,22 @@ for _class in (_Loader, _Dumper):
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value)))
 
 
+_GROUPED = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)+")
+_EXACT = 1 << 53  # every whole number up to here is a float64
+
+
+def whole_number(value: Any) -> Any:
+    """Return the integer that ``1e5`` or ``100_000`` stands for; anything else as it is.
+
+    In YAML 1.2 the one is a float and the other text, so whoever wants an integer asks here.
+    """
+    if type(value) is float and value.is_integer() and abs(value) <= _EXACT:
+        return int(value)
+    if isinstance(value, str) and _GROUPED.fullmatch(value):
+        return int(value)
+    return value
+
+
 def parse_yaml(text: str, *, where: str) -> Any:
     """Return the one YAML document in `text`.
 

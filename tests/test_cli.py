@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
 
 from gear_offline import cli
-from gear_offline.cli_values import parse_list, parse_numbers, parse_shares, parse_size
+from gear_offline.cli_values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
 from gear_offline.errors import InputError
 from tests.support import failing_code
 
@@ -176,9 +177,10 @@ def test_sizes_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", ",", " , ,"])
 def test_lists_that_name_nothing_are_refused(text: str) -> None:
-    for parse in (parse_numbers, parse_shares, lambda given: parse_list(given, "a,b")):
-        assert parse(None) is None
-        assert failing_code(lambda parse=parse: parse(text)) == "USAGE"
+    assert parse_list(None, "a,b") is parse_numbers(None) is parse_shares(None) is None
+    assert failing_code(lambda: parse_list(text, "a,b")) == "USAGE"
+    assert failing_code(lambda: parse_numbers(text)) == "USAGE"
+    assert failing_code(lambda: parse_shares(text)) == "USAGE"
 
 
 def test_lists() -> None:
@@ -186,4 +188,18 @@ def test_lists() -> None:
     assert parse_numbers("3600, -1.5") == [3600.0, -1.5]
     assert parse_shares("level:0.5=1, expert = 2") == {"level:0.5": 1.0, "expert": 2.0}
     for text in ("replay", "replay=much", "replay=1,replay=2"):
-        assert failing_code(lambda text=text: parse_shares(text)) == "USAGE"
+        assert failing_code(partial(parse_shares, text)) == "USAGE"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("100000", 10**5), ("1e5", 10**5), ("2.5E4", 25_000), ("1_000", 1000)]
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text, "--steps") == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1.5", "1e-3", "0", "-3", "many", "nan", "inf", "1e30", "1e999999999", "9" * 5000]
+)
+def test_counts_that_are_none(text: str) -> None:
+    assert failing_code(lambda: parse_count(text, "--steps")) == "USAGE"

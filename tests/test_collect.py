@@ -16,6 +16,7 @@ import pytest
 
 from gear_offline.collect import collect
 from gear_offline.collect.policy import LinearPolicy, save_linear_policy
+from gear_offline.collect.writer import D4rlWriter
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources import open_source
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
@@ -134,16 +135,18 @@ def test_bytes_do_not_depend_on_processes_or_environments(tmp_path: Path) -> Non
 def test_qualities_are_what_they_say(tmp_path: Path) -> None:
     means: dict[str, float] = {}
     common: dict[str, Any] = {"policy": "ars", "train_steps": 6_000, "seed": 3, **QUIET}
-    policy = tmp_path / "policy.safetensors"
+    policy = tmp_path / "expert.safetensors"
     for quality in ("expert", "medium", "replay", "mixed"):
+        saved = tmp_path / f"{quality}.safetensors"
         report = collect(
             PUSH,
             tmp_path / f"{quality}.hdf5",
             quality=quality,
             steps=400,
-            save_policy=policy,
+            save_policy=saved,
             **common,
         )
+        assert report.policy_path == saved and saved.is_file()
         means[quality] = report.mean_return
         assert report.train_steps >= 6_000
         columns, attributes = read(tmp_path / f"{quality}.hdf5")
@@ -200,6 +203,30 @@ def test_a_gate_that_is_reached_lets_the_file_through(tmp_path: Path) -> None:
     assert report.makers[0].mean_return >= 1.0 and report.path.exists()
 
 
+def test_the_policy_is_saved_after_its_data_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, saved = tmp_path / "a.hdf5", tmp_path / "policy.safetensors"
+    options: dict[str, Any] = {"policy": "ars", "train_steps": 300, "steps": 50, **QUIET}
+    with pytest.raises(InputError) as caught:
+        collect(PUSH, out, save_policy=out, **options)
+    assert caught.value.code == "COLLECT_OPTION"
+    with monkeypatch.context() as patched:
+        patched.setattr(D4rlWriter, "_publish", lambda self: Path("/dev/full").write_text("x"))
+        with pytest.raises(GearError) as full:
+            collect(PUSH, out, save_policy=saved, **options)
+    assert full.value.code == "OUTPUT_SPACE"
+    assert list(tmp_path.iterdir()) == []
+    saved.write_text("mine")
+    with pytest.raises(InputError) as exists:
+        collect(PUSH, out, save_policy=saved, **options)
+    assert exists.value.code == "OUTPUT_EXISTS" and saved.read_text() == "mine"
+    report = collect(PUSH, out, save_policy=saved, overwrite=True, **options)
+    assert report.policy_path == saved and saved.read_bytes() != b"mine"
+    report = collect(PUSH, tmp_path / "b.hdf5", **options)
+    assert report.policy_path is None and report.to_json()["policy_path"] is None
+
+
 def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
     out = tmp_path / "a.hdf5"
     out.write_bytes(b"mine")
@@ -225,6 +252,10 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
         ({"policy": "ars", "quality": "medium", "mix": {"expert": 1}}, "COLLECT_OPTION"),
         ({"policy": "ars", "mix": {"best": 1}}, "COLLECT_MIX"),
         ({"save_policy": "x"}, "COLLECT_OPTION"),
+        ({"policy": "ars", "quality": "random", "save_policy": "x"}, "COLLECT_OPTION"),
+        ({"policy": "ars", "save_policy": "/no/such/folder/x"}, "OUTPUT_FOLDER"),
+        ({"policy": "ars", "save_policy": "/"}, "OUTPUT_EXISTS"),
+        ({"policy": "ars", "save_policy": "/", "overwrite": True}, "OUTPUT_EXISTS"),
         ({"policy": "no-such-file.safetensors"}, "POLICY_FILE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from gear_offline.collect.policy import (
     save_linear_policy,
 )
 from gear_offline.errors import InputError
+from tests.support import failing_code
 
 FACTS = EnvironmentFacts(
     environment_id="Some-v1",
@@ -141,3 +143,26 @@ def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, content: byt
     with pytest.raises(InputError) as caught:
         load_linear_policy(path, FACTS)
     assert caught.value.code == "POLICY_FILE"
+
+
+def test_what_the_system_refuses_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.safetensors"
+    save_linear_policy(some_policy(), path, environment_id="Some-v1")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        with pytest.raises(InputError, match="may not read") as caught:
+            load_linear_policy(path, FACTS)
+        assert caught.value.code == "POLICY_FILE" and "permissions" in caught.value.remedy
+    for method in ("open", "replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, method, refuse)
+            call = lambda: save_linear_policy(some_policy(), path, environment_id="x")  # noqa: E731
+            assert failing_code(call) == "OUTPUT_WRITE"
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    assert load_linear_policy(path, FACTS).algorithm == "x"

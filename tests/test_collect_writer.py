@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from gear_offline.collect import writer as writer_module
 from gear_offline.collect.rollout import Episode
 from gear_offline.collect.writer import D4rlWriter
 from gear_offline.errors import InputError
+from tests.support import failing_code
 
 
 def make_episode(steps: int, *, maker: int = 0, seed: int = 0) -> Episode:
@@ -169,3 +171,46 @@ def test_other_hidden_files_are_not_swept(tmp_path: Path) -> None:
         writer.append(make_episode(3))
         writer.finish({}, {})
     assert names(tmp_path) == sorted([*mine, "a.hdf5"])
+
+
+@pytest.mark.parametrize("call", ["fcntl.flock", "os.open", "os.fsync"])
+def test_what_the_system_refuses_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    def write() -> None:
+        with D4rlWriter(tmp_path / "a.hdf5") as writer:
+            writer.append(make_episode(3))
+            writer.finish({}, {})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call, refuse)
+        assert failing_code(write) == "OUTPUT_WRITE"
+    assert names(tmp_path) == []
+
+
+WRITES_TOO_MUCH = """
+import resource, sys
+from pathlib import Path
+from gear_offline.collect.writer import D4rlWriter
+from gear_offline.errors import GearError
+from tests.test_collect_writer import make_episode
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    with D4rlWriter(Path(sys.argv[1])) as writer:
+        for seed in range(40):
+            writer.append(make_episode(1000, seed=seed))
+        writer.finish({}, {})
+except GearError as error:
+    print(error.code, error)
+"""
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_TOO_MUCH, str(tmp_path / "a.hdf5")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.stdout.startswith("OUTPUT_SPACE "), found.stderr
+    assert len(found.stdout) < 300 and found.stdout.count("\n") == 1
+    assert found.stderr == "" and names(tmp_path) == []

@@ -278,6 +278,21 @@ def test_names_that_something_answers_to_are_accepted(tmp_path: Path) -> None:
         validate_recipe(write(tmp_path / "a.yaml", text))
 
 
+@pytest.mark.parametrize("text", ["100000", "1e5", "1.0E+5", "100_000", "1_00_000", "+1e5"])
+def test_whole_numbers_may_have_exponents_and_underscores(text: str) -> None:
+    recipe = load_recipe("paper", [f"train.steps={text}", f"name=r{text.strip('+')}"[:6]])
+    assert recipe.train.steps == 100_000 and type(recipe.train.steps) is int
+    assert load_recipe("paper", ["loader.context_length=3e1"]).loader.context_length == 30
+
+
+@pytest.mark.parametrize(
+    "text", ["1.5", "1e-1", "1e400", "_1", "1_", "1__0", "'10'", ".nan", "1e30"]
+)
+def test_what_is_no_whole_number_stays_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"train\.steps"):
+        load_recipe("paper", [f"train.steps={text}"])
+
+
 def test_a_recipe_is_frozen() -> None:
     recipe = load_recipe("paper")
     with pytest.raises(ValidationError):

@@ -131,16 +131,17 @@ def collect(
     seed
         Names every random stream.
     train_steps
-        Most environment steps of training.  Steps, not seconds: time would make the result depend
-        on the machine.
+        Environment steps of training.  The iteration that reaches them is finished, so ARS uses up
+        to 2 N episodes more (`ArsOptions.directions`).  Steps, not seconds: time would make the
+        result depend on the machine.
     target
         With ``"ars"``: stop training at this mean return.
     gate
         Least mean return that the best maker must have recorded; else there is no file.
     save_policy
-        With ``"ars"``: write the best policy here (safetensors).
+        With ``"ars"``: write the best policy here (safetensors), after `out` is complete.
     overwrite
-        Replace `out`.
+        Replace `out` and `save_policy`.
     quiet
         No progress on stderr.
 
@@ -153,7 +154,8 @@ def collect(
     UnavailableError
         ``ENVIRONMENT_PACKAGE``, ``COLLECT_LIBRARY``.
     GearError
-        ``COLLECT_GATE`` when no maker is good enough, ``COLLECT_WORKER``.
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; ``COLLECT_GATE`` when no maker is good enough,
+        ``COLLECT_WORKER``.
     """
     request = check_request(
         environment=environment,
@@ -184,9 +186,11 @@ def collect(
         makers, best, used = _prepare(request, crew)
         reports = _record(request, crew, writer, makers)
         _check_gate(request, max(r.mean_return for r in reports))
-        if request.save_policy is not None and isinstance(best, LinearPolicy):
-            save_linear_policy(best, request.save_policy, environment_id=crew.facts.environment_id)
         writer.finish(_attributes(request, writer, makers, reports, used), _metadata(makers, best))
+        saved = None  # the policy follows its data: a file that is there was recorded with it
+        if request.save_policy is not None and isinstance(best, LinearPolicy):
+            saved = request.save_policy
+            save_linear_policy(best, saved, environment_id=crew.facts.environment_id)
         for part in reports:
             say(part.line(), quiet=request.quiet)
         return CollectReport(
@@ -200,7 +204,7 @@ def collect(
             max_return=max(writer.returns),
             makers=tuple(reports),
             train_steps=used,
-            policy_path=request.save_policy,
+            policy_path=saved,
         )
 
 

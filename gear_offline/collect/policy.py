@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.errors import InputError
+from gear_offline.staging import write_error
 
 Float64Array = npt.NDArray[np.float64]
 FILE_FORMAT = "gear-offline-linear-policy-1"
@@ -118,7 +120,13 @@ class LinearPolicy:
 
 
 def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str) -> None:
-    """Write `policy` as a safetensors file, atomically, replacing `path`."""
+    """Write `policy` as a safetensors file, atomically, replacing `path`.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+    """
     from safetensors.numpy import save
 
     facts = {
@@ -136,8 +144,11 @@ def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise write_error(error, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
@@ -160,6 +171,9 @@ def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except PermissionError as error:
+        what, cure = "you may not read the policy file", "check its permissions"
+        raise InputError("POLICY_FILE", what, where=str(path), remedy=cure) from error
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, InputError):
             raise

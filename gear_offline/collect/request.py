@@ -12,6 +12,7 @@ from gear_offline.collect import stable_baselines
 from gear_offline.collect.makers import QUALITIES, check_mix
 from gear_offline.collect.workers import usable_cores
 from gear_offline.errors import InputError
+from gear_offline.staging import check_new_file
 
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
@@ -72,6 +73,32 @@ def requested_mix(
     return check_mix(mix)
 
 
+def _check_save_policy(request: Request, path: Path) -> None:
+    if set(request.mix) == {"random"}:
+        raise InputError(
+            "COLLECT_OPTION",
+            "random data train no policy that could be saved",
+            where="save_policy",
+            remedy="leave it out, or ask for another quality",
+        )
+    if path.absolute() == request.out.absolute():
+        raise InputError(
+            "COLLECT_OPTION",
+            "the policy and the data would be one file",
+            where="save_policy",
+            remedy="give the policy another name, e.g. policy.safetensors",
+        )
+    if path.is_dir() or not request.overwrite:
+        check_new_file(path)
+    elif not path.absolute().parent.is_dir():
+        raise InputError(
+            "OUTPUT_FOLDER",
+            "folder does not exist",
+            where=str(path.absolute().parent),
+            remedy="make it",
+        )
+
+
 def check_request(*, processes: int | None, **options: Any) -> Request:
     least = {"steps": 1, "environments": 1, "seed": 0, "action_noise": 0.0, "train_steps": 1}
     for name, minimum in (*least.items(), ("processes", 1)):
@@ -84,13 +111,8 @@ def check_request(*, processes: int | None, **options: Any) -> Request:
         raise InputError(
             "COLLECT_OPTION", "only a policy trained by 'ars' can be saved", where="save_policy"
         )
-    if request.save_policy is not None and not request.save_policy.absolute().parent.is_dir():
-        raise InputError(
-            "OUTPUT_FOLDER",
-            "folder does not exist",
-            where=str(request.save_policy.absolute().parent),
-            remedy="make it",
-        )
+    if request.save_policy is not None:
+        _check_save_policy(request, request.save_policy)
     if request.seed >= 1 << 63:
         raise InputError("COLLECT_OPTION", f"got {request.seed}, need less than 2^63", where="seed")
     if request.trained_elsewhere or (processes is None and small):

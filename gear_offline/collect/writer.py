@@ -14,7 +14,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,12 +26,72 @@ import numpy.typing as npt
 
 from gear_offline.collect.rollout import Episode
 from gear_offline.errors import GearError, InputError
+from gear_offline.staging import write_error
 
 CHUNK_ROWS = 4096  # and rows that are held before they are written
 GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 % (docs/collect.md)
 METADATA = "metadata"
 
 AnyArray = npt.NDArray[Any]
+
+
+class _Output:
+    """The file as HDF5 sees it: never an error, which HDF5 answers with a crash of the process.
+
+    The first error is kept for `check`; what comes after it is dropped.
+
+    Parameters
+    ----------
+    handle
+        Open file descriptor, read and write; stays open.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle, self._place = handle, 0
+        self._error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the error that was met, if one was."""
+        if self._error is not None:
+            raise self._error
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}.get(whence)
+        self._place = offset + (os.fstat(self._handle).st_size if base is None else base)
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:
+        found = os.pread(self._handle, len(buffer), self._place)
+        buffer[:] = found.ljust(len(buffer), b"\0")  # dropped bytes read as zeros
+        self._place += len(buffer)
+        return len(buffer)
+
+    def read(self, size: int = -1) -> bytes:
+        raise NotImplementedError("HDF5 uses readinto; h5py only looks for the name")
+
+    def write(self, content: memoryview) -> int:
+        done, size = 0, len(content)
+        try:
+            while self._error is None and done < size:
+                done += os.pwrite(self._handle, content[done:], self._place + done)
+        except BaseException as error:  # Ctrl-C as well
+            self._error = error
+        self._place += size
+        return size
+
+    def truncate(self, size: int) -> int:
+        try:
+            if self._error is None:
+                os.truncate(self._handle, size)
+        except BaseException as error:  # Ctrl-C as well
+            self._error = error
+        return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 class D4rlWriter:
@@ -50,6 +111,8 @@ class D4rlWriter:
     InputError
         ``OUTPUT_EXISTS`` when `path` exists and may not be replaced, ``OUTPUT_FOLDER`` when its
         folder does not exist.
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE`` when the operating system refuses to write.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
@@ -59,22 +122,35 @@ class D4rlWriter:
                 "OUTPUT_FOLDER", "folder does not exist", where=f"{path.parent}", remedy="make it"
             )
         self._refuse_existing()
-        _sweep(path)
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        self._lock = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # HDF5's own lock would conflict with ours, which also covers the time after closing.
-            self._file = h5py.File(self._temporary, "w", locking=False)
-        except BaseException:
-            self._remove()
-            raise
+        with self._writing():
+            _sweep(path)
+            self._lock = os.open(self._temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            self._begin()
         self._held: dict[str, list[AnyArray]] = {}
         self._held_rows = 0
         self.steps = 0
         self.makers: list[int] = []
         self.seeds: list[int] = []
         self.returns: list[float] = []
+
+    def _begin(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._output = _Output(self._lock)
+            # HDF5's own lock would conflict with ours, which also covers the time after closing.
+            self._file = h5py.File(self._output, "w", locking=False)
+        except BaseException:
+            self._remove()
+            raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Map what the operating system says when it cannot write."""
+        try:
+            yield
+        except OSError as error:
+            raise write_error(error, str(self.path)) from error
 
     def append(self, episode: Episode, *, rows: int | None = None) -> None:
         """Add `episode`, or only its first `rows` rows: then its last row bears no flag."""
@@ -90,7 +166,8 @@ class D4rlWriter:
         self.seeds.append(episode.reset_seed)
         self.returns.append(float(part["rewards"].sum(dtype=np.float64)))
         if self._held_rows >= CHUNK_ROWS:
-            self._flush()
+            with self._writing():
+                self._flush()
 
     def _flush(self) -> None:
         for name, parts in self._held.items():
@@ -114,6 +191,7 @@ class D4rlWriter:
             dataset[start:] = rows
             parts.clear()
         self._held_rows = 0
+        self._output.check()
 
     def finish(
         self,
@@ -128,7 +206,21 @@ class D4rlWriter:
             Attributes of the file; mappings and lists are stored as JSON.
         metadata
             Written below ``metadata/``; strings as bytes, as D4RL does.
+
+        Raises
+        ------
+        InputError
+            ``OUTPUT_EXISTS`` when `path` has appeared meanwhile.
+        GearError
+            ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
         """
+        with self._writing():
+            self._complete(attributes, metadata)
+            self._publish()
+
+    def _complete(
+        self, attributes: Mapping[str, Any], metadata: Mapping[str, AnyArray | str]
+    ) -> None:
         self._flush()
         for key, value in attributes.items():
             structured = isinstance(value, (Mapping, list, tuple))
@@ -142,8 +234,8 @@ class D4rlWriter:
             stored = np.bytes_(content.encode()) if isinstance(content, str) else content
             self._file.create_dataset(f"{METADATA}/{name}", data=stored)
         self._file.close()
+        self._output.check()
         os.fsync(self._lock)
-        self._publish()
 
     def _publish(self) -> None:
         if self.overwrite:
