@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, re
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import sync_directory
+from gear_offline.staging import write_error
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
@@ -103,7 +105,23 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
 
     An existing checkpoint of the same step is replaced.  When this returns, the checkpoint
     survives a power loss; if it is killed, what was there before is still there.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; earlier checkpoints are still there.
     """
+    try:
+        return _save(folder, model, state)
+    except SafetensorError as error:
+        number = re.search(r"os error ([0-9]+)", str(error))
+        told = OSError(int(number.group(1)), str(error)) if number else OSError(str(error))
+        raise write_error(told, str(folder)) from error
+    except OSError as error:
+        raise write_error(error, str(folder)) from error
+
+
+def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / checkpoint_name(state.step)
     partial = folder / f".partial-{final.name}"
@@ -185,22 +203,33 @@ def damaged(path: Path, what: str) -> InputError:
     )
 
 
+def _not_readable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        "CHECKPOINT_READ",
+        f"the checkpoint cannot be read: {error.strerror or error}",
+        where=str(path),
+        remedy="check its permissions and the disk; nothing says that it is damaged",
+    )
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """Return the verified ``state.json`` of a checkpoint directory.
 
     Raises
     ------
     InputError
-        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, or ``CHECKPOINT_VERSION`` for one that a
-        newer gear-offline wrote.
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_READ``, ``CHECKPOINT_DAMAGED``, or
+        ``CHECKPOINT_VERSION`` for one that a newer gear-offline wrote.
     """
     try:
         with open(path / STATE, "rb") as file:
             raw = file.read(MAX_STATE_BYTES + 1)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
             "CHECKPOINT_MISSING", f"no checkpoint: {error.strerror}", where=str(path / STATE)
         ) from error
+    except OSError as error:
+        raise _not_readable(path / STATE, error) from error
     try:
         document = json.loads(raw)
         if document["format"] != FORMAT:
@@ -266,8 +295,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_verified(path: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     try:
         raw = (path / name).read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise damaged(path, f"{name}: {error.strerror}") from error
+    except OSError as error:
+        raise _not_readable(path / name, error) from error
     if len(raw) != expected["bytes"] or xxhash.xxh3_128_hexdigest(raw) != expected["xxh3_128"]:
         raise damaged(path, f"{name} does not match its digest")
     return raw
@@ -291,8 +322,8 @@ def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | 
         try:
             return read_checkpoint(path)
         except InputError as error:
-            if error.code == "CHECKPOINT_VERSION":
-                raise
+            if error.code in ("CHECKPOINT_VERSION", "CHECKPOINT_READ"):
+                raise  # it may be whole: an older one would undo its work
             say(f"passing over {path.name}: {error.what}")
     if found:
         raise InputError(

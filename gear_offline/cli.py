@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import gear_offline
+from gear_offline.cli_errors import show, tell
 from gear_offline.cli_values import (
     parse_count,
     parse_list,
@@ -23,7 +23,6 @@ from gear_offline.cli_values import (
     parse_shares,
     parse_size,
 )
-from gear_offline.errors import GearError
 
 app = typer.Typer(
     name="gear-offline",
@@ -347,34 +346,18 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = [a for a in arguments if a != "--debug"]  # anywhere on the line
     try:
         result = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
+        sys.stdout.flush()  # here its errors can still be told
         if result == INTERRUPTED_BY_USER:  # typer's answer to Ctrl-C
-            _show("INTERRUPTED", "stopped by the user", False)
+            show("INTERRUPTED", "stopped by the user")
         return result if isinstance(result, int) else 0
-    except GearError as error:
-        _show(error.code, str(error), debug)
-        return error.exit_code
     except KeyboardInterrupt:
-        _show("INTERRUPTED", "stopped by the user", False)
+        show("INTERRUPTED", "stopped by the user")
         return INTERRUPTED_BY_USER
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more; Python would complain at exit
         return 1
     except Exception as error:
-        message = getattr(error, "format_message", None)
-        if message is not None and type(error).__name__ == "NoArgsIsHelpError":
-            print(message(), file=sys.stderr)
-            return 2
-        if message is not None:  # typer's usage errors, whichever click it carries
-            _show("USAGE", f"{message()}; see gear-offline --help", debug)
-            return 2
-        _show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug", debug)
-        return 1
-
-
-def _show(code: str, message: str, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
+        return tell(error, debug)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ and listed in docs/errors.md; messages may change, codes may not.
 
 from __future__ import annotations
 
+import errno
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
+
 
 class GearError(Exception):
     """An error with a stable code, a place and a remedy.

@@ -16,10 +16,11 @@ import numpy as np
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.host_memory import available_bytes
 from gear_offline.progress import say
-from gear_offline.recipe import CollectSettings, DataSettings, Recipe
+from gear_offline.recipe import CollectSettings, DataSettings, ModelSettings, Recipe
 from gear_offline.scores import reference_scores
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, size_text
 
 
 def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
@@ -230,6 +231,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
                 where=f"column {column} of {dataset.path}",
                 remedy="repair the source and convert it again without --allow-nonfinite",
             )
+    _check_model_size(recipe.model)
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0
     if longest > rows:
@@ -251,3 +253,20 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
                 where=str(dataset.path),
                 remedy="set model.action_tanh=false",
             )
+
+
+def _check_model_size(model: ModelSettings) -> None:
+    """Refuse a model whose weights alone do not fit: the kernel would kill the process instead."""
+    # of the blocks and of the timesteps' embedding; a few rows more do not matter
+    size = model.hidden_size
+    weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
+    needed, available = 4 * weights, available_bytes()
+    if needed > available:
+        raise InputError(
+            "MODEL_CONFIG",
+            f"a model with model.hidden_size={size}, model.layers={model.layers} and "
+            f"model.max_timestep={model.max_timestep} has {size_text(needed)} of weights, "
+            f"{size_text(available)} of memory are available",
+            where="model",
+            remedy="make it smaller, or train on a machine with more memory",
+        )

@@ -18,16 +18,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import NO_SPACE, GearError, InputError
 from gear_offline.manifest import MANIFEST_NAME, is_member_name
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_error(error: OSError, where: str) -> GearError:
     """Wrap an operating-system error met while writing: ``OUTPUT_SPACE`` or ``OUTPUT_WRITE``."""
-    if error.errno in _NO_SPACE:
+    if error.errno in NO_SPACE:
         return GearError(
             "OUTPUT_SPACE",
             f"no space left: {error.strerror}",
@@ -120,6 +119,13 @@ def staging(target: Path, *, overwrite: bool) -> Iterator[Staging]:
         ``OUTPUT_WRITE``, ``OUTPUT_SPACE``.
     """
     target = target.resolve()
+    if not target.name:
+        raise InputError(
+            "TARGET_KIND",
+            "the root of the file system cannot be a dataset",
+            where=str(target),
+            remedy="choose another target",
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock_path = _hidden(target, "lock")

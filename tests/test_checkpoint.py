@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import DecisionTransformerModel
 
 from gear_offline.checkpoint import (
@@ -26,6 +28,7 @@ from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, pr
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.recipe import load_recipe
+from tests.support import failing_code
 
 RECIPE = load_recipe("smoke")
 FILES = ("config.json", "model.safetensors", "state.json", "training.safetensors")
@@ -159,6 +162,39 @@ def test_a_newer_format_is_named(
     with pytest.raises(InputError, match="format version 2") as caught:
         newest_checkpoint(tmp_path, lambda message: None)
     assert caught.value.code == "CHECKPOINT_VERSION", "never passed over in favour of an old one"
+
+
+def test_one_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, model, state(5))
+    path = save_checkpoint(tmp_path, model, state(10))
+
+    def refuse(*_: object, **__: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for patched_name in ("builtins.open", "pathlib.Path.read_bytes"):
+        with monkeypatch.context() as patched:
+            patched.setattr(patched_name, refuse)
+            with pytest.raises(InputError, match="Permission denied") as caught:
+                newest_checkpoint(tmp_path, lambda message: None)
+        assert caught.value.code == "CHECKPOINT_READ", "never passed over in favour of an old one"
+        assert path.name in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["save_file", "sync_directory"])
+def test_a_full_disk_is_one_error(
+    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        if name == "save_file":
+            raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_checkpoint(tmp_path, model, state(5))
+    monkeypatch.setattr(f"gear_offline.checkpoint.{name}", refuse)
+    assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_SPACE"
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
 
 
 def test_the_newest_whole_one_is_taken(tmp_path: Path, model: DecisionTransformer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -177,7 +178,9 @@ def test_sizes_that_are_none(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", ",", " , ,"])
 def test_lists_that_name_nothing_are_refused(text: str) -> None:
-    assert parse_list(None, "a,b") is parse_numbers(None) is parse_shares(None) is None
+    assert parse_list(None, "a,b") is None
+    assert parse_numbers(None) is None
+    assert parse_shares(None) is None
     assert failing_code(lambda: parse_list(text, "a,b")) == "USAGE"
     assert failing_code(lambda: parse_numbers(text)) == "USAGE"
     assert failing_code(lambda: parse_shares(text)) == "USAGE"
@@ -203,3 +206,38 @@ def test_counts(text: str, count: int) -> None:
 )
 def test_counts_that_are_none(text: str) -> None:
     assert failing_code(lambda: parse_count(text, "--steps")) == "USAGE"
+
+
+@pytest.mark.parametrize("words", ["recipes ls", "recipes ls --json", "doctor", "--help"])
+def test_a_full_standard_output_is_one_error(words: str) -> None:
+    command = [sys.executable, "-m", "gear_offline", *words.split()]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert found.returncode == 1
+    assert found.stderr.startswith("error[OUTPUT_SPACE]: no space left: ")
+    assert "standard output" in found.stderr and found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), "MEMORY"),
+        (MemoryError("Unable to allocate 1 PiB"), "MEMORY"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "MEMORY"),
+        (OSError(errno.ENOSPC, "No space left on device", "file"), "OUTPUT_SPACE"),
+        (PermissionError(errno.EACCES, "Permission denied", "file"), "SYSTEM"),
+    ],
+)
+def test_what_no_command_has_told_in_its_own_words(
+    error: Exception,
+    code: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def explode(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", explode)
+    assert cli.main([]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"error[{code}]: ") and said.count("\n") == 1

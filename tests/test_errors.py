@@ -10,7 +10,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = re.compile(r"[A-Z][A-Z0-9_]{3,}")
-RAISERS = re.compile(r"\w+(Error|Interrupted)|_refuse|_show")
+RAISERS = re.compile(r"\w+(Error|Interrupted)|_refuse|show")
 DOCUMENTED = re.compile(r"^\| `([A-Z0-9_]+)` \|", re.MULTILINE)
 
 

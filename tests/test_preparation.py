@@ -111,6 +111,8 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
     )
     assert refused(dataset, "evaluate.reference=nope") == "REFERENCE_UNKNOWN"
+    for size in ("hidden_size=1e12", "layers=1e15", "max_timestep=1e15"):
+        assert refused(dataset, f"model.{size}") == "MODEL_CONFIG"
     for name, value in (("observations", np.nan), ("rewards", np.inf), ("observations", 1e300)):
         columns = hopper_columns(7)
         columns[name] = columns[name].astype(np.float64)

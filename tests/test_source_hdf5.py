@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.hdf5 import Hdf5Rows
-from gear_offline.sources.hdf5_guard import ColumnCheck, Limits
+from gear_offline.sources.hdf5_guard import ColumnCheck, Limits, open_file
 from tests.hdf5_files import Columns, table, write
 from tests.hostile_hdf5 import HOSTILE, STEPS, plugin_filter
 
@@ -324,3 +325,21 @@ def test_bad_range_and_closed(good: Path) -> None:
     source.close()
     with pytest.raises(ValueError, match="closed"):
         source.read("rewards", 0, 1)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        error = refused(good, "SOURCE_READ")
+    assert "Permission denied" in error.what and "permissions" in error.remedy
+    refused(good / "below.h5", "FILE_MISSING")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", refuse)
+        with pytest.raises(InputError) as caught:
+            open_file(good)
+    assert caught.value.code == "SOURCE_READ"

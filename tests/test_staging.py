@@ -133,6 +133,7 @@ def test_places_that_cannot_hold_a_dataset(tmp_path: Path) -> None:
         call = lambda t=target: convert(source(), t, quiet=True)  # noqa: E731
         assert failing_code(call) == "OUTPUT_WRITE"
     assert os.listdir(tmp_path) == ["file"]
+    assert failing_code(lambda: convert(source(), Path("/"), quiet=True)) == "TARGET_KIND"
 
 
 @pytest.mark.parametrize("mode", ["new", "overwrite", "overwrite-without-exchange"])

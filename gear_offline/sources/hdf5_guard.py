@@ -8,6 +8,7 @@ safe: a file made to exploit a bug in its parser is outside what this can catch.
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from collections.abc import Iterator
@@ -122,14 +123,22 @@ def open_file(path: Path) -> h5py.File:
     Raises
     ------
     InputError
-        ``FILE_MISSING``; ``HDF5_UNREADABLE`` for what is not an intact HDF5 file.
+        ``FILE_MISSING``; ``SOURCE_READ`` when the operating system refuses to read it;
+        ``HDF5_UNREADABLE`` for what is not an intact HDF5 file.
     """
     try:
         status = path.stat()
+        if stat.S_ISREG(status.st_mode):
+            os.close(os.open(path, os.O_RDONLY))  # what HDF5 says of it would look like damage
     except OSError as error:
-        raise InputError(
-            "FILE_MISSING", f"cannot open the file: {error.strerror}", where=str(path)
-        ) from error
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise InputError(
+                "FILE_MISSING",
+                f"cannot open the file: {error.strerror}",
+                where=str(path),
+                remedy="check the path",
+            ) from error
+        raise source_read_error(path, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise InputError("HDF5_UNREADABLE", "not a regular file", where=str(path))
     try:
@@ -137,6 +146,16 @@ def open_file(path: Path) -> h5py.File:
             return h5py.File(path, "r", locking="best-effort")
     except LIBRARY_ERRORS as error:
         raise unreadable(path, error) from error
+
+
+def source_read_error(path: Path, error: OSError) -> InputError:
+    """Return the error ``SOURCE_READ`` for a file that may be sound but cannot be read."""
+    return InputError(
+        "SOURCE_READ",
+        f"the file cannot be read: {error.strerror or error}",
+        where=str(path),
+        remedy="check its permissions and those of its folder, and the disk",
+    )
 
 
 def unreadable(path: Path, error: BaseException) -> InputError:

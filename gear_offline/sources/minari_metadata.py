@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.errors import InputError
+from gear_offline.sources.hdf5_guard import source_read_error
 
 MAIN_FILE = "main_data.hdf5"
 METADATA_FILE = "metadata.json"
@@ -118,7 +119,7 @@ def read_metadata(data_path: Path) -> MinariMetadata:
     Raises
     ------
     InputError
-        ``MINARI_METADATA`` for a file that is not what Minari writes.
+        ``MINARI_METADATA`` for a file that is not what Minari writes; ``SOURCE_READ``.
     """
     file = data_path / METADATA_FILE
     raw: dict[str, Any] = {}
@@ -153,7 +154,9 @@ def read_metadata(data_path: Path) -> MinariMetadata:
                 and key not in ("observation_space", "action_space", "env_spec")
             },
         )
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except OSError as error:
+        raise source_read_error(file, error) from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InputError(
             "MINARI_METADATA",
             f"not usable: {type(error).__name__}: {error}",

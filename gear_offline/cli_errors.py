@@ -1,0 +1,57 @@
+"""How the command line tells an error: one line on stderr and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+
+from gear_offline.errors import NO_SPACE, GearError
+
+# how torch says it, on the CPU and on a GPU
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflow")
+
+
+def tell(error: Exception, debug: bool) -> int:
+    """Print `error` as one line, with its traceback before it if `debug`; return the exit code."""
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, GearError):
+        show(error.code, str(error))
+        return error.exit_code
+    message = getattr(error, "format_message", None)
+    if message is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(message(), file=sys.stderr)
+        return 2
+    if message is not None:  # typer's usage errors, whichever click it carries
+        show("USAGE", f"{message()}; see gear-offline --help")
+        return 2
+    if isinstance(error, OSError):
+        _tell_system_error(error)
+    elif isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
+        reason = str(error).splitlines()[0] if str(error) else "Python has no more"
+        cure = "use a smaller model, batch or context, or a machine with more memory"
+        show("MEMORY", f"out of memory: {reason}; {cure}")
+    else:
+        show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
+    return 1
+
+
+def _tell_system_error(error: OSError) -> None:
+    """Tell an error of the system that no command has told in its own words."""
+    place = error.filename
+    if place is None:
+        place = "standard output, or a file without a name"
+        with suppress(OSError, ValueError):  # or Python would try again at exit, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    reason = f"{error.strerror or error} ({place})"
+    if error.errno in NO_SPACE:
+        show("OUTPUT_SPACE", f"no space left: {reason}; free space or choose another place")
+    else:
+        show("SYSTEM", f"the system says: {reason}; check the place and its permissions")
+
+
+def show(code: str, message: str) -> None:
+    """Print the line of an error."""
+    print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
