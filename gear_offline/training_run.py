@@ -33,6 +33,7 @@ from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.training_display import TrainingDisplay
+from gear_offline.wording import count_text
 
 STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
 MODEL, TRAINING = "model/", "training/"  # of tensors that are sent to other ranks
@@ -229,8 +230,9 @@ class LeadingRun(Run):
         parameters = sum(p.numel() for p in learner.model.parameters())
         ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
         say(
-            f"{self.recipe.name}: {spec.episodes:,} episodes, {spec.steps:,} steps of data; "
-            f"{parameters:,} parameters on {learner.device}{ranks}, {learner.precision_reason}"
+            f"{self.recipe.name}: {count_text(spec.episodes, 'episode')}, "
+            f"{count_text(spec.steps, 'step')} of data; {count_text(parameters, 'parameter')} "
+            f"on {learner.device}{ranks}, {learner.precision_reason}"
             f"{learner.step_kind}; "
             f"run directory {self.path}",
             quiet=self.quiet,
