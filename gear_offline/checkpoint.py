@@ -14,7 +14,6 @@ and a ``.partial-...`` directory that the next run removes.  No file is unpickle
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -34,6 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
+from gear_offline.config_text import config_text
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import sync_directory
@@ -152,9 +152,7 @@ def _umask() -> int:
 
 def _save_model(folder: Path, model: DecisionTransformer) -> None:
     """Write what ``save_pretrained`` writes, without its progress bar."""
-    config = copy.deepcopy(model.config)
-    config.architectures = ["DecisionTransformerModel"]  # the released class reads it too
-    (folder / CONFIG).write_text(config.to_json_string())
+    (folder / CONFIG).write_text(config_text(model))
     save_file(model.state_dict(), folder / MODEL, metadata={"format": "pt"})
 
 

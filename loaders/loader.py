@@ -165,6 +165,13 @@ class GearLoader(Iterator[Batch]):
         self._block_steps = self._steps_per_block()
         self._ready: list[Batch] = []  # the next batches, last one first
 
+    def __repr__(self) -> str:
+        return (
+            f"GearLoader({str(self.dataset.path)!r}: {self.batch_size} x {self.context_length} "
+            f"steps a batch, {self.selection.name}, seed {self.seed}, padding {self.padding}, on "
+            f"{self.device}, next step {self._step:,})"
+        )
+
     @property
     def step(self) -> int:
         """Step of the next batch: how many were handed out, when started at 0."""

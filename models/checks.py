@@ -46,6 +46,50 @@ def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
         )
 
 
+def check_observations(observations: npt.ArrayLike) -> None:
+    """Refuse observations that the model's arithmetic would spread over a whole window.
+
+    Parameters
+    ----------
+    observations
+        Numbers of any shape and dtype.
+
+    Raises
+    ------
+    InputError
+        ``POLICY_INPUT`` for NaN, infinities, and what is infinite in float32.
+    """
+    given = np.asarray(observations)
+    if given.dtype.kind in "biu":
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(given.astype(np.float32))
+    if not finite.all():
+        row = int(np.argmin(finite.reshape(len(given), -1).all(axis=1))) if given.ndim else 0
+        raise InputError(
+            "POLICY_INPUT",
+            f"observation {row} holds NaN, an infinity or a value too large for float32",
+            remedy="look at the environment: its simulation has probably diverged",
+        )
+
+
+def check_actions(actions: Tensor, *, discrete: bool) -> None:
+    """Refuse the actions of a batch that a model with discrete actions cannot learn from.
+
+    Raises
+    ------
+    InputError
+        ``MODEL_INPUT``: as targets of its logits they must be integers, one a step.
+    """
+    if discrete and (actions.is_floating_point() or actions.ndim != 2):
+        raise InputError(
+            "MODEL_INPUT",
+            f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete",
+            where="actions",
+            remedy="give integers (B, K), or build the model with discrete=False",
+        )
+
+
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Freeze the parameters that the action loss never reaches, and return the others.
 

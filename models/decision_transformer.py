@@ -24,7 +24,7 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
-from gear_offline.models.checks import check_timesteps, trainable_parameters
+from gear_offline.models.checks import check_actions, check_timesteps, trainable_parameters
 from gear_offline.models.loss import action_loss
 
 __all__ = [
@@ -191,6 +191,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Under DistributedDataParallel call the wrapper with ``only_actions=True`` and
         `action_loss` instead, for gradients are only exchanged when its forward ran.
         """
+        check_actions(batch.actions, discrete=self.discrete)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         return action_loss(
             output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid_steps
@@ -220,8 +221,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         """
         tokens = self._embed(states, actions, returns_to_go, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
-        action: Tensor = self.predict_action(hidden)[:, 0]
-        return action
+        return cast(Tensor, self.predict_action(hidden)[:, 0])
 
     def _embed(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.fields import STD_FLOOR
+from gear_offline.models.checks import check_observations
 from gear_offline.models.decision_transformer import DecisionTransformer
 
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -134,8 +135,10 @@ class Policy:
         Raises
         ------
         InputError
-            ``POLICY_INPUT`` for wrong shapes or an environment that still waits for a reward.
+            ``POLICY_INPUT`` for wrong shapes, observations that are not finite, or an environment
+            that still waits for a reward.
         """
+        check_observations(observations)
         chosen = self._chosen(indices)
         states = np.asarray(observations, dtype=np.float32).reshape(len(chosen), -1)
         if states.shape[1] != self.state_dim:

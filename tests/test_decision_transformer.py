@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -294,6 +294,27 @@ def test_discrete_action_embedding_learns() -> None:
     assert gradient is not None
     assert float(gradient[:, 0].abs().max()) > 0.0
     assert float(gradient[:, 1:].abs().max()) == 0.0
+
+
+def test_floating_actions_are_no_targets_of_a_discrete_model() -> None:
+    class Vectors:
+        attention_mask = torch.ones((WINDOWS, STEPS))
+        padding: Literal["right"] = "right"
+
+        def __init__(self, actions: torch.Tensor) -> None:
+            self.actions = actions
+
+        def model_inputs(self) -> dict[str, torch.Tensor]:
+            return inputs() | {"actions": self.actions}
+
+    model = make(discrete=True)
+    numbers = torch.zeros((WINDOWS, STEPS), dtype=torch.long)
+    assert torch.isfinite(model.loss(Vectors(numbers)))
+    one_hot = torch.nn.functional.one_hot(numbers, ACTIONS)
+    for actions in (one_hot.float(), numbers.float(), one_hot):
+        with pytest.raises(InputError, match="the model's are discrete") as caught:
+            model.loss(Vectors(actions))
+        assert caught.value.code == "MODEL_INPUT"
 
 
 def test_unknown_arguments_are_refused() -> None:

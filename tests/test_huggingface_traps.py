@@ -10,6 +10,7 @@ the policy must agree on.
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DecisionTransformerConfig
 
+from gear_offline.config_text import config_text
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
@@ -295,6 +297,36 @@ def test_building_a_model_prints_no_warning(caplog: pytest.LogCaptureFixture) ->
     for config in (model.config, loaded):  # None would be left out, and become 50256 when loaded
         assert (config.bos_token_id, config.eos_token_id) == (0, 0)
     assert not caplog.records
+
+
+def test_writing_a_configuration_prints_no_warning_of_the_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """5.17 builds the default configuration to leave defaults out, and warns of its token ids."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers.configuration_utils")
+    plain = DecisionTransformerConfig.to_json_string
+
+    def as_in_5_17(config: DecisionTransformerConfig) -> str:
+        for name, value in (("bos", 50256), ("eos", 50256), ("bos", -1)):
+            logger.warning(
+                f"Model config: {name}_token_id must be `None` or an integer, got {value}."
+            )
+        return str(plain(config))
+
+    model = make_model()
+    expected = config_text(model)
+    monkeypatch.setattr(DecisionTransformerConfig, "to_json_string", as_in_5_17)
+    logger.addHandler(handler)
+    try:
+        assert config_text(model) == expected
+        assert len(said) == 1 and "got -1" in said[0], "of values that are ours it may warn"
+        model.config.to_json_string()
+        assert len(said) == 4, "the filter is gone"
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_normalised_score_is_in_percent() -> None:

@@ -235,6 +235,14 @@ def test_iterating_again_goes_on(dataset: Dataset) -> None:
     assert not hasattr(loader, "__len__")
 
 
+def test_a_loader_shows_what_it_is(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=4, context_length=3, seed=7, device="cpu")
+    next(loader)
+    shown = repr(loader)
+    assert shown.startswith(f"GearLoader({str(dataset.path)!r}: 4 x 3 steps a batch, uniform_steps")
+    assert "seed 7" in shown and "cpu" in shown and "next step 1" in shown and "\n" not in shown
+
+
 def test_segments_at_gives_the_probability(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=4, device="cpu", seed=3)
     segments = loader.segments_at(8)

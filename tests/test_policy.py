@@ -218,3 +218,15 @@ def test_wrong_use_is_refused() -> None:
         policy.observe_reward([1.0], indices=[1])
     policy.reset([], [])
     assert policy.environments == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+def test_observations_that_are_not_finite_are_refused(value: float) -> None:
+    policy = make_policy()
+    policy.reset([0, 1], 5.0)
+    seen = np.zeros((2, MEAN.size))
+    seen[1, 2] = value
+    with pytest.raises(InputError, match="observation 1 holds") as caught:
+        policy.act(seen)
+    assert caught.value.code == "POLICY_INPUT"
+    assert np.isfinite(policy.act(np.zeros((2, MEAN.size)))).all(), "nothing of it is remembered"
