@@ -18,7 +18,7 @@ from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.host_memory import available_bytes
 from gear_offline.progress import say
-from gear_offline.recipe import CollectSettings, DataSettings, ModelSettings, Recipe
+from gear_offline.recipe import CollectSettings, DataSettings, Recipe
 from gear_offline.scores import reference_scores
 from gear_offline.wording import count_text, size_text
 
@@ -231,7 +231,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
                 where=f"column {column} of {dataset.path}",
                 remedy="repair the source and convert it again without --allow-nonfinite",
             )
-    _check_model_size(recipe.model)
+    _check_memory(recipe, sizes)
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0
     if longest > rows:
@@ -255,18 +255,27 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
             )
 
 
-def _check_model_size(model: ModelSettings) -> None:
-    """Refuse a model whose weights alone do not fit: the kernel would kill the process instead."""
+def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
+    """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
+    model, loader = recipe.model, recipe.loader
+    size, available = model.hidden_size, available_bytes()
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
-    size = model.hidden_size
     weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
-    needed, available = 4 * weights, available_bytes()
-    if needed > available:
-        raise InputError(
-            "MODEL_CONFIG",
-            f"a model with model.hidden_size={size}, model.layers={model.layers} and "
-            f"model.max_timestep={model.max_timestep} has {size_text(needed)} of weights, "
-            f"{size_text(available)} of memory are available",
-            where="model",
-            remedy="make it smaller, or train on a machine with more memory",
-        )
+    # the columns, and the three tokens of each step once
+    batch = (
+        loader.batch_size * loader.context_length * (sizes.state_dim + sizes.action_dim + 3 * size)
+    )
+    for what, options, numbers in (
+        ("the weights", ("hidden_size", "layers", "max_timestep"), weights),
+        ("a batch and its tokens", ("batch_size", "context_length"), batch),
+    ):
+        if 4 * numbers > available:
+            section, values = ("model", model) if numbers is weights else ("loader", loader)
+            given = ", ".join(f"{section}.{name}={getattr(values, name)}" for name in options)
+            raise InputError(
+                "RECIPE_MEMORY",
+                f"{what} take {size_text(4 * numbers)} with {given}, "
+                f"{size_text(available)} of memory are available",
+                where=recipe.name,
+                remedy="make them smaller, or train on a machine with more memory",
+            )

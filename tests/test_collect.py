@@ -247,6 +247,8 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
         ({"action_noise": -0.1}, "COLLECT_OPTION"),
         ({"action_noise": float("nan")}, "COLLECT_OPTION"),
         ({"seed": -1}, "COLLECT_OPTION"),
+        ({"gate": float("nan")}, "COLLECT_OPTION"),
+        ({"target": float("inf")}, "COLLECT_OPTION"),
         ({"quality": "medium"}, "COLLECT_OPTION"),
         ({"policy": "ars", "quality": "best"}, "COLLECT_OPTION"),
         ({"policy": "ars", "quality": "medium", "mix": {"expert": 1}}, "COLLECT_OPTION"),

@@ -111,8 +111,9 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
     )
     assert refused(dataset, "evaluate.reference=nope") == "REFERENCE_UNKNOWN"
-    for size in ("hidden_size=1e12", "layers=1e15", "max_timestep=1e15"):
-        assert refused(dataset, f"model.{size}") == "MODEL_CONFIG"
+    for huge in ("model.hidden_size=1e12", "model.layers=1e15", "model.max_timestep=1e15"):
+        assert refused(dataset, huge) == "RECIPE_MEMORY"
+    assert refused(dataset, "loader.batch_size=1e10") == "RECIPE_MEMORY"
     for name, value in (("observations", np.nan), ("rewards", np.inf), ("observations", 1e300)):
         columns = hopper_columns(7)
         columns[name] = columns[name].astype(np.float64)

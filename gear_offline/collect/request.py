@@ -105,6 +105,11 @@ def check_request(*, processes: int | None, **options: Any) -> Request:
         value = processes if name == "processes" else options[name]
         if value is not None and not (math.isfinite(value) and value >= minimum):
             raise InputError("COLLECT_OPTION", f"got {value}, need at least {minimum}", where=name)
+    for name in ("target", "gate"):
+        if options[name] is not None and not math.isfinite(options[name]):
+            raise InputError(
+                "COLLECT_OPTION", f"got {options[name]}", where=name, remedy="give a finite number"
+            )
     small = options["policy"] != "ars" and options["steps"] < PARALLEL_STEPS
     request = Request(processes=1, **options)
     if request.save_policy is not None and request.policy != "ars":

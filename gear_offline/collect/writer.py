@@ -255,12 +255,14 @@ class D4rlWriter:
             os.close(folder)
 
     def _refuse_existing(self) -> None:
-        if self.path.is_dir() or (not self.overwrite and os.path.lexists(self.path)):
+        folder = self.path.is_dir()
+        if folder or (not self.overwrite and os.path.lexists(self.path)):
             raise InputError(
                 "OUTPUT_EXISTS",
-                "output exists",
+                "the output is a directory" if folder else "output exists",
                 where=str(self.path),
-                remedy="choose another name, or ask to overwrite the file",
+                remedy="choose another name"
+                + ("" if folder else ", or overwrite it (--overwrite)"),
             )
 
     def _remove(self) -> None:

@@ -66,4 +66,6 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
     what = f"{text!r} is not a source"
     if path.is_dir():
         what = f"the directory {text!r} holds no Minari dataset"
+        if (path / "manifest.json").is_file():
+            what += ", but looks like GEAR shards already"
     raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")
