@@ -1,0 +1,185 @@
+"""What the ranks do in tests of the exchange: functions that run inside `exchange_team` processes.
+
+Each takes its player first; each returns what the test compares.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.errors import GearError
+from tests.exchange_team import Failure, Player, ReadRow, World, reads_of
+
+Steps = Sequence[Sequence[ReadRow]]
+
+
+def buffers(world: World, rows: int) -> list[npt.NDArray[np.uint8]]:
+    return [np.full((rows, n), 255, np.uint8) for n in world.row_bytes]
+
+
+def run_steps(
+    player: Player,
+    world: World,
+    steps: Steps,
+    rows: int,
+    ahead: int = 1,
+    backwards: bool = False,
+    options: dict[str, Any] | None = None,
+) -> list[list[bytes]]:
+    """Post `steps` up to `ahead` at a time, wait for each; return the destinations' bytes."""
+    with player.open(world.shelf(player.rank), **(options or {})) as exchange:
+        targets = [buffers(world, rows) for _ in steps]
+        for first in range(0, len(steps), ahead):
+            batch = list(range(first, min(first + ahead, len(steps))))
+            for step in batch:
+                exchange.post(step, reads_of(steps[step]), exchange.register(targets[step]))
+            for step in reversed(batch) if backwards else batch:
+                exchange.wait(step)
+    return [[buffer.tobytes() for buffer in target] for target in targets]
+
+
+def overlapped(player: Player, world: World, steps: Steps, rows: int, ahead: int) -> list[Any]:
+    """Always keep `ahead` steps posted, with one destination a slot, used again and again."""
+    found = []
+    with player.open(world.shelf(player.rank), depth=ahead) as exchange:
+        slots = [buffers(world, rows) for _ in range(ahead)]
+        targets = [exchange.register(slot) for slot in slots]
+        for step in range(len(steps) + ahead):
+            if step >= ahead:
+                exchange.wait(step - ahead)
+                found.append([b.tobytes() for b in slots[step % ahead]])
+            if step < len(steps):
+                for buffer in slots[step % ahead]:
+                    buffer[:] = 255
+                exchange.post(step, reads_of(steps[step]), targets[step % ahead])
+    return found
+
+
+def misuse(player: Player, world: World, rows: int) -> list[str]:
+    """Do what the contract forbids, one after the other; return the codes."""
+    codes = []
+
+    def refused(call: Any) -> None:
+        try:
+            call()
+            codes.append("nothing")
+        except GearError as error:
+            codes.append(error.code)
+
+    exchange = player.open(world.shelf(player.rank), depth=2)
+    target = exchange.register(buffers(world, rows))
+    none = reads_of([])
+    refused(lambda: exchange.wait(0))
+    exchange.post(3, none, target)
+    refused(lambda: exchange.post(3, none, target))
+    refused(lambda: exchange.post(2, none, target))
+    exchange.post(5, none, target)
+    refused(lambda: exchange.post(6, none, target))
+    exchange.wait(5)
+    refused(lambda: exchange.wait(5))
+    exchange.wait(3)
+    refused(lambda: exchange.register([np.zeros((rows, 3), np.float64)]))
+    exchange.close()
+    exchange.close()
+    refused(lambda: exchange.post(9, none, target))
+    refused(lambda: exchange.wait(5))
+    refused(lambda: exchange.register(buffers(world, rows)))
+    return codes
+
+
+def wrong_read(player: Player, world: World, rows: int, read: ReadRow) -> tuple[str, str]:
+    """Post a read that the reader must refuse; then a good step still works."""
+    exchange = player.open(world.shelf(player.rank))
+    target = exchange.register(buffers(world, rows))
+    found = ("nothing", "")
+    if player.rank == read[0]:
+        try:
+            exchange.post(0, reads_of([read]), target)
+        except GearError as error:
+            found = (error.code, str(error))
+    exchange.post(1, reads_of([]), target)
+    exchange.wait(1)
+    exchange.close()
+    return found
+
+
+def faulty(
+    player: Player, world: World, steps: Steps, rows: int, seconds: float, role: str, who: int
+) -> Any:
+    """Post a first step; then rank `who` fails in its `role`; return error and time of the rest."""
+    exchange = player.open(world.shelf(player.rank), seconds=seconds)
+    target = exchange.register(buffers(world, rows))
+    exchange.post(0, reads_of(steps[0]), target)
+    exchange.wait(0)
+    if player.rank == who:
+        if role == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif role == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif role == "late":
+            time.sleep(seconds * 2)
+            exchange.close()
+            return None
+        else:  # leaves by an exception
+            with exchange:
+                raise ValueError("the trainer failed")
+    begin = time.monotonic()
+    try:
+        exchange.post(1, reads_of(steps[1]), target)
+        exchange.wait(1)
+    except GearError as error:
+        again = ""
+        try:
+            exchange.wait(1)
+        except GearError as second:
+            again = second.code
+        elapsed = time.monotonic() - begin
+        exchange.close()
+        return Failure(error.code, str(error), again), elapsed
+    exchange.close()
+    return None, time.monotonic() - begin
+
+
+def resources_after(player: Player, world: World, steps: Steps, rows: int, times: int) -> Any:
+    """Open and close a few times; return what is left before and after."""
+    run_steps(player, world, steps, rows)  # what is loaded once is loaded now
+    before = player.resources()
+    for _ in range(times):
+        run_steps(player, world, steps, rows)
+    return before, player.resources()
+
+
+def close_early(player: Player, world: World, seconds: float) -> float:
+    """Rank 0 closes at once, the others a little later; return how long closing took."""
+    exchange = player.open(world.shelf(player.rank), seconds=seconds)
+    if player.rank:
+        time.sleep(0.3)
+    begin = time.monotonic()
+    exchange.close()
+    return time.monotonic() - begin
+
+
+def timeout_of_wait(player: Player, world: World, steps: Steps, rows: int) -> Any:
+    """Rank 1 posts a second late: a short wait of the others fails, in time."""
+    exchange = player.open(world.shelf(player.rank), seconds=20)
+    target = exchange.register(buffers(world, rows))
+    if player.rank == 1:
+        time.sleep(1.0)
+    begin = time.monotonic()
+    try:
+        exchange.post(0, reads_of(steps[0]), target)
+        exchange.wait(0, timeout=timedelta(seconds=0.4))
+    except GearError as error:
+        elapsed = time.monotonic() - begin
+        exchange.close()
+        return error.code, str(error), elapsed
+    exchange.close()
+    return "", "", time.monotonic() - begin
