@@ -22,7 +22,7 @@ ROWS = 48
 SMALL = World(
     lengths=(5, 1, 9, 4, 7, 3, 8),
     row_bytes=(16, 3),
-    holdings=(((0, 1),), ((2, 3), (5,)), ((4, 6, 0),)[:0] + ((4, 6),)),
+    holdings=(((0, 1),), ((2, 3), (5,)), ((4, 6),)),
 )
 # reader, owner, episode, start, steps, row
 EVERYONE: list[ReadRow] = [
@@ -130,9 +130,7 @@ def test_steps_overlap_in_reused_buffers(team: Team) -> None:
 
 
 def test_large_rows_and_many_reads(team: Team) -> None:
-    world = World(
-        lengths=(400, 300, 500), row_bytes=(1024,), holdings=(((0,),), ((1,),), ((2,),))
-    )
+    world = World(lengths=(400, 300, 500), row_bytes=(1024,), holdings=(((0,),), ((1,),), ((2,),)))
     rows = 6000
     step = [
         (reader, owner, owner, (7 * n + reader) % 200, 1 + n % 90, 100 * n)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from gear_offline.errors import GearError
@@ -34,7 +34,9 @@ from gear_offline.exchange.directory import Directory, exchange_notices, own_not
 from gear_offline.exchange.memory import put_rows, run_indices, take_rows
 from gear_offline.exchange.mesh import Mesh
 
+dist: Any = torch.distributed  # its stubs leave out most of what is used here
 SLICE = timedelta(milliseconds=50)  # of a wait, between looks at the peers
+MARGIN = timedelta(seconds=60)
 NOTICE_SECONDS = 1.0  # for news of a peer to arrive after a collective has failed
 
 
@@ -83,9 +85,10 @@ class CollectiveExchange:
         self._directory: Directory = exchange_notices(mesh, shelf, own_notice(shelf))
         self._device = torch.device("cpu")
         self._stream: Any = None
+        make_stream: Any = torch.cuda.Stream
         if dist.get_backend(group) == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = make_stream(self._device)
         self._group: Any = _own_group(mesh, self._device, timeout)
 
     def register(self, buffers: Sequence[Any]) -> Destination:
@@ -266,7 +269,7 @@ def _own_group(mesh: Mesh, device: torch.device, timeout: timedelta) -> Any:
     store = dist.PrefixStore(f"gear-offline/{mesh.job}", dist.distributed_c10d._get_default_store())
     if device.type == "cuda":
         # Our own timeout comes first: this one ends the process.
-        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, timeout * 2)
+        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, timeout * 2 + MARGIN)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=mesh.address)]

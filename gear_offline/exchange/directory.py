@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import GearError, InputError
-from gear_offline.exchange.contract import Destination, Int64Array, Reads, Shelf
+from gear_offline.exchange.contract import Int64Array, Reads, Shelf
 
 Regions = Sequence[Sequence[tuple[int, int]]]  # (address, key) of each store, for each piece
 
@@ -45,7 +45,11 @@ class Notice:
         pieces = []
         for runs in raw["pieces"]:
             table = np.asarray(runs, dtype=np.int64).reshape(-1, 2)
-            if (table[:, 1] < 1).any() or (table < 0).any() or table.sum(1).max(initial=0) > episodes:
+            if (
+                (table[:, 1] < 1).any()
+                or (table < 0).any()
+                or table.sum(1).max(initial=0) > episodes
+            ):
                 raise ValueError("a run of episodes is outside the dataset")
             pieces.append(
                 np.concatenate([np.empty(0, np.int64), *(np.arange(f, f + n) for f, n in table)])
@@ -55,7 +59,7 @@ class Notice:
         )
         if regions and (len(regions) != len(pieces) or {len(r) for r in regions} != {stores}):
             raise ValueError("regions and pieces differ in number")
-        if any(not 0 <= v < 1 << 64 for piece in regions for pair in piece for v in pair):
+        if any(not 0 <= v < 1 << 63 for piece in regions for pair in piece for v in pair):
             raise ValueError("an address or a key is out of range")
         return cls(pieces=tuple(pieces), regions=regions)
 
@@ -86,7 +90,7 @@ class Directory:
         (T + 1,) int64: rank, number of its piece, row of the episode's first step there, and steps.
         The last entry stands for "nobody".
     address, key
-        S arrays (T + 1,) uint64 and uint32: where the episode's first row lies, for RDMA.
+        S arrays (T + 1,) int64 and uint32: where the episode's first row lies, for RDMA.
     """
 
     def __init__(self, shelf: Shelf, notices: Sequence[Notice]) -> None:
@@ -94,7 +98,7 @@ class Directory:
         columns: dict[str, list[Int64Array]] = {
             name: [] for name in ("owner", "piece", "first", "length", "episode")
         }
-        address: list[list[npt.NDArray[np.uint64]]] = [[] for _ in shelf.row_bytes]
+        address: list[list[Int64Array]] = [[] for _ in shelf.row_bytes]
         key: list[list[npt.NDArray[np.uint32]]] = [[] for _ in shelf.row_bytes]
         for rank, notice in enumerate(notices):
             for number, episodes in enumerate(notice.pieces):
@@ -107,14 +111,13 @@ class Directory:
                 columns["episode"].append(episodes)
                 for store, row_bytes in enumerate(shelf.row_bytes if notice.regions else ()):
                     base, word = notice.regions[number][store]
-                    at = np.uint64(base) + (first * row_bytes).astype(np.uint64)
-                    address[store].append(at)
+                    address[store].append(base + first * row_bytes)
                     key[store].append(np.full(len(episodes), word, np.uint32))
         nobody = [np.full(1, -1, np.int64)]
         self.owner, self.piece, self.first, self.length, episode = (
             np.concatenate(columns[name] + nobody) for name in columns
         )
-        self.address = [np.concatenate([*parts, np.zeros(1, np.uint64)]) for parts in address]
+        self.address = [np.concatenate([*parts, np.zeros(1, np.int64)]) for parts in address]
         self.key = [np.concatenate([*parts, np.zeros(1, np.uint32)]) for parts in key]
         count = len(self.owner) - 1
         self._home = np.full(self._episodes, count, dtype=np.int64)
@@ -211,17 +214,4 @@ def exchange_notices(mesh: Any, shelf: Shelf, own: Notice) -> Directory:
 
 def own_notice(shelf: Shelf, regions: Regions = ()) -> Notice:
     """Return what this rank tells the others."""
-    return Notice(
-        pieces=tuple(shelf.episodes), regions=tuple(tuple(piece) for piece in regions)
-    )
-
-
-def check_rows(reads: Reads, destination: Destination, row_bytes: Sequence[int]) -> None:
-    """Refuse single reads larger than a gibibyte, which no transport has to move."""
-    most = int(reads.steps.max(initial=0)) * max(row_bytes)
-    if most > 1 << 30:
-        raise InputError(
-            "EXCHANGE_RANGE",
-            f"a read of {most} bytes is larger than 1 GiB",
-            remedy="read shorter segments",
-        )
+    return Notice(pieces=tuple(shelf.episodes), regions=tuple(tuple(piece) for piece in regions))

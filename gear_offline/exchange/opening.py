@@ -82,7 +82,10 @@ def open_exchange(
     verbs, why = (False, "mode='off'")
     if mode != "off":
         verbs, why = _agree(rendezvous, mode, secret, interface, timeout)
-    say(f"exchange: {'verbs' if verbs else 'collective'} ({why})", quiet=quiet or bool(rendezvous.rank))
+    say(
+        f"exchange: {'verbs' if verbs else 'collective'} ({why})",
+        quiet=quiet or bool(rendezvous.rank),
+    )
     mesh = Mesh(
         rendezvous,
         secret=check_secret(secret) if verbs or secret is not None else _NO_SECRET,

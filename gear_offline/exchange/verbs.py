@@ -1,0 +1,315 @@
+"""Readers fetch: one-sided RDMA reads of ranges of rows, straight into the destination.
+
+The owner's processor takes no part.  A step's reads become one array of work requests; the part of
+each peer is a chain of its own and is posted in one call.  At most `Endpoint.window` reads are in
+flight to a peer; what is beyond is posted as completions come, inside `post` and `wait`.
+
+Shape legend: m reads of this rank, S stores, c = m * S requests.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, Self
+
+import numpy as np
+
+from gear_offline.errors import GearError
+from gear_offline.exchange.contract import DEPTH, TIMEOUT, Destination, Ledger, Reads, Shelf
+from gear_offline.exchange.directory import Directory, exchange_notices, own_notice
+from gear_offline.exchange.endpoint import REFUSED, STATUS, WINDOW, Card, Endpoint, Region
+from gear_offline.exchange.memory import RowMemory, put_rows, run_indices, take_rows
+from gear_offline.exchange.mesh import Mesh
+from gear_offline.exchange.rdma_device import find_port
+from gear_offline.exchange.step_requests import Part, fill_requests
+from gear_offline.exchange.verbs_library import load_verbs
+from gear_offline.exchange.work_requests import Chain, make_poster
+
+POLL = 64  # completions taken at a time
+SPINS = 200  # polls without a pause, before the wait gives the processor away
+NAP_SECONDS = 20e-6
+LOOK_SECONDS = 0.01  # between looks at the peers' connections
+CHAIN_ROWS = 4096  # rows of the request array, more if a step needs them
+NEWS_SECONDS = 0.3  # for news of a peer to arrive after its queue pair has failed
+
+
+@dataclass(eq=False)
+class _Step:
+    """Completions that a posted step still waits for, and requests not yet posted."""
+
+    owners: set[int]
+    chain: Chain | None = None
+    waiting: deque[Part] = field(default_factory=deque)
+    left: int = 0
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A chain under way."""
+
+    step: _Step
+    rank: int
+    count: int
+
+
+class VerbsExchange:
+    """An `Exchange` over RDMA.
+
+    Parameters
+    ----------
+    shelf
+        What this rank holds; registered for remote reads until `close`.
+    mesh
+        Connections to the peers, owned by the exchange from now on.
+    interface
+        Network interface to be bound to.
+    depth, timeout
+        See `gear_offline.exchange.open_exchange`.
+    window
+        Most reads in flight to one peer.
+
+    Raises
+    ------
+    UnavailableError
+        ``VERBS_MISSING``, ``VERBS_DEVICE``
+    GearError
+        ``EXCHANGE_MEMORY``, ``EXCHANGE_PEER``, ``EXCHANGE_TIMEOUT``
+    """
+
+    name = "verbs"
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        mesh: Mesh,
+        interface: str,
+        depth: int = DEPTH,
+        timeout: timedelta = TIMEOUT,
+        window: int = WINDOW,
+    ) -> None:
+        self.rank, self.world = mesh.rank, mesh.world
+        self._shelf, self._mesh, self._timeout = shelf, mesh, timeout
+        self._ledger = Ledger(depth)
+        self._verbs = load_verbs()
+        self._poster = make_poster(self._verbs)
+        self._chains: list[Chain] = []  # not in use
+        self._flights: dict[int, _Flight] = {}
+        self._number = 0
+        peers = [rank for rank in range(self.world) if rank != self.rank]
+        self._endpoint = Endpoint(self._verbs, find_port(interface), peers, window=window)
+        self._room = dict.fromkeys(peers, self._endpoint.window)
+        try:
+            self._connect(peers)
+            regions = [[self._offer(memory) for memory in stores] for stores in shelf.memory]
+            # The peers learn the keys only now: over connections that have proved the secret.
+            self._directory: Directory = exchange_notices(mesh, shelf, own_notice(shelf, regions))
+        except BaseException:
+            self._endpoint.close()
+            raise
+
+    def _connect(self, peers: Sequence[int]) -> None:
+        cards = {str(rank): asdict(self._endpoint.card(rank)) for rank in peers}
+        answers = self._mesh.gather("pairs", json.dumps(cards).encode())
+        for rank in peers:
+            try:
+                card = Card(**json.loads(answers[rank])[str(self.rank)])
+            except (ValueError, KeyError, TypeError) as error:
+                raise GearError(
+                    "EXCHANGE_PEER",
+                    f"{self._mesh.name_of(rank)} described its queue pair in a way that cannot be "
+                    f"used: {error}",
+                    remedy="run the same version on every node",
+                ) from error
+            self._endpoint.connect(rank, card, timeout=self._timeout)
+        self._mesh.gather("connected")
+
+    def _offer(self, memory: RowMemory) -> tuple[int, int]:
+        """Register rows for reads by peers; return address and key."""
+        if not memory.nbytes:
+            return 0, 0
+        region = self._endpoint.register(memory, remote=True)
+        return region.base, region.remote_key
+
+    def register(self, buffers: Sequence[Any]) -> Destination:
+        self._ledger.check()
+        found = Destination.of(buffers, self._shelf.row_bytes)
+        keys: tuple[Region | None, ...] = tuple(
+            self._endpoint.register(memory, remote=False) if memory.nbytes else None
+            for memory in found.memory
+        )
+        return Destination(memory=found.memory, keys=keys)
+
+    def post(self, step: int, reads: Reads, destination: Destination) -> None:
+        self._ledger.begin(step)
+        self._raise_news()
+        mine = reads.made_by(self.rank)
+        entries = self._directory.find(mine, destination.rows)
+        found = _Step(owners=set(np.unique(mine.owners).tolist()))
+        if len(mine):
+            chain = found.chain = self._take_chain(len(mine) * len(destination.memory))
+            found.waiting = fill_requests(chain, mine, entries, self._directory, destination)
+        if any(memory.on_gpu for memory in destination.memory):
+            _finish_gpu_work()
+        self._ledger.posted(step, found)
+        self._mesh.position = step
+        if self.rank in found.owners:
+            self._copy_own(mine, entries, destination)
+            found.waiting = deque(part for part in found.waiting if part.rank != self.rank)
+        self._launch(found)
+
+    def _take_chain(self, rows: int) -> Chain:
+        """Return a chain of at least `rows` that no step uses."""
+        chain = self._chains.pop() if self._chains else Chain(max(rows, CHAIN_ROWS))
+        return chain if chain.capacity >= rows else Chain(max(rows, 2 * chain.capacity))
+
+    def _copy_own(self, mine: Reads, entries: Any, destination: Destination) -> None:
+        """Copy what this rank reads from itself."""
+        at = np.flatnonzero(mine.owners == self.rank)
+        for read, entry in zip(at.tolist(), entries[at].tolist(), strict=True):
+            steps = mine.steps[read : read + 1]
+            first = self._directory.first[entry] + mine.starts[read : read + 1]
+            rows = run_indices(mine.rows[read : read + 1], steps)
+            sources = self._shelf.memory[int(self._directory.piece[entry])]
+            for source, target in zip(sources, destination.memory, strict=True):
+                if target.on_gpu or source.on_gpu:
+                    put_rows(target, rows, source.bytes[int(first[0]) : int(first[0]) + len(rows)])
+                else:
+                    into = target.bytes[int(rows[0]) : int(rows[0]) + len(rows)]
+                    take_rows(source, run_indices(first, steps), into)
+
+    def _launch(self, step: _Step) -> None:
+        """Post what fits into the windows of the peers; the rest waits for completions."""
+        if step.chain is None:
+            return
+        later: deque[Part] = deque()
+        while step.waiting:
+            part = step.waiting.popleft()
+            middle = min(part.end, part.begin + self._room[part.rank])
+            if middle > part.begin:
+                self._post_part(step, step.chain, Part(part.rank, part.begin, middle))
+            if middle < part.end:
+                later.append(Part(part.rank, middle, part.end))
+        step.waiting = later
+        if not later:  # posted requests have been copied by the provider
+            step.chain.join()
+            self._chains.append(step.chain)
+            step.chain = None
+
+    def _post_part(self, step: _Step, chain: Chain, part: Part) -> None:
+        count = part.end - part.begin
+        self._number += 1
+        first = chain.cut(part.begin, part.end, self._number)
+        try:
+            self._poster.post(self._endpoint.pairs[part.rank], first, count)
+        except self._verbs.PyverbsError as error:
+            raise self._ledger.fail(self._fault(part.rank, f"posting failed: {error}")) from error
+        self._flights[self._number] = _Flight(step, part.rank, count)
+        self._room[part.rank] -= count
+        step.left += 1
+
+    def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
+        found: _Step = self._ledger.work_of(step)
+        timeout = timeout or self._timeout
+        deadline = time.monotonic() + timeout.total_seconds() * 0.75  # the rest is for the blame
+        spins, look = 0, 0.0
+        while found.left or found.waiting:
+            if self._progress():
+                spins = 0
+                continue
+            spins += 1
+            if spins < SPINS:
+                continue
+            now = time.monotonic()
+            if now > look:
+                self._raise_news()
+                look = now + LOOK_SECONDS
+            if now > deadline:
+                late = self._mesh.blame(step, timeout, sorted(found.owners))
+                raise self._ledger.fail(late)
+            time.sleep(NAP_SECONDS)
+        del self._ledger.open[step]
+
+    def _progress(self) -> bool:
+        """Take completions and post what they make room for; return whether there were any."""
+        completions = self._endpoint.poll(POLL)
+        for completion in completions:
+            flight = self._flights.get(int(completion.wr_id))
+            if flight is None:
+                continue  # of a chain whose end has been seen
+            if int(completion.status):
+                raise self._ledger.fail(self._status_fault(flight, int(completion.status)))
+            del self._flights[int(completion.wr_id)]
+            self._room[flight.rank] += flight.count
+            flight.step.left -= 1
+        if completions:
+            for step in self._ledger.open.values():
+                if step.waiting:
+                    self._launch(step)
+        return bool(completions)
+
+    def _status_fault(self, flight: _Flight, status: int) -> GearError:
+        what = STATUS.get(status, f"status {status}")
+        if status in REFUSED:
+            return GearError(
+                "EXCHANGE_REFUSED",
+                f"{self._mesh.name_of(flight.rank)} refused a read: {what}",
+                remedy="its memory is no longer registered, or the ranks disagree about the table",
+            )
+        return self._fault(flight.rank, f"a read failed: {what}")
+
+    def _fault(self, rank: int, what: str) -> GearError:
+        """Return the error for a peer's queue pair that failed; the peer may have said why."""
+        deadline = time.monotonic() + NEWS_SECONDS
+        while time.monotonic() < deadline:
+            if failure := self._mesh.failure():
+                return failure
+            time.sleep(0.01)
+        return GearError(
+            "EXCHANGE_PEER",
+            f"{self._mesh.name_of(rank)} cannot be read from: {what}",
+            remedy="look at the messages of that rank, and at the network to its node",
+        )
+
+    def _raise_news(self) -> None:
+        failure = self._mesh.failure()
+        if failure is not None:
+            raise self._ledger.fail(failure)
+
+    def close(self) -> None:
+        if self._ledger.closed:
+            return
+        if self._ledger.error is None:
+            try:
+                for step in list(self._ledger.open):
+                    self.wait(step)
+                self._mesh.gather("close")  # nobody reads from this rank any more
+            except GearError:
+                pass  # who closes does not want to know any more
+        self._ledger.closed = True
+        self._ledger.open.clear()
+        self._flights.clear()
+        self._endpoint.close()
+        self._mesh.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is not None and not self._ledger.closed:
+            self._mesh.abort(f"{type(error).__name__}: {error}")
+            if self._ledger.error is None:
+                self._ledger.error = GearError("EXCHANGE_CLOSED", "left after an error")
+        self.close()
+
+
+def _finish_gpu_work() -> None:
+    """Wait until what is queued on the GPU no longer uses the destination."""
+    import torch
+
+    torch.cuda.current_stream().synchronize()
