@@ -5,6 +5,7 @@ Each takes its player first; each returns what the test compares.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import GearError
-from tests.exchange_team import Failure, Player, ReadRow, World, reads_of
+from tests.exchange_team import SECRET, Failure, Player, ReadRow, World, reads_of
 
 Steps = Sequence[Sequence[ReadRow]]
 
@@ -144,17 +145,24 @@ def faulty(
         elapsed = time.monotonic() - begin
         exchange.close()
         return Failure(error.code, str(error), again), elapsed
+    elapsed = time.monotonic() - begin
     exchange.close()
-    return None, time.monotonic() - begin
+    return None, elapsed
 
 
 def resources_after(player: Player, world: World, steps: Steps, rows: int, times: int) -> Any:
     """Open and close a few times; return what is left before and after."""
     run_steps(player, world, steps, rows)  # what is loaded once is loaded now
-    before = player.resources()
+    before = _resting(player)
     for _ in range(times):
         run_steps(player, world, steps, rows)
-    return before, player.resources()
+    return before, _resting(player)
+
+
+def _resting(player: Player) -> dict[str, int]:
+    """Return what this rank holds once the others, whose things are counted too, have closed."""
+    time.sleep(1.0)
+    return player.resources()
 
 
 def close_early(player: Player, world: World, seconds: float) -> float:
@@ -183,3 +191,75 @@ def timeout_of_wait(player: Player, world: World, steps: Steps, rows: int) -> An
         return error.code, str(error), elapsed
     exchange.close()
     return "", "", time.monotonic() - begin
+
+
+def posted_by_objects(player: Player, world: World, steps: Steps, rows: int) -> Any:
+    """As `run_steps`, with the poster that needs nothing but pyverbs' own objects."""
+    from gear_offline.exchange import verbs
+    from gear_offline.exchange.work_requests import ObjectPoster
+
+    kept, verbs.make_poster = verbs.make_poster, ObjectPoster
+    try:
+        return run_steps(player, world, steps, rows)
+    finally:
+        verbs.make_poster = kept
+
+
+def attack(player: Player, world: World, steps: Steps, rows: int, how: str) -> Any:
+    """Rank 0 tries what it must not be able to do to rank 1; returns its error, and rank 1's rows.
+
+    It has gone through the front door: it knows the secret, the addresses and the keys.
+    """
+    shelf = world.shelf(player.rank)
+    exchange: Any = player.open(shelf, seconds=20)
+    target = exchange.register(buffers(world, rows))
+    before = [memory.bytes.copy() for piece in shelf.memory for memory in piece]
+    if how == "stale key" and player.rank == 1:
+        for region in exchange._endpoint._regions:
+            region.close()
+        exchange._endpoint._regions.clear()
+    exchange._mesh.gather("ready")
+    code = ""
+    if player.rank == 0:
+        directory = exchange._directory
+        if how == "out of range":
+            directory.length[:] += 1 << 20
+        if how == "write":
+            exchange._poster = WritePoster(exchange._poster)
+        try:
+            exchange.post(0, reads_of(steps[0]), target)
+            exchange.wait(0)
+        except GearError as error:
+            code = error.code
+    exchange._mesh.gather("done")
+    same = all(
+        np.array_equal(memory.bytes, kept)
+        for memory, kept in zip((m for p in shelf.memory for m in p), before, strict=True)
+    )
+    exchange.close()
+    return code, same
+
+
+class WritePoster:
+    """Turns reads into RDMA writes."""
+
+    def __init__(self, poster: Any) -> None:
+        self._poster = poster
+
+    def post(self, qp: Any, first: int, count: int) -> None:
+        for number in range(count):
+            opcode = first + number * 128 + 28
+            ctypes.c_uint32.from_address(opcode).value = 0  # IBV_WR_RDMA_WRITE
+        self._poster.post(qp, first, count)
+        for number in range(count):
+            ctypes.c_uint32.from_address(first + number * 128 + 28).value = 4
+
+
+def wrong_secret(player: Player, world: World, who: int) -> Any:
+    """Rank `who` has another secret than the rest."""
+    secret = SECRET if player.rank != who else b"something else of enough length"
+    try:
+        player.open(world.shelf(player.rank), seconds=3, secret=secret).close()
+    except GearError as error:
+        return error.code, str(error)
+    return "", ""

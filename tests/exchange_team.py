@@ -5,9 +5,11 @@ Shape legend: E episodes, N steps, S stores.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 import traceback
@@ -116,7 +118,12 @@ class Player:
     def resources(self) -> dict[str, int]:
         """Count what an exchange could leave behind."""
         threads = [t for t in threading.enumerate() if t.name == THREAD_NAME]
-        return {"threads": len(threads), "files": len(os.listdir("/proc/self/fd"))}
+        found = {"threads": len(threads), "files": len(os.listdir("/proc/self/fd"))}
+        if self.transport == "verbs":  # of all ranks: memory regions, queue pairs, domains
+            show = subprocess.run(["rdma", "-j", "resource"], capture_output=True, check=True)
+            (device,) = json.loads(show.stdout)
+            found |= {kind: device[kind] for kind in ("mr", "qp", "cq", "pd")}
+        return found
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@
 
 Debian's kernel boots under QEMU, loads Soft-RoCE (rdma_rxe) and sees this machine's files
 read-only over 9p at their own paths, so that the command finds the checkout, the virtual
-environment and itself; only /run and /dev/shm can be written.  Kernel and pyverbs come from Debian packages,
-are unpacked into a cache (~/.cache/gear-offline/rdma-vm) and are not installed.
+environment and itself; only /run and /dev/shm can be written.  Kernel and pyverbs come from
+Debian's packages, are unpacked into a cache (~/.cache/gear-offline/rdma-vm), not installed.
 
 The processor is emulated: KVM is not used, since some hosts offer one that hangs Debian's kernel.
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.exchange.addresses import address_of
 from gear_offline.exchange.contract import DEPTH, TIMEOUT, Exchange, Shelf
+from gear_offline.exchange.endpoint import WINDOW
 from gear_offline.exchange.mesh import Mesh, check_secret
+from gear_offline.exchange.rdma_device import Port, find_port
 from gear_offline.exchange.rendezvous import Rendezvous
 from gear_offline.progress import say
 
@@ -30,6 +32,7 @@ def open_exchange(
     interface: str | None = None,
     depth: int = DEPTH,
     timeout: timedelta = TIMEOUT,
+    window: int = WINDOW,
     quiet: bool = False,
 ) -> Exchange:
     """Open the exchange between the ranks; all call it with the same options.
@@ -57,6 +60,8 @@ def open_exchange(
         Most steps that are posted and not yet waited for.
     timeout
         For every wait.
+    window
+        With RDMA, most reads in flight to one peer; the device may allow fewer.
     quiet
         Do not print what was chosen.
 
@@ -69,35 +74,35 @@ def open_exchange(
     GearError
         ``EXCHANGE_PEER``, ``EXCHANGE_TIMEOUT``, ``EXCHANGE_SECRET``
     """
-    if mode not in ("auto", "on", "off") or depth < 1 or timeout <= timedelta(0):
+    if mode not in ("auto", "on", "off") or depth < 1 or window < 1 or timeout <= timedelta(0):
         raise InputError(
             "EXCHANGE_OPTION",
-            f"mode {mode!r}, depth {depth}, timeout {timeout} cannot be used",
-            remedy="mode is auto, on or off; depth is 1 or more; timeout is positive",
+            f"mode {mode!r}, depth {depth}, window {window}, timeout {timeout} cannot be used",
+            remedy="mode is auto, on or off; depth and window are 1 or more; timeout is positive",
         )
     if rendezvous is None:
         rendezvous = _group_rendezvous(group)
     if secret is None and SECRET_VARIABLE in os.environ:
         secret = os.environ[SECRET_VARIABLE].encode()
-    verbs, why = (False, "mode='off'")
-    if mode != "off":
-        verbs, why = _agree(rendezvous, mode, secret, interface, timeout)
+    port, why = _agree(rendezvous, mode, secret, interface, timeout)
+    if port is None:
+        _group_rendezvous(group)  # refuses where torch.distributed cannot be used
     say(
-        f"exchange: {'verbs' if verbs else 'collective'} ({why})",
+        f"exchange: {'verbs' if port else 'collective'} ({why})",
         quiet=quiet or bool(rendezvous.rank),
     )
     mesh = Mesh(
         rendezvous,
-        secret=check_secret(secret) if verbs or secret is not None else _NO_SECRET,
+        secret=check_secret(secret) if port or secret is not None else _NO_SECRET,
         address=address_of(interface),
         timeout=timeout,
     )
     try:
-        if verbs:
+        if port is not None:
             from gear_offline.exchange.verbs import VerbsExchange
 
             return VerbsExchange(
-                shelf, mesh=mesh, interface=str(interface), depth=depth, timeout=timeout
+                shelf, mesh=mesh, port=port, depth=depth, timeout=timeout, window=window
             )
         from gear_offline.exchange.collective import CollectiveExchange
 
@@ -114,15 +119,16 @@ def _agree(
     secret: bytes | None,
     interface: str | None,
     timeout: timedelta,
-) -> tuple[bool, str]:
-    """Return whether all ranks can use RDMA, and why (not)."""
+) -> tuple[Port | None, str]:
+    """Return this rank's port if all ranks can use RDMA, and why (not)."""
     problem: GearError | None = None
-    found = ""
+    port: Port | None = None
     try:
-        found = _verbs_usable(secret, interface)
+        if mode != "off":
+            port = _usable_port(secret, interface)
     except GearError as error:
         problem = error
-    code, what = (problem.code, str(problem)) if problem else ("", found)
+    code, what = (problem.code, str(problem)) if problem else ("", "")
     card = json.dumps([mode, code, what]).encode()
     answers = [json.loads(a) for a in rendezvous.gather("mode", card, timeout=timeout)]
     modes = sorted({answer[0] for answer in answers})
@@ -136,7 +142,7 @@ def _agree(
         if not code:
             continue
         if mode == "auto":
-            return False, f"no RDMA at rank {rank}: {what}"
+            return None, f"no RDMA at rank {rank}: {what}"
         if problem is not None:
             raise problem
         raise UnavailableError(
@@ -144,12 +150,14 @@ def _agree(
             f"rank {rank} cannot use RDMA: {code}: {what}",
             remedy="use mode='auto' or 'off', or mend that node",
         )
-    return True, f"RDMA on every rank; here {found}"
+    if mode == "off":
+        return None, "mode='off'"
+    assert port is not None, "who has no port has a problem, and was dealt with"
+    return port, f"RDMA on every rank; here {port.describe()}"
 
 
-def _verbs_usable(secret: bytes | None, interface: str | None) -> str:
-    """Return the RDMA device that would be used; raises what stands against it."""
-    from gear_offline.exchange.rdma_device import find_port
+def _usable_port(secret: bytes | None, interface: str | None) -> Port:
+    """Return the port that would be used; raises what stands against it."""
     from gear_offline.exchange.verbs_library import load_verbs
 
     load_verbs()
@@ -161,7 +169,7 @@ def _verbs_usable(secret: bytes | None, interface: str | None) -> str:
         )
     port = find_port(interface)
     check_secret(secret)
-    return port.describe()
+    return port
 
 
 def _group_rendezvous(group: Any) -> Rendezvous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gear_offline.errors import UnavailableError
 
 SYSFS = Path("/sys/class")
 ROCE = "RoCE v2"
+HOLES = 32  # unused entries of the address table in a row, after which it is taken to end
 _IPV4 = "0000:0000:0000:0000:0000:ffff:"
 
 
@@ -74,13 +76,17 @@ def _roce_ports(ports: list[Path], interface: str) -> list[tuple[Port, Path]]:
     """Return ports with a RoCE v2 address of the interface, IPv4 addresses first."""
     found = []
     for path in ports:
-        for entry in (path / "gid_attrs" / "ndevs").glob("*"):
-            index = entry.name
-            if _text(entry) != interface or _text(path / "gid_attrs/types" / index) != ROCE:
+        unused = 0
+        for index in range(len(os.listdir(path / "gid_attrs" / "ndevs"))):
+            name = _text(path / "gid_attrs" / "ndevs" / str(index))
+            unused = 0 if name else unused + 1
+            if unused > HOLES:  # tables have hundreds of entries, the first few of them in use
+                break
+            if name != interface or _text(path / "gid_attrs/types" / str(index)) != ROCE:
                 continue
-            gid = _text(path / "gids" / index)
-            port = _port(path, interface, int(index), gid)
-            found.append((not gid.startswith(_IPV4), port.device, int(index), port, path))
+            gid = _text(path / "gids" / str(index))
+            port = _port(path, interface, index, gid)
+            found.append((not gid.startswith(_IPV4), port.device, index, port, path))
     return [(port, path) for *_, port, path in sorted(found, key=lambda entry: entry[:3])]
 
 

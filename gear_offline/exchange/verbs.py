@@ -25,7 +25,7 @@ from gear_offline.exchange.directory import Directory, exchange_notices, own_not
 from gear_offline.exchange.endpoint import REFUSED, STATUS, WINDOW, Card, Endpoint, Region
 from gear_offline.exchange.memory import RowMemory, put_rows, run_indices, take_rows
 from gear_offline.exchange.mesh import Mesh
-from gear_offline.exchange.rdma_device import find_port
+from gear_offline.exchange.rdma_device import Port
 from gear_offline.exchange.step_requests import Part, fill_requests
 from gear_offline.exchange.verbs_library import load_verbs
 from gear_offline.exchange.work_requests import Chain, make_poster
@@ -66,8 +66,8 @@ class VerbsExchange:
         What this rank holds; registered for remote reads until `close`.
     mesh
         Connections to the peers, owned by the exchange from now on.
-    interface
-        Network interface to be bound to.
+    port
+        From `gear_offline.exchange.rdma_device.find_port`.
     depth, timeout
         See `gear_offline.exchange.open_exchange`.
     window
@@ -88,7 +88,7 @@ class VerbsExchange:
         shelf: Shelf,
         *,
         mesh: Mesh,
-        interface: str,
+        port: Port,
         depth: int = DEPTH,
         timeout: timedelta = TIMEOUT,
         window: int = WINDOW,
@@ -102,7 +102,7 @@ class VerbsExchange:
         self._flights: dict[int, _Flight] = {}
         self._number = 0
         peers = [rank for rank in range(self.world) if rank != self.rank]
-        self._endpoint = Endpoint(self._verbs, find_port(interface), peers, window=window)
+        self._endpoint = Endpoint(self._verbs, port, peers, window=window)
         self._room = dict.fromkeys(peers, self._endpoint.window)
         try:
             self._connect(peers)
