@@ -115,7 +115,11 @@ def wrong_read(player: Player, world: World, rows: int, read: ReadRow) -> tuple[
 def faulty(
     player: Player, world: World, steps: Steps, rows: int, seconds: float, role: str, who: int
 ) -> Any:
-    """Post a first step; then rank `who` fails in its `role`; return error and time of the rest."""
+    """Post a first step; then rank `who` fails in its `role`, and the rest goes on for a while.
+
+    Returns the error of the rest, or ``None``, and the time of it; where reads are one-sided, some
+    more steps may succeed before the news comes.
+    """
     exchange = player.open(world.shelf(player.rank), seconds=seconds)
     target = exchange.register(buffers(world, rows))
     exchange.post(0, reads_of(steps[0]), target)
@@ -134,12 +138,15 @@ def faulty(
                 raise ValueError("the trainer failed")
     begin = time.monotonic()
     try:
-        exchange.post(1, reads_of(steps[1]), target)
-        exchange.wait(1)
+        for step in range(1, 60 if role in ("killed", "left") else 2):
+            exchange.post(step, reads_of(steps[1]), target)
+            exchange.wait(step)
+            if step > 1:
+                time.sleep(seconds / 60)
     except GearError as error:
         again = ""
         try:
-            exchange.wait(1)
+            exchange.wait(step)
         except GearError as second:
             again = second.code
         elapsed = time.monotonic() - begin

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("models", "loaders", "kernels", "recipes")
-SHIPPED = {".py", ".cu", ".cuh", ".yaml", ".csv", ".typed"}
+SHIPPED = {".py", ".c", ".cu", ".cuh", ".yaml", ".csv", ".typed"}
 
 
 def shipped_files(folder: str) -> list[Path]:

@@ -23,6 +23,7 @@ BENCHES = {
     "peers": "a table over the GPUs of a node, all reading at once (needs torchrun and CUDA)",
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",
+    "exchange": "ns a read to build and post RDMA requests; rates of gloo and, if there, RDMA",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
 _PACKAGES = (

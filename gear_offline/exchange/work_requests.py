@@ -175,7 +175,7 @@ class ObjectPoster:
             )
             request.set_wr_rdma(int(row["rkey"]), int(row["remote_addr"]))
             if previous is not None:
-                previous.next = request
+                previous.next_wr = request
             previous = request
             made += [sge, request]
         qp.post_send(made[1])
