@@ -5,12 +5,13 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-gpu lint format bench clean
+.PHONY: help demo test test-gpu test-rdma lint format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
 	@echo "make test      set up and run the CPU test suite"
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
+	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make bench     all CPU benchmarks, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
@@ -25,6 +26,12 @@ test:
 
 test-gpu:
 	@python3 -m pytest -m gpu
+
+# RDMA_OPTIONS=--or-skip: where the machine cannot be made, say why and go on.
+test-rdma:
+	@.ci/setup test
+	@$(BIN)/python -m tests.soft_roce $(RDMA_OPTIONS) $(BIN)/python -m pytest -m rdma -q --color=no \
+		-p no:cacheprovider tests/test_exchange.py tests/test_exchange_verbs.py
 
 lint:
 	@.ci/setup test

@@ -55,7 +55,7 @@ OPTIONAL_PACKAGES = {
     "pyarrow": ("Minari datasets in arrow format", "pip install 'gear-offline[minari]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
-    "pyverbs": ("RDMA between nodes", "pip install 'gear-offline[rdma]'"),
+    "pyverbs": ("RDMA between nodes", "apt install python3-pyverbs (Debian, Ubuntu)"),
     "stable-baselines3": ("collecting with stronger policies", "pip install 'gear-offline[rl]'"),
     "sbx-rl": ("collecting with stronger policies, faster", "pip install 'gear-offline[rl]'"),
     "d3rlpy": ("peer in benchmarks", "pip install 'gear-offline[bench]'"),
@@ -226,14 +226,14 @@ def _rdma_feature(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
         return Feature(
             feature="rdma",
             available=True,
-            path="not used yet: this version runs on one node",
+            path="exchange between nodes by one-sided RDMA reads",
             reason=f"pyverbs works; active devices: {', '.join(active)}",
         )
     shown = ", ".join(f"{d['name']} ({d['state']})" for d in devices) or "none"
     return Feature(
         feature="rdma",
         available=False,
-        path="not used: this version runs on one node",
+        path="exchange between nodes by torch.distributed",
         reason=f"RDMA devices: {shown}; " + ("pyverbs works" if verbs.works else verbs.reason),
         install=None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1],
     )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ PROBE_SECONDS = 90.0
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import, several wheels
+
+SYSTEM_MODULES = ("pyverbs",)  # distributions install it without Python's metadata
 
 # Each prints one JSON document; it may fail in any way it likes.
 PROBES = {
@@ -112,6 +115,8 @@ def package_version(name: str) -> str | None:
             return version(distribution)
         except PackageNotFoundError:
             continue
+    if name in SYSTEM_MODULES and find_spec(name):
+        return "of the system"
     return None
 
 

@@ -122,9 +122,9 @@ def faulty(
     """
     exchange = player.open(world.shelf(player.rank), seconds=seconds)
     target = exchange.register(buffers(world, rows))
-    exchange.post(0, reads_of(steps[0]), target)
-    exchange.wait(0)
     if player.rank == who:
+        exchange.post(0, reads_of(steps[0]), target)
+        exchange.wait(0)
         if role == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif role == "stopped":
@@ -138,8 +138,8 @@ def faulty(
                 raise ValueError("the trainer failed")
     begin = time.monotonic()
     try:
-        for step in range(1, 60 if role in ("killed", "left") else 2):
-            exchange.post(step, reads_of(steps[1]), target)
+        for step in range(60 if role in ("killed", "left") else 2):
+            exchange.post(step, reads_of(steps[min(step, 1)]), target)
             exchange.wait(step)
             if step > 1:
                 time.sleep(seconds / 60)

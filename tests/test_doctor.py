@@ -106,7 +106,7 @@ def test_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     ("verbs", "state", "install"),
     [
         (WORKS, "ACTIVE", None),
-        (broken("no libibverbs"), "ACTIVE", "pip install 'gear-offline[rdma]'"),
+        (broken("no libibverbs"), "ACTIVE", "apt install python3-pyverbs (Debian, Ubuntu)"),
         (WORKS, "DOWN", None),
     ],
 )

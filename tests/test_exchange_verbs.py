@@ -14,7 +14,7 @@ from tests.exchange_team import INTERFACE_VARIABLE, Failure, ReadRow, Team
 from tests.test_exchange import EVERYONE, ROWS, SMALL, TWO, right
 
 RANKS = 3
-SECONDS = 12.0
+SECONDS = 8.0
 
 pytestmark = [
     pytest.mark.rdma,
