@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import GearError
+from gear_offline.exchange import Piece, Shelf
 from tests.exchange_team import SECRET, Failure, Player, ReadRow, World, reads_of
 
 Steps = Sequence[Sequence[ReadRow]]
@@ -202,9 +203,11 @@ def timeout_of_wait(player: Player, world: World, steps: Steps, rows: int) -> An
 
 def posted_by_objects(player: Player, world: World, steps: Steps, rows: int) -> Any:
     """As `run_steps`, with the poster that needs nothing but pyverbs' own objects."""
-    from gear_offline.exchange import verbs
+    from importlib import import_module
+
     from gear_offline.exchange.work_requests import ObjectPoster
 
+    verbs: Any = import_module("gear_offline.exchange.verbs")
     kept, verbs.make_poster = verbs.make_poster, ObjectPoster
     try:
         return run_steps(player, world, steps, rows)
@@ -270,3 +273,32 @@ def wrong_secret(player: Player, world: World, who: int) -> Any:
     except GearError as error:
         return error.code, str(error)
     return "", ""
+
+
+def run_steps_on_gpu(
+    player: Player, world: World, steps: Steps, rows: int, ahead: int, mixed: bool
+) -> list[list[bytes]]:
+    """As `run_steps`, with rows and destinations on the GPU; `mixed`: every other piece is not."""
+    import torch
+
+    host = world.shelf(player.rank)
+    pieces = [
+        Piece(
+            episodes=episodes,
+            rows=tuple(
+                m.bytes if mixed and number % 2 else torch.from_numpy(m.bytes).cuda()
+                for m in memory
+            ),
+        )
+        for number, (episodes, memory) in enumerate(zip(host.episodes, host.memory, strict=True))
+    ]
+    shelf = Shelf(lengths=world.lengths, row_bytes=world.row_bytes, pieces=pieces)
+    targets = [[torch.from_numpy(b).cuda() for b in buffers(world, rows)] for _ in steps]
+    with player.open(shelf) as exchange:
+        for first in range(0, len(steps), ahead):
+            batch = list(range(first, min(first + ahead, len(steps))))
+            for step in batch:
+                exchange.post(step, reads_of(steps[step]), exchange.register(targets[step]))
+            for step in batch:
+                exchange.wait(step)
+    return [[buffer.cpu().numpy().tobytes() for buffer in target] for target in targets]

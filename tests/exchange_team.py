@@ -107,7 +107,7 @@ class Player:
         """Open the transport under test."""
         self.opened += 1
         options = {"timeout": timedelta(seconds=seconds), "quiet": True, **options}
-        if self.transport == "collective":
+        if self.transport in ("collective", "nccl"):
             return open_exchange(shelf, mode="off", **options)
         rendezvous = FolderRendezvous(
             self.folder / str(self.opened), rank=self.rank, world=self.world
@@ -137,13 +137,15 @@ class Failure:
 
 def _play(pipe: Connection, rank: int, world: int, transport: str, folder: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if transport == "collective":
+    if transport in ("collective", "nccl"):
         import torch
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if transport == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "nccl" if transport == "nccl" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world,
@@ -170,13 +172,13 @@ class Team:
     world
         How many.
     transport
-        ``"collective"`` or ``"verbs"``.
+        ``"collective"`` (over gloo), ``"nccl"`` (the same over NCCL) or ``"verbs"``.
     """
 
     def __init__(self, world: int, transport: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gear-exchange-test-")
         context = multiprocessing.get_context("forkserver")
-        loaded = ["torch.distributed"] if transport == "collective" else []
+        loaded = ["torch.distributed"] if transport != "verbs" else []
         context.set_forkserver_preload(["tests.exchange_plays", *loaded])  # once, not a rank
         self.pipes: list[Connection] = []
         self.processes = []

@@ -101,7 +101,8 @@ def test_constants_of_old_and_new_pyverbs(monkeypatch: pytest.MonkeyPatch, new: 
         monkeypatch.setitem(sys.modules, made.__name__, made)
     constants: Any = types.ModuleType("pyverbs.libibverbs_enums" if new else "pyverbs.enums")
     if new:
-        constants.ibv_qp_type = enum.IntEnum("ibv_qp_type", {"IBV_QPT_RC": 2})
+        made_enum: Any = enum.IntEnum
+        constants.ibv_qp_type = made_enum("ibv_qp_type", {"IBV_QPT_RC": 2})
     else:
         constants.IBV_QPT_RC = 2
         monkeypatch.setitem(sys.modules, "pyverbs.libibverbs_enums", None)

@@ -183,7 +183,14 @@ class Reads:
         return self._at(np.flatnonzero(self.owners == rank))
 
     def _at(self, index: Any) -> Reads:
-        return Reads(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return Reads(  # written out: this is on the path of every step
+            readers=self.readers[index],
+            owners=self.owners[index],
+            episodes=self.episodes[index],
+            starts=self.starts[index],
+            steps=self.steps[index],
+            rows=self.rows[index],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -235,12 +236,14 @@ class Endpoint:
 
     def close(self) -> None:
         """Deregister all memory and close the device; nothing of it can be used afterwards."""
-        for pair in self.pairs.values():  # first: no read may reach memory that goes away
-            pair.close()
-        for region in self._regions:
-            region.close()
-        for thing in reversed(self._open):
-            thing.close()
+        things = [
+            *self.pairs.values(),  # first: no read may reach memory that goes away
+            *self._regions,
+            *reversed(self._open),
+        ]
+        for thing in things:
+            with suppress(self._verbs.PyverbsError):  # of a device that is gone
+                thing.close()
         self.pairs.clear()
         self._regions.clear()
         self._open.clear()
