@@ -1,0 +1,259 @@
+"""Batches of a dataset that is spread over nodes: every rank its share, most of it from its node.
+
+Every rank draws the same global batches and assigns them alike.  What a rank trains on and does
+not hold comes through the exchange, posted a block of steps ahead, so that it travels while
+earlier steps are trained on.
+
+Shape legend: T steps of a block, B segments of a rank, K steps of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
+from gear_offline.fields import convert
+from gear_offline.kernels.gather import Padding, Windows, torch_dtype
+from gear_offline.selection import Segments, Selection
+from gear_offline.sharding import NodeShare
+from gear_offline.table import Table
+from gear_offline.world import World
+
+Int64Array = npt.NDArray[np.int64]
+AHEAD = 2  # blocks whose rows may be on their way
+
+
+class LocalGather(Protocol):
+    """Fills windows of segments that the node holds, named by their local episodes."""
+
+    def __call__(self, segments: Segments) -> Windows: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class _Block:
+    """A block of steps that is assigned, and what of it is on its way."""
+
+    first_step: int
+    number: int  # of the exchange's steps
+    segments: Segments  # (T, B), of the whole dataset
+    far: Int64Array  # flat positions whose rows come from other nodes
+    real: Int64Array  # of those, the real steps
+    lands: list[Any]  # (positions of the block, K, width), one for each store
+
+
+def shelf_of(table: Table, share: NodeShare, node: int) -> Shelf:
+    """Return what the exchange may read from this node: whole episodes, in their order."""
+    episodes = np.flatnonzero(share.nodes == node)
+    last = table.margin + table.episodes.steps
+    rows = []
+    for store in table.stores:
+        assert store.rows is not None, "tables of nodes are in memory"
+        rows.append(store.rows[table.margin : last])
+    sizes = [store.width * store.dtype.itemsize for store in table.stores]
+    return Shelf(
+        lengths=share.lengths, row_bytes=sizes, pieces=[Piece(episodes=episodes, rows=tuple(rows))]
+    )
+
+
+class ShardedBatches:
+    """Windows of consecutive steps, of this rank.
+
+    Parameters
+    ----------
+    world
+        All ranks; they make the same calls in the same order.
+    share
+        What this rank's node holds.
+    table
+        Of `share.dataset`.
+    gather
+        Fills windows from `table`.
+    exchange
+        Between all ranks.
+    selection, seed, batch_size, context_length, padding
+        As `gear_offline.loaders.loader.GearLoader`; `batch_size` is that of all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        share: NodeShare,
+        table: Table,
+        gather: LocalGather,
+        exchange: Exchange,
+        selection: Selection,
+        seed: int,
+        batch_size: int,
+        context_length: int,
+        padding: Padding,
+    ) -> None:
+        self._world, self._share, self._table, self._gather = world, share, table, gather
+        self._lengths, self._exchange, self._selection = share.lengths, exchange, selection
+        self._seed, self._batch, self._span, self._padding = (
+            seed,
+            batch_size,
+            context_length,
+            padding,
+        )
+        self._assigner = Assigner(torch.tensor(world.nodes))
+        nodes = np.array(world.nodes)
+        self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
+        self._number = -1
+        self._ahead: list[_Block] = []
+        self._places: list[tuple[list[Any], Destination]] = []
+        self.read_segments = self.far_segments = 0  # of this rank, since the beginning
+
+    def windows(self, first_step: int, steps: int) -> Windows:
+        """Return (T, B, K, ...) windows, and post what comes next."""
+        wanted = (first_step, steps)
+        if not self._ahead or self._key(self._ahead[0]) != wanted:
+            self._drop()
+            self._ahead = [self._post(first_step, steps)]
+        block = self._ahead.pop(0)
+        self._ahead.append(self._post(first_step + steps, steps))
+        local = Segments(
+            episodes=np.where(self._is_near(block), self._share.local[block.segments.episodes], 0),
+            starts=np.where(self._is_near(block), block.segments.starts, 0),
+            probability=block.segments.probability,
+        )
+        windows = self._gather(local)
+        self._exchange.wait(block.number)
+        self._complete(windows, block)
+        self.read_segments += block.segments.episodes.size
+        self.far_segments += len(block.far)
+        return windows
+
+    def close(self) -> None:
+        """End the exchange; all ranks together."""
+        self._drop()
+        self._exchange.close()
+
+    def _drop(self) -> None:
+        for block in self._ahead:
+            self._exchange.wait(block.number)
+        self._ahead = []
+
+    @staticmethod
+    def _key(block: _Block) -> tuple[int, int]:
+        return block.first_step, len(block.segments.episodes)
+
+    @staticmethod
+    def _is_near(block: _Block) -> npt.NDArray[np.bool_]:
+        near = np.ones(block.segments.episodes.size, bool)
+        near[block.far] = False
+        return near.reshape(block.segments.shape)
+
+    def _post(self, first_step: int, steps: int) -> _Block:
+        """Draw, assign, and begin to fetch a block."""
+        drawn = self._selection.select_many(
+            seed=self._seed, first_step=first_step, steps=steps, count=self._batch
+        )
+        homes = self._share.nodes[drawn.episodes]  # (T, global batch)
+        ranks, width = self._world.rank, self._world.share(self._batch)
+        taken = np.empty((steps, width), np.int64)
+        parts = []
+        for step in range(steps):
+            found = self._assigner.assign(
+                torch.full((self._batch,), ANYWHERE), torch.from_numpy(homes[step])
+            )
+            slots = found.slots.numpy()
+            taken[step] = slots[ranks]
+            parts.append(self._moves(slots, homes[step], drawn[step], step, width))
+        rows = np.arange(steps)[:, None]
+        mine = Segments(
+            episodes=drawn.episodes[rows, taken],
+            starts=drawn.starts[rows, taken],
+            probability=drawn.probability[rows, taken],
+        )
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        reads = Reads.of(**dict(zip(_COLUMNS, columns, strict=True)))
+        lands, destination = self._place(steps * width)
+        self._number += 1
+        self._exchange.post(self._number, reads, destination)
+        far = np.flatnonzero(self._share.nodes[mine.episodes] != self._world.nodes[ranks])
+        left = self._lengths[mine.episodes] - mine.starts
+        real = np.minimum(left, self._span).reshape(-1)[far]
+        return _Block(
+            first_step=first_step,
+            number=self._number,
+            segments=mine,
+            far=far,
+            real=real,
+            lands=lands,
+        )
+
+    def _moves(
+        self, slots: Int64Array, homes: Int64Array, drawn: Segments, step: int, width: int
+    ) -> tuple[Int64Array, ...]:
+        """Return the columns of `Reads` of one step: segments that leave their node."""
+        nodes = np.array(self._world.nodes)
+        readers, places = np.nonzero(homes[slots] != nodes[:, None])
+        moved = slots[readers, places]
+        episodes, starts = drawn.episodes[moved], drawn.starts[moved]
+        real = np.minimum(self._lengths[episodes] - starts, self._span)
+        owners = np.empty(len(moved), np.int64)
+        for node, members in enumerate(self._members):  # the ranks of a node serve in turn
+            there = homes[moved] == node
+            owners[there] = members[moved[there] % len(members)]
+        rows = (step * width + places) * self._span
+        if self._padding == "left":
+            rows = rows + self._span - real
+        return readers, owners, episodes, starts, real, rows
+
+    def _place(self, positions: int) -> tuple[list[Any], Destination]:
+        """Return registered memory for a block; used again after `AHEAD` blocks."""
+        slot = (self._number + 1) % AHEAD
+        if slot < len(self._places):
+            lands, destination = self._places[slot]
+            if len(lands[0]) == positions:
+                return lands, destination
+        lands = [
+            np.zeros((positions, self._span, store.width), store.dtype)
+            for store in self._table.stores
+        ]
+        flat = [array.reshape(-1, array.shape[-1]) for array in lands]
+        made = lands, self._exchange.register(flat)
+        self._places[slot : slot + 1] = [made]
+        return made
+
+    def _complete(self, windows: Windows, block: _Block) -> None:
+        """Put the rows that came from other nodes into the windows, and name all of them."""
+        device = windows.segments.device
+        names = np.stack([block.segments.episodes, block.segments.starts], axis=-1)
+        windows.segments.copy_(torch.from_numpy(names))
+        if not len(block.far):
+            return
+        steps = np.arange(self._span)
+        shift = self._span - block.real if self._padding == "left" else np.zeros_like(block.real)
+        inside = (steps >= shift[:, None]) & (steps < (shift + block.real)[:, None])
+        starts = block.segments.starts.reshape(-1)[block.far]
+        times = np.where(inside, starts[:, None] + steps - shift[:, None], 0)
+        at = torch.from_numpy(block.far).to(device)
+
+        def put(target: Tensor, values: Any) -> None:
+            flat = target.view(-1, *target.shape[block.segments.episodes.ndim :])
+            flat.index_copy_(0, at, torch.from_numpy(np.ascontiguousarray(values)).to(device))
+
+        put(windows.timesteps, times)
+        put(windows.attention_mask, inside.astype(np.int64))
+        for store, buffer, land in zip(
+            self._table.stores, windows.buffers, block.lands, strict=True
+        ):
+            rows = np.where(inside[:, :, None], land[block.far], land.dtype.type(0))
+            if not store.is_final:
+                field = store.fields[0]
+                final = convert(rows.reshape(*rows.shape[:2], *field.shape), field)
+                rows = np.where(inside[:, :, None], final.reshape(rows.shape), field.dtype.type(0))
+                assert torch_dtype(rows.dtype) == buffer.dtype
+            put(buffer, rows)
+
+
+_COLUMNS = ("readers", "owners", "episodes", "starts", "steps", "rows")

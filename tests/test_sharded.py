@@ -1,0 +1,178 @@
+"""Datasets spread over nodes: together the ranks get the global batch, row for row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError
+from gear_offline.exchange.contract import Destination, Reads, Shelf
+from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+from gear_offline.selection import Segments, make_selection
+from gear_offline.sharding import shard_weights, share_shards, take_share
+from gear_offline.table import build_table
+from gear_offline.world import World
+from tests.support import make_dataset
+
+LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = make_dataset(tmp_path_factory.mktemp("shards"), LENGTHS, shard_bytes=1500).path
+    found = open_dataset(Path(path))
+    assert len(found.manifest.shards) >= 4
+    return found
+
+
+class OneProcess:
+    """An exchange between ranks of this process: rows are copied as they are posted."""
+
+    name, world = "fake", 0
+
+    def __init__(self, rank: int, shelves: list[Shelf]) -> None:
+        self.rank, self.shelves = rank, shelves
+        self.posted: list[int] = []
+        self.waited: list[int] = []
+
+    def register(self, buffers: Any) -> Destination:
+        return Destination.of(buffers, self.shelves[0].row_bytes)
+
+    def post(self, step: int, reads: Reads, destination: Destination) -> None:
+        self.posted.append(step)
+        mine = reads.made_by(self.rank)
+        for read in range(len(mine)):
+            shelf = self.shelves[int(mine.owners[read])]
+            episodes = shelf.episodes[0].tolist()
+            place = episodes.index(int(mine.episodes[read]))
+            first = int(shelf.lengths[episodes[:place]].sum() + mine.starts[read])
+            count, row = int(mine.steps[read]), int(mine.rows[read])
+            for source, target in zip(shelf.memory[0], destination.memory, strict=True):
+                target.bytes[row : row + count] = source.bytes[first : first + count]
+
+    def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
+        assert step in self.posted and step not in self.waited
+        self.waited.append(step)
+
+    def close(self) -> None:
+        assert self.posted == self.waited
+
+
+def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[ShardedBatches]:
+    """Return the batches of every rank."""
+    owners = share_shards(shard_weights(dataset), len(set(nodes)))
+    parts, shelves = [], []
+    table_options = {k: options.pop(k) for k in ("normalize_states", "layout") if k in options}
+    for rank, node in enumerate(nodes):
+        share = take_share(dataset, owners, node)
+        table = build_table(
+            share.dataset, context_length=options["context_length"], **table_options
+        )
+        parts.append((rank, share, table))
+        shelves.append(shelf_of(table, share, node))
+    found = []
+    for rank, share, table in parts:
+        gather = CpuGather(
+            table, context_length=options["context_length"], padding=options["padding"]
+        )
+        exchange: Any = OneProcess(rank, shelves)
+        found.append(
+            ShardedBatches(
+                world=World(rank=rank, nodes=nodes),
+                share=share,
+                table=table,
+                gather=gather.fill,
+                exchange=exchange,
+                **options,
+            )
+        )
+    return found
+
+
+def rows_of(windows: Windows, segments: Segments | None = None) -> Counter[Any]:
+    """Return how often each window occurs, as bytes of all its fields."""
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    count = windows.segments.numel() // 2
+    flat = [t.reshape(count, -1).contiguous().numpy() for t in tensors]
+    return Counter(tuple(f[i].tobytes() for f in flat) for i in range(count))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> None:
+    nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
+    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes"]))
+    options: dict[str, Any] = {
+        "selection": make_selection(law, dataset),
+        "seed": data.draw(st.integers(0, 99)),
+        "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
+        "context_length": data.draw(st.integers(1, 9)),
+        "padding": data.draw(st.sampled_from(["left", "right"])),
+        "layout": data.draw(st.sampled_from(["records", "columns"])),
+        "normalize_states": data.draw(st.booleans()),
+    }
+    ranks = spread(dataset, nodes, **options)
+    whole = build_table(
+        dataset,
+        context_length=options["context_length"],
+        layout=options["layout"],
+        normalize_states=options["normalize_states"],
+    )
+    gather = CpuGather(whole, context_length=options["context_length"], padding=options["padding"])
+    steps = data.draw(st.integers(1, 3))
+    for first in data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)])):
+        found = [rank.windows(first, steps) for rank in ranks]
+        drawn = options["selection"].select_many(
+            seed=options["seed"], first_step=first, steps=steps, count=options["batch_size"]
+        )
+        for step in range(steps):
+            expected = rows_of(gather.fill(drawn[step]))
+            got: Counter[Any] = Counter()
+            for windows in found:
+                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(nodes))
+                got += rows_of(
+                    Windows(
+                        buffers=tuple(b[step] for b in windows.buffers),
+                        fields=windows.fields,
+                        timesteps=windows.timesteps[step],
+                        attention_mask=windows.attention_mask[step],
+                        segments=windows.segments[step],
+                    )
+                )
+            assert got == expected
+    for rank in ranks:
+        rank.close()
+
+
+def test_little_crosses_nodes(dataset: Dataset) -> None:
+    options: dict[str, Any] = {"selection": make_selection("uniform_steps", dataset), "seed": 1}
+    ranks = spread(dataset, (0, 1), batch_size=2048, context_length=4, padding="right", **options)
+    for step in range(20):
+        for rank in ranks:
+            rank.windows(step, 1)
+    owners = share_shards(shard_weights(dataset), 2)
+    weights = shard_weights(dataset)
+    share = max(weights[owners == node].sum() for node in (0, 1)) / weights.sum()
+    far = sum(rank.far_segments for rank in ranks) / sum(rank.read_segments for rank in ranks)
+    assert far < share - 0.5 + 0.02, "what exceeds an equal share, and some chance"
+
+
+@given(weights=st.lists(st.integers(0, 100), min_size=1, max_size=30), nodes=st.integers(1, 6))
+def test_shards_are_shared_equally(weights: list[int], nodes: int) -> None:
+    if len(weights) < nodes:
+        with pytest.raises(InputError, match="cannot be shared"):
+            share_shards(weights, nodes)
+        return
+    owners = share_shards(weights, nodes)
+    sums = [sum(w for w, o in zip(weights, owners, strict=True) if o == n) for n in range(nodes)]
+    assert set(owners.tolist()) == set(range(nodes)), "nobody goes without"
+    best = max(max(weights), sum(weights) / nodes)
+    assert max(sums) <= (4 / 3) * best + max(weights) / 3 + 1e-6
