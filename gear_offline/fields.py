@@ -67,6 +67,9 @@ class Field:
     mean, divisor
         float64, the step's shape: what the gather normalises with; ``None`` when the rows hold
         final values.
+    lead
+        Earlier steps that each step of a batch is shown with (`frame_stack` - 1): the windows of
+        the field's store have so many rows more, in front.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Field:
     offset: int = 0
     mean: Float64Array | None = None
     divisor: Float64Array | None = None
+    lead: int = 0
 
     @property
     def width(self) -> int:
@@ -87,13 +91,15 @@ def returns_field() -> Field:
     return Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
 
 
-def standard_fields(source: TableSource, *, normalize_states: bool) -> dict[str, Field]:
+def standard_fields(
+    source: TableSource, *, normalize_states: bool, frame_stack: int = 1
+) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
     States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with at least one dimension.  Rewards are float32 of
-    shape (1,).
+    shape (1,).  Stacks of more than one frame are for images.
     """
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
     states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
@@ -102,7 +108,15 @@ def standard_fields(source: TableSource, *, normalize_states: bool) -> dict[str,
             raise _kind(spec, "complex numbers are not supported here")
     if prod(rewards.shape) != 1:
         raise _kind(rewards, "rewards must be one number a step")
-    image = states.dtype == np.uint8 and len(states.shape) >= 2
+    image = is_image(states)
+    if frame_stack > 1 and not image:
+        raise InputError(
+            "FRAME_STACK",
+            f"frame_stack={frame_stack} needs images, {STATES} are {states.dtype} {states.shape} "
+            "a step",
+            where=f"column {STATES}",
+            remedy="use frame_stack=1; images are uint8 with two or more dimensions a step",
+        )
     mean = divisor = None
     if normalize_states:
         if image:
@@ -122,6 +136,7 @@ def standard_fields(source: TableSource, *, normalize_states: bool) -> dict[str,
             shape=states.shape or (1,),
             mean=mean,
             divisor=divisor,
+            lead=frame_stack - 1,
         ),
         ACTIONS: Field(
             name="actions",
@@ -130,6 +145,11 @@ def standard_fields(source: TableSource, *, normalize_states: bool) -> dict[str,
         ),
         REWARDS: Field(name="rewards", dtype=f32, shape=(1,)),
     }
+
+
+def is_image(states: ColumnSpec) -> bool:
+    """Return whether a column holds frames: uint8, two or more dimensions a step."""
+    return states.dtype == np.uint8 and len(states.shape) >= 2
 
 
 def normalization(source: TableSource) -> tuple[Float64Array, Float64Array]:

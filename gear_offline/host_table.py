@@ -19,6 +19,7 @@ def host_table(
     layout: Layout = "auto",
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
+    frame_stack: int = 1,
     share: HostHandle | None = None,
     **options: Any,
 ) -> tuple[Table, HostBlock]:
@@ -30,7 +31,7 @@ def host_table(
 
     Parameters
     ----------
-    source, context_length, layout, normalize_states, extra_columns
+    source, context_length, layout, normalize_states, extra_columns, frame_stack
         As `gear_offline.table.build_table`.
     share
         Handle of the block that holds the table.
@@ -45,9 +46,14 @@ def host_table(
     """
     kind: Any = "records" if layout == "auto" else layout
     plans = plan_stores(
-        source, layout=kind, normalize_states=normalize_states, extra_columns=extra_columns
+        source,
+        layout=kind,
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
     )
-    nbytes = block_bytes(plans, source.episodes.steps + 2 * context_length)
+    margin = context_length + frame_stack - 1
+    nbytes = block_bytes(plans, source.episodes.steps + 2 * margin)
     block = HostBlock.create(nbytes) if share is None else HostBlock.attach(share)
     if block.nbytes != nbytes:
         raise GearError(
@@ -62,6 +68,7 @@ def host_table(
         layout=kind,
         normalize_states=normalize_states,
         extra_columns=extra_columns,
+        frame_stack=frame_stack,
         allocate=block.allocate,
         fill=share is None,
         **options,

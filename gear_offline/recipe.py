@@ -104,6 +104,8 @@ class LoaderSettings(Section):
     """Segments in a batch (B)."""
     context_length: Annotated[Whole, Field(ge=1, le=65_536)] = 20
     """Steps in a segment (K)."""
+    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
+    """Frames that make up a state, for data with one image a step."""
     padding: Literal["right", "left"] = "right"
     """Side on which segments shorter than K are filled up."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0

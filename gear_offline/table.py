@@ -97,6 +97,11 @@ class Store:
         """Whether the rows hold the batch's values, so that a gather only copies."""
         return self.dtype == self.final_dtype and self.fields[0].mean is None
 
+    @property
+    def lead(self) -> int:
+        """Rows in front of a window's own; only of a field that stands alone."""
+        return self.fields[0].lead
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
@@ -171,6 +176,7 @@ def build_table(
     layout: Layout = "auto",
     mode: Mode = "read",
     extra_columns: Sequence[str] = (),
+    frame_stack: int = 1,
     allocate: Allocate = private_rows,
     fill: bool = True,
     verify: bool | None = None,
@@ -180,9 +186,9 @@ def build_table(
 
     Memory, exactly: with ``layout="records"`` the packed fields cost ``ceil16(4 * (S + A + 2))``
     bytes a step; with ``"columns"`` 4 bytes an element; fields that stand alone and extra columns
-    keep their source dtype; each store has ``2 * context_length`` more rows.  With ``mode="mmap"``
-    only the returns-to-go (4 bytes a step) are in memory.  While reading, each thread has about
-    five megabytes more, or some ten times the rewards of the longest episode.
+    keep their source dtype; each store has ``2 * (context_length + frame_stack - 1)`` more rows.
+    With ``mode="mmap"`` only the returns-to-go (4 bytes a step) are in memory.  While reading, each
+    thread has about five megabytes more, or some ten times the rewards of the longest episode.
 
     Parameters
     ----------
@@ -203,6 +209,8 @@ def build_table(
         files and casts when gathering.
     extra_columns
         Further columns, kept in their source dtype bit for bit.
+    frame_stack
+        Frames that make up a state; the column holds single ones.
     allocate
         Gives zeroed, C-contiguous memory of a shape and dtype for each store, in their order; such
         as `gear_offline.host_memory.HostBlock.allocate`.
@@ -217,9 +225,10 @@ def build_table(
     ------
     InputError
         ``COLUMN_MISSING``, ``COLUMN_KIND`` (a column that cannot be that field),
-        ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``CAST_OVERFLOW``
-        (a value too large for float32), ``LAYOUT`` (records of mapped files), and what reading
-        raises: ``SHARD_DIGEST``, ``DATASET_CHANGED``, ``FILE_*``.
+        ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``FRAME_STACK``
+        (of something else than images), ``CAST_OVERFLOW`` (a value too large for float32),
+        ``LAYOUT`` (records of mapped files), and what reading raises: ``SHARD_DIGEST``,
+        ``DATASET_CHANGED``, ``FILE_*``.
     """
     from gear_offline.table_filling import fill_stores
 
@@ -232,16 +241,21 @@ def build_table(
     if layout == "auto":
         layout = "records" if mode == "read" else "columns"
     plans = plan_stores(
-        source, layout=layout, normalize_states=normalize_states, extra_columns=extra_columns
+        source,
+        layout=layout,
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
     )
+    margin = context_length + frame_stack - 1
     if mode == "mmap":
         stores = _mapped_stores(source, plans)
         returns = returns_to_go(source, gamma=gamma, scale=returns_scale)
-        rows = allocate((len(returns) + 2 * context_length, 1), returns.dtype)
-        rows[context_length : context_length + len(returns)] = returns
+        rows = allocate((len(returns) + 2 * margin, 1), returns.dtype)
+        rows[margin : margin + len(returns)] = returns
         stores.insert(3, Store(fields=(returns_field(),), rows=rows))
     else:
-        count = source.episodes.steps + 2 * context_length
+        count = source.episodes.steps + 2 * margin
         stores = [
             Store(fields=_placed(plan), rows=allocate((count, plan.width), plan.dtype))
             for plan in plans
@@ -250,15 +264,13 @@ def build_table(
             fill_stores(
                 source,
                 list(zip(plans, stores, strict=True)),
-                margin=context_length,
+                margin=margin,
                 gamma=gamma,
                 returns_scale=returns_scale,
                 check=source.verified if verify is None else verify,
                 threads=threads,
             )
-    return Table(
-        episodes=source.episodes, stores=tuple(stores), margin=context_length, layout=layout
-    )
+    return Table(episodes=source.episodes, stores=tuple(stores), margin=margin, layout=layout)
 
 
 def plan_stores(
@@ -267,9 +279,10 @@ def plan_stores(
     layout: Literal["records", "columns"],
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
+    frame_stack: int = 1,
 ) -> list[StorePlan]:
     """Return the stores of a table in memory, in their order; `build_table` states the errors."""
-    fields = standard_fields(source, normalize_states=normalize_states)
+    fields = standard_fields(source, normalize_states=normalize_states, frame_stack=frame_stack)
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
         raise InputError(

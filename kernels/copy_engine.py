@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.errors import GearError
-from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.gather import Padding, Windows, filled
 from gear_offline.placement import PlacedTable
 from gear_offline.selection import Segments
 
@@ -118,7 +118,9 @@ class LongWindows:
         self.numbers: Sequence[int] = [
             number
             for number, store in enumerate(placed.stores)
-            if placed.host_bytes and store.store.is_final and span * store.row_bytes >= LEAST_BYTES
+            if placed.host_bytes
+            and store.store.is_final
+            and (span + store.store.lead) * store.row_bytes >= LEAST_BYTES
         ]
         self._engine = CopyEngine(placed.device) if self.numbers else None
 
@@ -128,21 +130,21 @@ class LongWindows:
             return
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         real = np.minimum(self._placed.episodes.lengths[episodes] - starts, self._span)
-        left = self._padding == "left"
-        first = self._span - real if left else np.zeros_like(real)  # real step in the window
         current = torch.cuda.current_stream(self._placed.device)
         self._engine.stream.wait_stream(current)
         for number in self.numbers:
             store, buffer = self._placed.stores[number], windows.buffers[number]
-            flat = buffer.view(-1, *buffer.shape[-2:])
-            places = np.arange(len(real)) * self._span + first
+            lead, flat = store.store.lead, buffer.view(-1, *buffer.shape[-2:])
+            first, last = filled(starts, real, span=self._span, lead=lead, padding=self._padding)
+            places = np.arange(len(real)) * (self._span + lead) + first
+            rows = starts - np.minimum(starts, lead)
             self._engine.copy(
                 (flat.data_ptr() + places * store.row_bytes).astype(np.uint64),
-                (store.addresses[episodes] + starts * store.row_bytes).astype(np.uint64),
-                (real * store.row_bytes).astype(np.uint64),
+                (store.addresses[episodes] + rows * store.row_bytes).astype(np.uint64),
+                ((last - first) * store.row_bytes).astype(np.uint64),
             )
-            for short in np.flatnonzero(real < self._span).tolist():
-                steps = int(real[short])
-                padded = slice(0, self._span - steps) if left else slice(steps, None)
-                flat[short, padded].zero_()  # other bytes than those that are copied
+            # other bytes than those that are copied
+            for short in np.flatnonzero(last - first < self._span + lead).tolist():
+                flat[short, : int(first[short])].zero_()
+                flat[short, int(last[short]) :].zero_()
         current.wait_stream(self._engine.stream)

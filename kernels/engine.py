@@ -31,6 +31,7 @@ from gear_offline.kernels.job import (
 )
 from gear_offline.placement import PlacedStore, PlacedTable
 from gear_offline.selection import Segments, Selection, check_range
+from gear_offline.table import Store
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
@@ -180,12 +181,15 @@ class DeviceEngine:
         """Return uninitialised windows of leading shape `shape`."""
         whole = (*shape, self.context_length)
 
+        def rows(store: Store) -> tuple[int, ...]:
+            return (*shape, self.context_length + store.lead, store.width)
+
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
         return Windows(
             buffers=tuple(
-                empty(*whole, s.store.width, dtype=torch_dtype(s.store.final_dtype))
+                empty(*rows(s.store), dtype=torch_dtype(s.store.final_dtype))
                 for s in self.placed.stores
             ),
             fields=tuple(s.store.fields for s in self.placed.stores),

@@ -5,6 +5,9 @@ one run, and then the padding of those that reach beyond their episode is overwr
 (so nothing of a neighbour or of the future stays).  Rows are copied as whole words, never
 computed with, except where a column is cast or normalised.
 
+A store of frames may have `lead` rows in front of each window: the frames before its first step,
+zeros before the episode's first.  So a frame is read once, and the stacks of a batch are views.
+
 Shape legend: n segments, K steps of a window, W elements of a row, N steps of the table.
 """
 
@@ -42,7 +45,7 @@ class Windows:
     Attributes
     ----------
     buffers
-        What was gathered, one per store; moving these moves everything.
+        What was gathered, one per store, ``(*S, K + lead, W)``; moving these moves everything.
     fields
         Per buffer, the fields it holds; a field is a view of its buffer.
     timesteps, attention_mask
@@ -58,14 +61,22 @@ class Windows:
     segments: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return each field, ``(*S, K, *shape)``, by name; views of the buffers."""
+        """Return each field, ``(*S, K, *shape)``, by name; views of the buffers.
+
+        A field with a lead is ``(*S, K, lead + 1, *shape)``: a step's own frame is the last one of
+        its stack, and stacks share memory.
+        """
         found: dict[str, Tensor] = {}
         for buffer, fields in zip(self.buffers, self.fields, strict=True):
             for field in fields:
                 part = buffer
                 if len(fields) > 1:
                     part = buffer[..., field.offset : field.offset + field.width]
-                found[field.name] = part.view(*part.shape[:-1], *field.shape)
+                part = part.view(*part.shape[:-1], *field.shape)
+                if field.lead:
+                    steps = part.dim() - len(field.shape) - 1
+                    part = part.unfold(steps, field.lead + 1, 1).movedim(-1, steps + 1)
+                found[field.name] = part
         return found
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Windows:
@@ -91,7 +102,7 @@ class CpuGather:
     table
         Where the rows are.
     context_length
-        K, at most the table's margin.
+        K, with the longest lead at most the table's margin.
     padding
         ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
     pin
@@ -101,11 +112,12 @@ class CpuGather:
     def __init__(
         self, table: Table, *, context_length: int, padding: Padding = "right", pin: bool = False
     ) -> None:
-        if not 1 <= context_length <= table.margin:
+        lead = max((store.lead for store in table.stores), default=0)
+        if not 1 <= context_length <= table.margin - lead:
             raise InputError(
                 "CONTEXT_LENGTH",
                 f"windows of {context_length} steps cannot be cut",
-                remedy=f"use a context_length from 1 to {table.margin}, the table's margin",
+                remedy=f"use a context_length from 1 to {table.margin - lead}, the table's margin",
             )
         self.table = table
         self.context_length = context_length
@@ -113,13 +125,16 @@ class CpuGather:
         self._arena = Arena(pin=pin)
         self._stores = table.stores
         self._rows = [(store.width, torch_dtype(store.final_dtype)) for store in table.stores]
-        self._places = np.arange(context_length, dtype=np.int64)
-        real = self._places < np.arange(context_length + 1)[:, None]  # row r: r real steps
+        self._leads = {0, *(store.lead for store in table.stores)}
+        self._places = np.arange(context_length + lead, dtype=np.int64)
+        real = (
+            self._places[:context_length] < np.arange(context_length + 1)[:, None]
+        )  # row r: r real steps
         if padding == "left":
             real = real[:, ::-1]
         self._masks = torch.from_numpy(real.astype(np.int64))
         self._clock = _clock(table, context_length)
-        self._views = [_windows(store, context_length) for store in table.stores]
+        self._views = [_windows(store, context_length + store.lead) for store in table.stores]
 
     def fill(self, segments: Segments) -> Windows:
         """Gather `segments`, of any shape ``S``.
@@ -134,19 +149,23 @@ class CpuGather:
         real = self._real_steps(episodes, starts)
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
-        padded = self._padded(real)
+        padded = {lead: self._padded(starts, real, lead) for lead in self._leads}
         whole, long = (real.size, span), torch.int64
-        parts = [((*whole, width), dtype) for width, dtype in self._rows]
+        parts = [
+            ((real.size, span + store.lead, width), dtype)
+            for store, (width, dtype) in zip(self._stores, self._rows, strict=True)
+        ]
         outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
         *buffers, timesteps, mask, named = outputs
         for store, view, buffer in zip(self._stores, self._views, buffers, strict=True):
             if view is None:
-                self._mapped(store, buffer, low + shift, low, real)
+                before = low - np.minimum(starts, store.lead)
+                self._mapped(store, buffer, low + shift - store.lead, before, low + real - 1)
             else:
-                self._owned(store, buffer, view, low + shift)
-            _clear(buffer, padded)
+                self._owned(store, buffer, view, low + shift - store.lead)
+            _clear(buffer, padded[store.lead])
         self._count(timesteps, starts + shift)
-        timesteps.numpy().reshape(-1)[padded] = 0
+        timesteps.numpy().reshape(-1)[padded[0]] = 0
         _select(self._masks, torch.from_numpy(real), mask)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
@@ -160,7 +179,7 @@ class CpuGather:
     def _count(self, out: Tensor, first: Int64Array) -> None:
         """Write ``first, first + 1, ...`` in each row of (n, K); `first` is above -K."""
         if self._clock is None:
-            np.add(first[:, None], self._places, out=out.numpy())
+            np.add(first[:, None], self._places[: self.context_length], out=out.numpy())
         else:
             rows = torch.from_numpy(first + self.context_length)
             _select(self._clock, rows, out)
@@ -179,19 +198,26 @@ class CpuGather:
         real: Int64Array = np.minimum(left, self.context_length)
         return real
 
-    def _padded(self, real: Int64Array) -> Int64Array:
-        """Return the flat positions, in (n, K), that are padding."""
-        short = np.flatnonzero(real < self.context_length)[:, None]
-        steps = real[short]
-        if self.padding == "right":
-            mask = self._places >= steps
-        else:
-            mask = self._places < self.context_length - steps
-        positions: Int64Array = (short * self.context_length + self._places)[mask]
+    def _padded(self, starts: Int64Array, real: Int64Array, lead: int) -> Int64Array:
+        """Return the flat positions, in (n, K + lead), that hold no row of the episode."""
+        short = real < self.context_length
+        if lead:
+            short |= starts < lead
+        windows = np.flatnonzero(short)[:, None]
+        first, last = filled(
+            starts[windows],
+            real[windows],
+            span=self.context_length,
+            lead=lead,
+            padding=self.padding,
+        )
+        places = self._places[: self.context_length + lead]
+        outside = (places < first) | (places >= last)
+        positions: Int64Array = (windows * len(places) + places)[outside]
         return positions
 
     def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
-        """Copy the windows that begin at step `first` into `out`, (n, K, W)."""
+        """Copy the windows that begin at step `first` into `out`, (n, K + lead, W)."""
         rows = torch.from_numpy(first + self.table.margin)
         if store.is_final:
             _select(view, rows, out.flatten(1).view(view.dtype))
@@ -202,11 +228,13 @@ class CpuGather:
             _convert(store, values.numpy(), out)
 
     def _mapped(
-        self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, real: Int64Array
+        self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, high: Int64Array
     ) -> None:
-        """As `_owned`, from mapped pieces; padding repeats a real step, so nothing else is read."""
+        """As `_owned`, from mapped pieces; only steps `low` to `high` are read: padding repeats
+        one of them."""
         assert store.firsts is not None, "a store has rows or pieces"
-        rows = np.clip(first[:, None] + self._places, low[:, None], (low + real - 1)[:, None])
+        places = self._places[: out.shape[1]]
+        rows = np.clip(first[:, None] + places, low[:, None], high[:, None])
         # Bytes, since a mapped column may lie at an odd address.
         row_bytes = store.width * store.dtype.itemsize
         if store.is_final:
@@ -220,6 +248,21 @@ class CpuGather:
             found[mine] = piece[rows[mine] - store.firsts[number]]
         if not store.is_final:
             _convert(store, found.view(store.dtype), out)
+
+
+def filled(
+    starts: Int64Array, real: Int64Array, *, span: int, lead: int, padding: Padding
+) -> tuple[Int64Array, Int64Array]:
+    """Return where a window's rows of its episode begin and end among its ``span + lead`` rows.
+
+    Parameters
+    ----------
+    starts, real
+        First step of each window and how many steps of it there are, int64 of one shape.
+    """
+    ahead = np.minimum(starts, lead)  # rows that the lead finds in the episode
+    first = lead - ahead if padding == "right" else span - real + lead - ahead
+    return first, first + ahead + real
 
 
 def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:

@@ -20,7 +20,7 @@ CAST_PIECE: Final = 1024  # elements of a task
 
 _STORE_NAMES = (
     *("addresses", "out", "row_bytes", "unit", "width", "source", "to_int64"),
-    *("mean", "divisor", "pieces", "piece"),
+    *("mean", "divisor", "pieces", "piece", "lead"),
 )
 _JOB_NAMES = (
     *("seed", "counter", "first_step", "law", "offsets", "guide", "shift", "episodes", "steps"),
@@ -60,7 +60,7 @@ def describe_store(store: Store, *, addresses: int, moments: tuple[int, int], sp
     moments
         Device addresses of mean and divisor, (width,) float64; zeros for none.
     span
-        K.
+        K, without the store's lead.
 
     Raises
     ------
@@ -71,6 +71,8 @@ def describe_store(store: Store, *, addresses: int, moments: tuple[int, int], sp
     row = np.zeros((), STORE)
     row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, store.width
     row["mean"], row["divisor"] = moments
+    row["lead"] = store.lead
+    span += store.lead
     row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
     if store.is_final:
         row["source"], row["piece"] = COPY, max(COPY_PIECE_BYTES // unit, 1)
@@ -117,13 +119,18 @@ def leave_out(job: npt.NDArray[Any], numbers: Sequence[int]) -> None:
 
 
 def group_of(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
-    """Return how many segments a warp takes at once; 0 where windows are long, cast or few.
+    """Return how many segments a warp takes at once; 0 where windows are long, cast or few, or
+    have a lead.
 
     Enough groups stay to keep `warps` busy twice over.
     """
     rows = job["store"][0, : int(job["stores"][0])]
     short = all(
-        int(r["source"]) == COPY and int(r["pieces"]) == 1 and int(r["unit"]) >= 4 for r in rows
+        int(r["source"]) == COPY
+        and int(r["pieces"]) == 1
+        and int(r["unit"]) >= 4
+        and not int(r["lead"])
+        for r in rows
     )
     group = min(32, segments // (2 * warps)) if short else 0
     return 1 << group.bit_length() - 1 if group else 0

@@ -1,6 +1,7 @@
 """One batch of segments, as a model takes it.
 
-Shape legend: B segments, K steps of a window, S and A per-step shapes of states and actions.
+Shape legend: B segments, K steps of a window, S and A per-step shapes of states and actions; with
+`frame_stack` above 1, S is (frames of a stack, *frame).
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Segments with their padding.  Padded positions are zeros in every field.
+    """Segments with their padding.  Padded positions are zeros in every field, but for stacks of
+    frames: those of padded steps repeat frames of the window, for stacks share memory.
 
     Attributes
     ----------
     states
-        ``(B, K, *S)`` float32; uint8 for images.
+        ``(B, K, *S)`` float32; uint8 for images.  Stacks of frames are a view in which a frame
+        appears several times: call `contiguous` before writing to it.
     actions
         ``(B, K, *A)`` float32, or int64 for discrete actions (``(B, K)`` for one action a step).
     rewards
@@ -74,7 +77,8 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        # Stacks share memory, which a copy with the same strides could not be written to.
+        return self._map(lambda tensor: tensor.contiguous().pin_memory())
 
     def contiguous(self) -> Batch:
         """Return the batch with every tensor contiguous, copying only those that are not."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
+MAX_FRAME_STACK = 64
 Engine = Literal["auto", "on", "off"]
 
 
@@ -69,6 +70,11 @@ class GearLoader(Iterator[Batch]):
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, layout, mode, extra_columns
         As `gear_offline.table.build_table`.
+    frame_stack
+        S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
+        step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
+        Each frame is read once: ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames
+        a segment.
     start_step
         Step of the first batch.
     engine
@@ -109,6 +115,7 @@ class GearLoader(Iterator[Batch]):
         layout: Layout = "auto",
         mode: Mode = "read",
         extra_columns: Sequence[str] = (),
+        frame_stack: int = 1,
         start_step: int = 0,
         engine: Engine = "auto",
         placement: Placement = "auto",
@@ -118,6 +125,7 @@ class GearLoader(Iterator[Batch]):
         _check_options(
             batch_size=batch_size,
             context_length=context_length,
+            frame_stack=frame_stack,
             padding=padding,
             gamma=gamma,
             returns_scale=returns_scale,
@@ -145,6 +153,7 @@ class GearLoader(Iterator[Batch]):
             layout=layout,
             mode=mode,
             extra_columns=extra_columns,
+            frame_stack=frame_stack,
             **law,
         )
         self.batch_size = batch_size
@@ -152,6 +161,7 @@ class GearLoader(Iterator[Batch]):
         self.padding: Padding = padding
         self.seed = int(seed)
         self.extra_columns = tuple(extra_columns)
+        self.frame_stack = frame_stack
         self._law = law
         self._moves = self.device.type != "cpu"
         self.engine: DeviceEngine | None = None
@@ -256,10 +266,11 @@ class GearLoader(Iterator[Batch]):
                 f"not a loader state of format {STATE_FORMAT}",
                 remedy="pass what GearLoader.state_dict() returned",
             )
+        saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
         differ = [
-            f"{key} is {mine!r} here and {state.get(key)!r} in the state"
+            f"{key} is {mine!r} here and {saved.get(key)!r} in the state"
             for key, mine in self._identity().items()
-            if state.get(key) != mine
+            if saved.get(key) != mine
         ]
         if differ:
             raise InputError(
@@ -277,17 +288,20 @@ class GearLoader(Iterator[Batch]):
             "selection": {"name": self.selection.name, "options": dict(self.selection.options)},
             "batch_size": self.batch_size,
             "context_length": self.context_length,
+            "frame_stack": self.frame_stack,
             "padding": self.padding,
             **self._law,
             "dataset": self._dataset_digest,
         }
 
     def _steps_per_block(self) -> int:
-        row_bytes = sum(
-            store.width * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
+        window_bytes = sum(
+            (self.context_length + store.lead)
+            * store.width
+            * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
             for store in self.table.stores
         )
-        batch_bytes = self.share * self.context_length * (row_bytes + 16)
+        batch_bytes = self.share * (window_bytes + 16 * self.context_length)
         return max(1, min(BLOCK_SEGMENTS // self.batch_size, BLOCK_BYTES // batch_bytes))
 
     def _batches(self, first_step: int, steps: int) -> list[Batch]:
@@ -364,6 +378,7 @@ def _check_options(
     *,
     batch_size: int,
     context_length: int,
+    frame_stack: int,
     padding: Literal["right", "left"],
     gamma: float,
     returns_scale: float,
@@ -375,6 +390,8 @@ def _check_options(
         raise _bad_option("batch_size", batch_size, "an integer of at least 1")
     if type(context_length) is not int or context_length < 1:
         raise _bad_option("context_length", context_length, "an integer of at least 1")
+    if type(frame_stack) is not int or not 1 <= frame_stack <= MAX_FRAME_STACK:
+        raise _bad_option("frame_stack", frame_stack, f"an integer from 1 to {MAX_FRAME_STACK}")
     if padding not in ("right", "left"):
         raise _bad_option("padding", padding, "'right' or 'left'")
     if not 0.0 <= gamma <= 1.0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from gear_offline.selection import Segments, make_selection
 from gear_offline.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 from tests.support import make_dataset
+from tests.test_frame_stack import image_columns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,6 +101,44 @@ def test_long_windows_by_the_copy_engine(
     expected, found = cpu.gather.fill(segments), engine.gather(segments)
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert mine.cpu().numpy().tobytes() == theirs.numpy().tobytes()
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("tier", ["hbm", "host", "both"])
+@pytest.mark.parametrize("frame", [(84, 84), (7, 5), (4, 4, 3)])
+@pytest.mark.parametrize("stack", [2, 4])
+@pytest.mark.parametrize("copies", [True, False])
+def test_stacks_of_frames(
+    tmp_path: Path,
+    padding: Padding,
+    tier: str,
+    frame: tuple[int, ...],
+    stack: int,
+    copies: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gear_offline.kernels import copy_engine
+
+    if copies:
+        monkeypatch.setattr(copy_engine, "LEAST_BYTES", 8 * math.prod(frame))
+    images = make_dataset(tmp_path, LENGTHS, columns=image_columns(sum(LENGTHS), frame))
+    where = {"hbm_budget": 40 * math.prod(frame)} if tier == "both" else {"placement": tier}
+    gpu, cpu = loaders(images, padding=padding, frame_stack=stack, **where)
+    assert gpu.engine is not None
+    assert bool(gpu.engine.long_stores) == (copies and tier != "hbm")
+    for _ in range(60):
+        one, other = next(gpu), next(cpu)
+        same(one, other)
+    assert one.states.shape == (33, 8, stack, *frame)
+    assert one.states.stride(1) == one.states.stride(2) == math.prod(frame)  # a view
+    batches = gpu.device_batches()
+    for step in range(60, 64):
+        batches.enqueue()
+        same(batches.batch, cpu.batch_at(step))
+    assert cpu.batch_at(0).pin_memory().states.is_pinned()
+    off = GearLoader(images, batch_size=33, context_length=8, seed=2**63 + 5, padding=padding,
+                     frame_stack=stack, device="cuda", engine="off")  # fmt: skip
+    same(next(off), cpu.batch_at(0))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", "uint16", "int64", "bool"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Emulated:
             self.job[name] = np.uint64(value)
         outputs = []
         for number, store in enumerate(self.table.stores):
-            shape = (count, self.span, store.width)
+            shape = (count, self.span + store.lead, store.width)
             outputs.append(np.full(shape, 0x55, np.uint8).astype(store.final_dtype))
             self.job["store"]["out"][0, number] = outputs[-1].ctypes.data
         times, mask = (np.full((count, self.span), -7, np.int64) for _ in range(2))
@@ -188,6 +189,49 @@ def test_the_kernel_gives_the_bits_of_its_twin(
     segments = selection.select_many(seed=seed, first_step=step, steps=3, count=5)
     expected = CpuGather(table, context_length=span, padding=padding).fill(segments)
     same(engine.run(library, 15, step=step, lanes=lanes, law=LAWS[law], seed=seed), expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=LENGTHS,
+    span=st.integers(1, 12),
+    frame=st.sampled_from([(1, 1), (3, 5), (4, 4), (2, 3, 2), (40, 31)]),
+    stack=st.integers(1, 7),
+    padding=st.sampled_from(["right", "left"]),
+    lanes=st.sampled_from([8, 16, 32]),
+    cast=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_frames_before_a_window_are_those_of_the_twin(
+    library: Any,
+    lengths: list[int],
+    span: int,
+    frame: tuple[int, ...],
+    stack: int,
+    padding: Padding,
+    lanes: int,
+    cast: bool,
+    seed: int,
+) -> None:
+    source = make_source(lengths, states=1, dtype="int8", actions="uint8", extra=("int8", ()))
+    frames = np.random.default_rng(seed).integers(0, 256, size=(sum(lengths), *frame))
+    source = MemoryTable(source.columns | {"observations": frames.astype(np.uint8)}, lengths)
+    table = build_table(source, context_length=span, frame_stack=stack)
+    if cast:  # no column needs it today; the kernel can
+        table = replace(table, stores=tuple(as_float(store) for store in table.stores))
+    engine = Emulated(table, padding=padding, span=span, per_step=9)
+    law = make_selection("uniform_steps", table.episodes)
+    segments = law.select_many(seed=seed, first_step=3, steps=2, count=9)
+    expected = CpuGather(table, context_length=span, padding=padding).fill(segments)
+    assert max(buffer.shape[2] for buffer in expected.buffers) == span + stack - 1
+    same(engine.run(library, 18, step=3, lanes=lanes, law=0, seed=seed), expected)
+
+
+def as_float(store: Store) -> Store:
+    """Return the store with frames cast to float32."""
+    if not store.lead:
+        return store
+    return replace(store, fields=(replace(store.fields[0], dtype=np.dtype(np.float32)),))
 
 
 def test_chosen_segments_and_those_outside_of_the_table(library: Any) -> None:

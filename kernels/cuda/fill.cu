@@ -92,7 +92,7 @@ GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine
     }
 }
 
-// For many short windows: a warp takes `group` segments (up to 32), each drawn by a lane of its
+// For many short windows without leads: a warp takes `group` segments (up to 32), each drawn by a lane of its
 // own, so that the chain of loads behind a draw is waited for once for all of them.
 GEAR_CODE void run_many(const Job& job) {
     u64 step = read_step(job);

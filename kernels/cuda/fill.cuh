@@ -16,7 +16,7 @@ enum { MAX_STORES = 24, SELECTION_STREAM = 0 };
 
 struct Store {
     const i64* addresses;   // (E,) of each episode's first row
-    unsigned char* out;     // (segments, K, row in the batch)
+    unsigned char* out;     // (segments, K + lead, row in the batch)
     i64 row_bytes;          // of the source
     i64 unit;               // bytes moved at once by a lane: 16, 8, 4, 2 or 1; divides the row
     i64 width;              // elements of a row
@@ -26,6 +26,7 @@ struct Store {
     const double* divisor;  // (width,)
     i64 pieces;             // tasks of a window
     i64 piece;              // units (copy) or elements (cast) of a task
+    i64 lead;               // rows in front of a window: those before it in the episode, or zeros
 };
 
 struct Job {
@@ -170,18 +171,33 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
     }
 }
 
+// Where the episode's rows lie in a window of job.span + store.lead rows, and the first of them.
+struct Extent {
+    i64 low, high;  // rows
+    const char* from;
+};
+
+GEAR_CODE Extent extent(const Job& job, const Store& store, const Segment& segment) {
+    Extent found = {0, 0, (const char*)0};
+    if (segment.real == 0) return found;
+    i64 ahead = segment.start < store.lead ? segment.start : store.lead;
+    found.low = store.lead - ahead + (job.left ? job.span - segment.real : 0);
+    found.high = found.low + ahead + segment.real;
+    found.from = (const char*)store.addresses[segment.episode] +
+                 (segment.start - ahead) * store.row_bytes;
+    return found;
+}
+
 template <int LANES>
 GEAR_CODE void copy_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
                          i64 piece, int lane) {
-    i64 row = store.row_bytes / store.unit, all = job.span * row;
+    i64 row = store.row_bytes / store.unit, all = (job.span + store.lead) * row;
     i64 begin = piece * store.piece;
     i64 end = begin + store.piece < all ? begin + store.piece : all;
-    i64 low = job.left ? (job.span - segment.real) * row : 0;
-    i64 high = low + segment.real * row;
-    const char* from = segment.real ? (const char*)store.addresses[segment.episode] +
-                                          segment.start * store.row_bytes
-                                    : (const char*)0;
-    unsigned char* to = store.out + number * job.span * store.row_bytes;
+    Extent rows = extent(job, store, segment);
+    i64 low = rows.low * row, high = rows.high * row;
+    const char* from = rows.from;
+    unsigned char* to = store.out + number * all * store.unit;
     switch (store.unit) {
         case 16:
             copy_piece<Unit16, LANES>((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane);
@@ -252,14 +268,12 @@ GEAR_CODE void cast_element(const Store& store, const char* from, i64 index, i64
 template <int LANES>
 GEAR_CODE void cast_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
                          i64 piece, int lane) {
-    i64 all = job.span * store.width, base = number * all;
+    i64 all = (job.span + store.lead) * store.width, base = number * all;
     i64 begin = piece * store.piece;
     i64 end = begin + store.piece < all ? begin + store.piece : all;
-    i64 low = job.left ? (job.span - segment.real) * store.width : 0;
-    i64 high = low + segment.real * store.width;
-    const char* from = segment.real ? (const char*)store.addresses[segment.episode] +
-                                          segment.start * store.row_bytes
-                                    : (const char*)0;
+    Extent rows = extent(job, store, segment);
+    i64 low = rows.low * store.width, high = rows.high * store.width;
+    const char* from = rows.from;
     for (i64 at = begin + lane; at < end; at += LANES) {
         if (at >= low && at < high)
             cast_element(store, from, at - low, at % store.width, base + at);
