@@ -20,12 +20,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.atari import REMEDY, is_atari, make_atari
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.schema import BoolArray, Int64Array
 
@@ -43,7 +45,7 @@ class ActingPolicy(Protocol):
     def act(
         self, observations: npt.NDArray[Any], indices: Int64Array | None = None
     ) -> npt.NDArray[Any]:
-        """Return the actions for `observations` (m, S) of the slots `indices` (m,).
+        """Return the actions for `observations` (m, S), or frames (m, h, w), of `indices` (m,).
 
         (m, A) floating, or (m,) integers for discrete actions.
         """
@@ -108,12 +110,15 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
             # v4 is asked for on purpose where it is closer to D4RL's environments than v5
             warnings.filterwarnings("ignore", message=".*is out of date.*")
             # the checker repeats for every step what the first episode already proves
-            return gymnasium.make(environment_id, disable_env_checker=True, **options)
+            make = make_atari if is_atari(environment_id) else gymnasium.make
+            return make(environment_id, disable_env_checker=True, **options)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         raise UnavailableError(
             "ENVIRONMENT_PACKAGE",
             f"the simulator of {environment_id} is not usable: {_first_line(error)}",
-            remedy="install it, for MuJoCo: pip install 'gear-offline[mujoco]'",
+            remedy=REMEDY
+            if is_atari(environment_id)
+            else "install it, for MuJoCo: pip install 'gear-offline[mujoco]'",
         ) from error
     except gymnasium.error.Error as error:
         raise InputError(
@@ -146,24 +151,32 @@ def _first_line(error: BaseException) -> str:
 def space_sizes(environment: gymnasium.Env[Any, Any]) -> tuple[int, int, bool]:
     """Return ``(state size, action size, discrete)`` of `environment`.
 
-    For discrete actions the action size is the number of actions.
+    For discrete actions the action size is the number of actions; for frames (uint8 of two or
+    three dimensions) the state size is the number of their elements.
 
     Raises
     ------
     InputError
-        ``ENVIRONMENT_SPACE`` unless observations are one flat Box and actions Box or Discrete.
+        ``ENVIRONMENT_SPACE`` unless observations are one flat Box or frames, and actions Box or
+        Discrete.
     """
     seen, acted = environment.observation_space, environment.action_space
-    if isinstance(seen, gymnasium.spaces.Box) and len(seen.shape) == 1:
+    if isinstance(seen, gymnasium.spaces.Box) and (len(seen.shape) == 1 or is_frame(seen)):
         if isinstance(acted, gymnasium.spaces.Box) and len(acted.shape) == 1:
-            return int(seen.shape[0]), int(acted.shape[0]), False
+            return prod(seen.shape), int(acted.shape[0]), False
         if isinstance(acted, gymnasium.spaces.Discrete):
-            return int(seen.shape[0]), int(acted.n), True
+            return prod(seen.shape), int(acted.n), True
     raise InputError(
         "ENVIRONMENT_SPACE",
         f"spaces {seen} and {acted} are not supported",
-        remedy="use an environment with flat Box observations and Box or Discrete actions",
+        remedy="use an environment with flat Box observations or uint8 frames, and Box or Discrete "
+        "actions",
     )
+
+
+def is_frame(space: gymnasium.spaces.Box) -> bool:
+    """Return whether observations are frames: uint8, (h, w) or (h, w, colours)."""
+    return space.dtype == np.uint8 and len(space.shape) in (2, 3)
 
 
 def run_episodes(
@@ -236,7 +249,10 @@ class _Run:
         self.returns = np.zeros(len(seeds), dtype=np.float64)
         self.lengths = np.zeros(len(seeds), dtype=np.int64)
         self.terminated = np.zeros(len(seeds), dtype=np.bool_)
-        self.observations = np.zeros((len(environments), states), dtype=np.float64)
+        seen = environments[0].observation_space
+        frames = isinstance(seen, gymnasium.spaces.Box) and is_frame(seen)
+        shape = (len(environments), *(seen.shape or ())) if frames else (len(environments), states)
+        self.observations: npt.NDArray[Any] = np.zeros(shape, np.uint8 if frames else np.float64)
         self.playing = np.full(len(environments), -1, dtype=np.int64)  # slot -> episode, -1: none
         self.next_episode = 0
         self.begin(range(len(environments)))

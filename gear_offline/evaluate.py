@@ -277,7 +277,8 @@ def check_sizes(model: Any, environment_id: str) -> None:
     finally:
         probe.close()
     here = (states, actions, discrete)
-    wanted = (model.config.state_dim, model.config.act_dim, bool(model.discrete))
+    inputs = getattr(model.config, "frame_shape", None) or (model.config.state_dim,)
+    wanted = (math.prod(inputs), model.config.act_dim, bool(model.discrete))
     if here != wanted:
         kinds = {True: "discrete actions", False: "action values"}
         raise InputError(

@@ -99,6 +99,8 @@ class Learner:
             action_dim=sizes.action_dim,
             discrete=sizes.discrete,
             context_length=recipe.loader.context_length,
+            frame_shape=sizes.frame_shape,
+            frame_stack=recipe.loader.frame_stack,
             **recipe.model.model_dump(),
         )
         trainable_parameters(self.model)  # freezes what the loss never reaches

@@ -16,6 +16,7 @@ import numpy as np
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.fields import is_image, standard_fields
 from gear_offline.host_memory import available_bytes
 from gear_offline.progress import say
 from gear_offline.recipe import CollectSettings, DataSettings, Recipe
@@ -109,6 +110,8 @@ class ModelSizes:
     ----------
     state_dim
         Numbers in an observation.
+    frame_shape
+        Of an observation that is a frame, (h, w) or (h, w, colours); otherwise empty.
     action_dim
         Numbers in an action, or the number of discrete actions.
     discrete
@@ -118,6 +121,7 @@ class ModelSizes:
     state_dim: int
     action_dim: int
     discrete: bool
+    frame_shape: tuple[int, ...] = ()
 
 
 def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
@@ -150,8 +154,14 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
         else:
             with probe:
                 state_dim, action_dim, discrete = space_sizes(probe)
+                shape = probe.observation_space.shape or ()
                 limit = probe.spec.max_episode_steps if probe.spec is not None else None
-            there = ModelSizes(state_dim=state_dim, action_dim=action_dim, discrete=discrete)
+            there = ModelSizes(
+                state_dim=state_dim,
+                action_dim=action_dim,
+                discrete=discrete,
+                frame_shape=shape if sizes.frame_shape else (),
+            )
             sizes = _agreed(sizes, there, environment)
             longest = max(longest, limit or 0)
     changes: dict[str, Any] = {
@@ -195,25 +205,36 @@ def _sizes(dataset: Dataset) -> ModelSizes:
         state_dim=prod(observations.shape),
         action_dim=highest if discrete else prod(actions.shape),
         discrete=discrete,
+        frame_shape=observations.shape if is_image(observations) else (),
     )
 
 
 def _agreed(data: ModelSizes, environment: ModelSizes, name: str) -> ModelSizes:
     """Return the environment's sizes, which may have actions that never occur in the data."""
-    same = (data.state_dim, data.discrete) == (environment.state_dim, environment.discrete)
+    same = (data.state_dim, data.discrete, data.frame_shape) == (
+        environment.state_dim,
+        environment.discrete,
+        environment.frame_shape,
+    )
     if same and (
         data.action_dim == environment.action_dim
         or (data.discrete and data.action_dim < environment.action_dim)
     ):
         return environment
-    kind = {True: "discrete actions", False: "action values"}
     raise InputError(
         "ENVIRONMENT_MISMATCH",
-        f"{name} has {environment.state_dim} observation values and {environment.action_dim} "
-        f"{kind[environment.discrete]}, the data {data.state_dim} and {data.action_dim} "
-        f"{kind[data.discrete]}",
+        f"{name} has {_words(environment)}, the data {_words(data)}",
         where="evaluate.environment",
         remedy="name the environment that the data came from, or set evaluate.episodes=0",
+    )
+
+
+def _words(sizes: ModelSizes) -> str:
+    seen = f"{sizes.state_dim} observation values"
+    if sizes.frame_shape:
+        seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
+    return (
+        f"{seen} and {sizes.action_dim} {'discrete actions' if sizes.discrete else 'action values'}"
     )
 
 
@@ -221,6 +242,10 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     """Refuse what training would stumble over much later, or quietly get wrong."""
     from gear_offline.models.checks import beyond_tanh
 
+    loader = recipe.loader
+    standard_fields(  # refuses what does not fit frames, or vectors
+        dataset, normalize_states=loader.normalize_states, frame_stack=loader.frame_stack
+    )
     for column in ("observations", "actions", "rewards"):
         found = dataset.statistics[column]
         if found.nonfinite or not np.isfinite(found.std).all():

@@ -153,6 +153,8 @@ class ModelSettings(Section):
     """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """Attention implementation."""
+    encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
+    """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
 
 
 class OptimizerSettings(Section):

@@ -11,7 +11,8 @@ size, S state elements, A action elements or discrete actions.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, cast
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask, drop
 from gear_offline.models.checks import check_actions, check_timesteps, trainable_parameters
-from gear_offline.models.loss import action_loss
+from gear_offline.models.config import make_config
+from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder
+from gear_offline.models.loss import Padding, TrainingBatch, action_loss
 
 __all__ = [
     "DecisionTransformer",
@@ -37,28 +40,16 @@ __all__ = [
 ]
 
 Attention = Literal["auto", "sdpa", "eager"]
-Padding = Literal["any", "left", "right"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
-
-
-class TrainingBatch(Protocol):
-    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
-
-    @property
-    def actions(self) -> Tensor: ...
-    @property
-    def attention_mask(self) -> Tensor: ...
-    @property
-    def padding(self) -> Padding: ...
-    def model_inputs(self) -> dict[str, Tensor]: ...
 
 
 class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
     """Decision Transformer with the released class's weights, inputs and outputs.
 
-    Two keys of the configuration are ours; the released class carries them along unread:
-    ``discrete_actions`` (bool: actions are integers and the head gives logits) and
-    ``context_length`` (int: K of the training windows, for whoever builds a policy).
+    Some keys of the configuration are ours; the released class carries them along unread:
+    ``discrete_actions`` (bool: actions are integers and the head gives logits),
+    ``context_length`` (int: K of the training windows, for whoever builds a policy), and for
+    frames ``frame_encoder``, ``frame_shape``, ``frame_stack``.
 
     Attributes
     ----------
@@ -73,6 +64,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         model was loaded with ``attn_implementation="eager"``.  Not saved.
     discrete
         Whether actions are integers.
+    frame_encoder
+        Turns frames into the ``config.state_dim`` elements of a state; None for vectors.  The
+        released class has all tensors but the encoder's and takes its features as states.
 
     Notes
     -----
@@ -100,6 +94,15 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         super().__init__(config)
         for block in self.encoder.h:
             Block.adopt(block)
+        self.frame_encoder: FrameEncoder | None = None
+        kind = getattr(config, "frame_encoder", "none")
+        if kind != "none":
+            self.frame_encoder = build_encoder(
+                kind,
+                frame_shape=config.frame_shape,
+                frame_stack=config.frame_stack,
+                features=config.state_dim,
+            )
         self.discrete = discrete
         self.padding: Padding = "any"
         self.attention: Attention = "auto"
@@ -124,7 +127,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         Parameters
         ----------
         states
-            (B, K, S) floating; further dimensions are flattened into S.
+            As in `features`.
         actions
             (B, K, A) floating; for discrete actions (B, K) integer or (B, K, A) one-hot.
         rewards
@@ -223,6 +226,21 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         return cast(Tensor, self.predict_action(hidden)[:, 0])
 
+    def features(self, states: Tensor) -> Tensor:
+        """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
+
+        Parameters
+        ----------
+        states
+            (B, K, ...) floating, further dimensions are flattened into S.  With an encoder
+            (B, K, *frame) or (B, K, stack, *frame) uint8, or its features, floating.
+        """
+        if states.is_floating_point():
+            return states.flatten(2)
+        if self.frame_encoder is not None:
+            return cast(Tensor, self.frame_encoder(states))
+        return states.flatten(2).to(self.embed_state.weight.dtype)
+
     def _embed(
         self,
         states: Tensor | None,
@@ -237,12 +255,9 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             )
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
-        states = states.flatten(2)
-        if not states.is_floating_point():
-            states = states.to(self.embed_state.weight.dtype)
         parts = (
             self.embed_return(returns_to_go),
-            self.embed_state(states),
+            self.embed_state(self.features(states)),
             self._embed_actions(actions),
         )
         # stack on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
@@ -328,13 +343,16 @@ def build_model(
     context_length: int = 20,
     action_tanh: bool = True,
     attention: Attention = "auto",
+    encoder: Encoder = "auto",
+    frame_shape: Sequence[int] = (),
+    frame_stack: int = 1,
 ) -> DecisionTransformer:
     """Build a Decision Transformer; the defaults are the paper's locomotion model.
 
     Parameters
     ----------
     state_dim
-        Elements of a state.
+        Elements of a state; of one frame.
     action_dim
         Elements of a continuous action, or the number of discrete actions.
     discrete
@@ -347,54 +365,36 @@ def build_model(
         Bound continuous actions to (-1, 1).
     attention
         See `DecisionTransformer`.
+    encoder
+        Of frames, see `gear_offline.models.encoders`; ``"auto"`` is ``"cnn"`` for frames.  With
+        ``"none"`` their pixels are the elements of a state.
+    frame_shape
+        (h, w) or (h, w, C) of a frame where states are frames.
+    frame_stack
+        Frames that make up a state.
 
     Raises
     ------
     InputError
-        ``MODEL_CONFIG`` for a size below 1, a dropout outside [0, 1), or heads that do not
-        divide `hidden_size`.
+        ``MODEL_CONFIG`` for a size below 1, a dropout outside [0, 1), heads that do not divide
+        `hidden_size`, or frames that the encoder cannot take.
     """
-    sizes = {
-        "state_dim": state_dim,
-        "action_dim": action_dim,
-        "hidden_size": hidden_size,
-        "layers": layers,
-        "heads": heads,
-        "max_timestep": max_timestep,
-        "context_length": context_length,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError("MODEL_CONFIG", f"{size} is less than 1", where=f"model.{name}")
-    if hidden_size % heads:
-        raise InputError(
-            "MODEL_CONFIG",
-            f"{heads} heads do not divide a hidden size of {hidden_size}",
-            where="model.heads",
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL_CONFIG", f"{dropout} is not in [0, 1)", where="model.dropout")
-    config = DecisionTransformerConfig(
+    config = make_config(
         state_dim=state_dim,
-        act_dim=action_dim,
+        action_dim=action_dim,
+        discrete=discrete,
         hidden_size=hidden_size,
-        max_ep_len=max_timestep,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=1,  # only row 0 is ever used
-        activation_function=activation,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        action_tanh=action_tanh and not discrete,
-        use_cache=False,
-        # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
-        # warned of, and None would be left out of the file and become the default when loaded.
-        bos_token_id=0,
-        eos_token_id=0,
+        layers=layers,
+        heads=heads,
+        activation=activation,
+        dropout=dropout,
+        max_timestep=max_timestep,
+        context_length=context_length,
+        action_tanh=action_tanh,
+        encoder=encoder,
+        frame_shape=frame_shape,
+        frame_stack=frame_stack,
     )
-    config.discrete_actions = discrete
-    config.context_length = context_length
     model = DecisionTransformer(config)
     model.attention = attention
     return model

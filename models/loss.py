@@ -5,8 +5,24 @@ Shape legend: B windows, K steps, A action elements or discrete actions.
 
 from __future__ import annotations
 
+from typing import Literal, Protocol
+
 from torch import Tensor
 from torch.nn import functional as F
+
+Padding = Literal["any", "left", "right"]
+
+
+class TrainingBatch(Protocol):
+    """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
+
+    @property
+    def actions(self) -> Tensor: ...
+    @property
+    def attention_mask(self) -> Tensor: ...
+    @property
+    def padding(self) -> Padding: ...
+    def model_inputs(self) -> dict[str, Tensor]: ...
 
 
 def action_loss(

@@ -1,10 +1,13 @@
 """Acting with a Decision Transformer: many environments in lock-step, one forward a step.
 
+Frames are encoded once, when they are seen: what is remembered of a step are its features.
+
 Shape legend: E environments, K steps of context, S state elements, A action elements.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -68,7 +71,10 @@ class Policy:
         self.context_length = context_length
         self.returns_scale = float(returns_scale)
         self.max_timestep = int(model.config.max_ep_len)
-        self.state_dim = int(model.config.state_dim)
+        self.frame_shape = tuple(getattr(model.config, "frame_shape", ()))
+        self.frame_stack = int(getattr(model.config, "frame_stack", 1))
+        inputs = self.frame_shape or (int(model.config.state_dim),)
+        self.state_dim = prod(inputs)
         self.action_dim = int(model.config.act_dim)
         self.discrete = model.discrete
         self._mean = _statistic(state_mean, self.state_dim, "state_mean")
@@ -78,6 +84,7 @@ class Policy:
         self._steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._waiting: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._windows: tuple[Tensor, Tensor, Tensor, Tensor] = self._empty(0)
+        self._frames = self._empty_frames(0)  # (E, stack, *frame) uint8, the newest one last
 
     @property
     def environments(self) -> int:
@@ -110,6 +117,7 @@ class Policy:
         self._steps[chosen] = 0
         self._waiting[chosen] = False
         rows = torch.from_numpy(chosen).to(self.device)
+        self._frames[rows] = 0  # before an episode's first frame, as in training
         for window in self._windows:
             window[rows] = 0  # old values are hidden by the mask; zeros keep NaN out of it
 
@@ -122,7 +130,8 @@ class Policy:
         Parameters
         ----------
         observations
-            (n, S) raw observations of the current step.
+            (n, S) raw observations of the current step; (n, *frame) uint8 for models of frames,
+            one frame each: stacks are made here, with zeros before an episode's first frame.
         indices
             (n,) different environments that act; None means all E.  Leaving out those that are
             done saves their share of the work.
@@ -140,23 +149,43 @@ class Policy:
         """
         check_observations(observations)
         chosen = self._chosen(indices)
-        states = np.asarray(observations, dtype=np.float32).reshape(len(chosen), -1)
-        if states.shape[1] != self.state_dim:
+        given = np.asarray(observations).reshape(len(chosen), -1)
+        if given.shape[1] != self.state_dim:
             raise InputError(
                 "POLICY_INPUT",
-                f"observations have {states.shape[1]} elements, the model expects {self.state_dim}",
+                f"observations have {given.shape[1]} elements, the model expects {self.state_dim}",
             )
         if self._waiting[chosen].any():
             raise InputError("POLICY_INPUT", "act was called twice without observe_reward")
+        rows = torch.from_numpy(chosen).to(self.device)
+        if self.frame_shape:
+            return self._act(chosen, rows, self._see(rows, given), everyone=indices is None)
+        states = given.astype(np.float32)
         if self._mean is not None and self._scale is not None:
             # as the loader does it: float32 data, float64 arithmetic, rounded once
             states = ((states - self._mean) / self._scale).astype(np.float32)
-        rows = torch.from_numpy(chosen).to(self.device)
+        seen = torch.from_numpy(states).to(self.device)
+        return self._act(chosen, rows, seen, everyone=indices is None)
+
+    def _see(self, rows: Tensor, frames: npt.NDArray[Any]) -> Tensor:
+        """Put the newest frame (n, pixels) on each stack; return the stacks' features (n, S)."""
+        if frames.dtype != np.uint8:
+            raise InputError("POLICY_INPUT", f"frames are {frames.dtype}, the model expects uint8")
+        newest = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device)
+        stacks = self._frames[rows].roll(-1, dims=1)
+        stacks[:, -1] = newest.view(-1, *self.frame_shape)
+        self._frames[rows] = stacks
+        features: Tensor = self.model.features(stacks[:, None])
+        return features[:, 0]
+
+    def _act(
+        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: Tensor, *, everyone: bool
+    ) -> npt.NDArray[Any]:
+        """Return the actions for `states` (n, S), as the model takes them."""
         place = self._append(chosen, rows, states)
         # Early in the episodes the windows are short: leave out what nobody has filled yet.
         # On a GPU the shape stays fixed, for captured graphs and compiled code.
         filled = int(place.max()) + 1 if self.device.type == "cpu" else self.context_length
-        everyone = len(chosen) == self.environments and indices is None
         inputs = [(window if everyone else window[rows])[:, :filled] for window in self._windows]
         last = torch.from_numpy(place).to(self.device)
         prediction = self.model.predict_last_action(
@@ -198,7 +227,7 @@ class Policy:
         return chosen
 
     def _append(
-        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: npt.NDArray[np.float32]
+        self, chosen: npt.NDArray[np.int64], rows: Tensor, states: Tensor
     ) -> npt.NDArray[np.int64]:
         """Write the current step into the windows; return its place (n,) in each."""
         steps = self._steps[chosen]
@@ -211,7 +240,7 @@ class Policy:
         at = torch.from_numpy(place).to(self.device)
         returns = (self._targets[chosen] / self.returns_scale).astype(np.float32)
         window_states, window_actions, window_returns, window_timesteps = self._windows
-        window_states[rows, at] = torch.from_numpy(states).to(self.device)
+        window_states[rows, at] = states.to(window_states.dtype)
         window_actions[rows, at] = 0  # not chosen yet; causality hides this slot anyway
         window_returns[rows, at] = torch.from_numpy(returns).to(self.device)[:, None]
         timesteps = np.minimum(steps, self.max_timestep - 1)
@@ -226,13 +255,18 @@ class Policy:
         else:
             actions = torch.zeros((*shape, self.action_dim), device=device)
         return (
-            torch.zeros((*shape, self.state_dim), device=device),
+            torch.zeros((*shape, int(self.model.config.state_dim)), device=device),
             actions,
             torch.zeros((*shape, 1), device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
         )
 
+    def _empty_frames(self, environments: int) -> Tensor:
+        shape = (environments, self.frame_stack, *self.frame_shape)
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
     def _grow(self, added: int) -> None:
+        self._frames = torch.cat([self._frames, self._empty_frames(added)])
         pairs = zip(self._windows, self._empty(added), strict=True)
         states, actions, returns, timesteps = (torch.cat(pair) for pair in pairs)
         self._windows = states, actions, returns, timesteps

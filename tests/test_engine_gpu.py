@@ -17,9 +17,9 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.selection import Segments, make_selection
 from gear_offline.table import Table, build_table
+from tests.image_support import image_columns
 from tests.segment_oracle import MemoryTable
 from tests.support import make_dataset
-from tests.test_frame_stack import image_columns
 
 pytestmark = [
     pytest.mark.gpu,

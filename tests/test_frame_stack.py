@@ -18,19 +18,11 @@ from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.selection import Segments, make_selection
 from gear_offline.table import build_table
+from tests.image_support import image_columns
 from tests.segment_oracle import MemoryTable
 from tests.support import failing_code, make_dataset
 
 Frames = npt.NDArray[np.uint8]
-
-
-def image_columns(steps: int, frame: tuple[int, ...], *, seed: int = 0) -> dict[str, Any]:
-    generator = np.random.default_rng(seed)
-    return {
-        "observations": generator.integers(1, 256, size=(steps, *frame), dtype=np.uint8),
-        "actions": generator.integers(0, 4, size=steps),
-        "rewards": generator.normal(size=steps).astype(np.float32),
-    }
 
 
 def stack_of(frames: Frames, first: int, step: int, stack: int) -> Frames:

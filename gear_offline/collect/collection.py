@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.atari import is_atari
 from gear_offline.collect import ars, stable_baselines
 from gear_offline.collect.ars_options import options_for
 from gear_offline.collect.environment import package_version
@@ -338,6 +339,7 @@ def _attributes(
         "mujoco": package_version("mujoco"),
         "numpy": package_version("numpy"),
         "gear_offline": package_version("gear-offline"),
+        **({"ale_py": package_version("ale-py")} if is_atari(request.environment) else {}),
     }
 
 

@@ -49,6 +49,11 @@ class EnvironmentFacts:
         return self.actions > 0
 
     @property
+    def frames(self) -> bool:
+        """Whether observations are frames: uint8 with two or more dimensions."""
+        return self.observation_dtype == np.uint8 and len(self.observation_shape) >= 2
+
+    @property
     def action_size(self) -> int:
         """Numbers in an action, or the number of discrete actions."""
         return self.actions or int(self.low.size)

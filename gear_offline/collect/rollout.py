@@ -68,7 +68,8 @@ class Episode:
     Attributes
     ----------
     columns
-        ``observations``, ``next_observations`` (T, S); ``actions`` (T, A) float32 or (T,) int64;
+        ``observations`` (T, S), or frames (T, h, w) uint8; ``next_observations`` likewise, but not
+        for frames; ``actions`` (T, A) float32 or (T,) int64;
         ``rewards`` (T,) float32; ``terminals``, ``timeouts`` (T,) bool, never both true on a row;
         ``infos/qpos``, ``infos/qvel`` float32, before the step, for MuJoCo.
     maker, reset_seed
@@ -180,7 +181,7 @@ class _Lane:
         last[-1] = True
         columns: dict[str, AnyArray] = {
             "observations": seen[:-1],
-            "next_observations": seen[1:],
+            **({} if facts.frames else {"next_observations": seen[1:]}),  # frames once, not twice
             "actions": np.asarray(self.actions, dtype=np.int64 if facts.discrete else np.float32),
             "rewards": np.asarray(self.rewards, dtype=np.float32),
             "terminals": last & self.terminated,

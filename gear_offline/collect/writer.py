@@ -29,6 +29,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.staging import write_error
 
 CHUNK_ROWS = 4096  # and rows that are held before they are written
+CHUNK_BYTES = 1 << 20  # fewer rows where they are wide, such as frames
 GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 % (docs/collect.md)
 METADATA = "metadata"
 
@@ -175,11 +176,13 @@ class D4rlWriter:
                 continue
             rows = np.concatenate(parts)
             if name not in self._file:
+                row_bytes = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+                chunk = max(min(CHUNK_ROWS, CHUNK_BYTES // row_bytes), 1)
                 self._file.create_dataset(
                     name,
                     shape=(0, *rows.shape[1:]),
                     maxshape=(None, *rows.shape[1:]),
-                    chunks=(CHUNK_ROWS, *rows.shape[1:]),
+                    chunks=(chunk, *rows.shape[1:]),
                     dtype=rows.dtype,
                     compression="gzip",
                     compression_opts=GZIP_LEVEL,

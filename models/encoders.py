@@ -1,0 +1,171 @@
+"""Encoders that turn a step's frames into a vector, for the Decision Transformer's state token.
+
+Shape legend: B windows, K steps, S frames of a stack, h x w pixels, C colours, N = B * K stacks,
+H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gear_offline.errors import InputError
+
+Encoder = Literal["auto", "none", "cnn", "patch"]
+PIXEL_SCALE = 1.0 / 255.0
+# channels, kernel, stride: Mnih et al. 2015, and the Decision Transformer paper's Atari model
+NATURE_LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
+PATCH_CHANNELS = 128
+LARGEST_PATCH = 16
+
+
+class FrameEncoder(nn.Module):
+    """Frames of each step to features: convolutions, linear layers, tanh.
+
+    Pixels are uint8 and count as ``pixel / 255``; the factor is applied to the first layer's
+    weights, which are few.  The frames of a stack are the input channels, so that neighbouring
+    steps share no work: each of the B * K stacks is encoded once.
+
+    Parameters
+    ----------
+    convolutions
+        The first one takes S * C channels.
+    positions
+        What the last convolution leaves of a frame, in pixels.
+    mixed
+        Channels of a further linear layer at each position; 0 for none.
+    features
+        H.
+    frame_shape
+        (h, w) or (h, w, C) of a frame.
+    """
+
+    def __init__(
+        self,
+        convolutions: Sequence[nn.Conv2d],
+        *,
+        positions: int,
+        mixed: int,
+        features: int,
+        frame_shape: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(convolutions)
+        channels = convolutions[-1].out_channels
+        self.mixer = nn.Linear(channels, mixed) if mixed else None
+        self.linear = nn.Linear((mixed or channels) * positions, features)
+        self.frame_shape = tuple(frame_shape)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        """Encode frames.
+
+        Parameters
+        ----------
+        frames
+            (B, K, *frame) or (B, K, S, *frame) uint8, a strided view or not.
+
+        Returns
+        -------
+        Tensor
+            (B, K, H) floating, in (-1, 1).
+        """
+        if frames.dim() == 2 + len(self.frame_shape):
+            frames = frames.unsqueeze(2)
+        if len(self.frame_shape) == 2:
+            frames = frames.unsqueeze(-1)
+        batch, steps, _, height, width, _ = frames.shape
+        first, *rest = cast(list[nn.Conv2d], list(self.convolutions))
+        # One pass over the pixels casts them, takes stacks apart and lays channels last.
+        pixels = frames.permute(0, 1, 3, 4, 2, 5)  # (B, K, h, w, S, C)
+        pixels = pixels.to(self._dtype(frames), memory_format=torch.contiguous_format)
+        hidden = pixels.reshape(batch * steps, height, width, -1).permute(0, 3, 1, 2)
+        weight = first.weight * PIXEL_SCALE
+        hidden = F.relu(F.conv2d(hidden, weight, first.bias, first.stride))
+        for layer in rest:
+            hidden = F.relu(layer(hidden))
+        # Channels are the last in memory, so that flattening in that order moves nothing.
+        hidden = hidden.permute(0, 2, 3, 1)  # (N, h', w', channels)
+        if self.mixer is not None:
+            hidden = F.relu(self.mixer(hidden))
+        features = torch.tanh(self.linear(hidden.flatten(1)))
+        return features.view(batch, steps, -1)
+
+    def _dtype(self, frames: Tensor) -> torch.dtype:
+        """What the first convolution computes in: pixels are exact in each of them."""
+        kind = frames.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return self.linear.weight.dtype
+
+
+def build_encoder(
+    kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
+) -> FrameEncoder:
+    """Build an encoder of stacks of frames.
+
+    Parameters
+    ----------
+    kind
+        ``"cnn"``: the three convolutions of the DQN, which the Decision Transformer paper uses for
+        Atari.  ``"patch"``: one linear map of each square patch and one of its features, with
+        patches of the largest size up to 16 that divides the frame.
+    frame_shape
+        (h, w) or (h, w, C).
+    frame_stack
+        S.
+    features
+        H.
+
+    Raises
+    ------
+    InputError
+        ``MODEL_CONFIG`` for another kind or frames that it cannot take.
+    """
+    height, width, *colours = frame_shape
+    channels = frame_stack * prod(colours)
+    if kind not in ("cnn", "patch"):
+        raise InputError("MODEL_CONFIG", f"no encoder {kind!r}", where="model.encoder")
+    make = _nature if kind == "cnn" else _patches
+    layers, positions = make(channels, height, width)
+    return FrameEncoder(
+        layers,
+        positions=positions,
+        mixed=PATCH_CHANNELS // 2 if kind == "patch" else 0,
+        features=features,
+        frame_shape=frame_shape,
+    )
+
+
+def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
+    layers, sizes = [], [height, width]
+    for out, kernel, stride in NATURE_LAYERS:
+        layers.append(nn.Conv2d(channels, out, kernel, stride))
+        channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
+        if min(sizes) < 1:
+            raise InputError(
+                "MODEL_CONFIG",
+                f"frames of {height} x {width} pixels are too small for the cnn encoder",
+                where="model.encoder",
+                remedy="use frames (height, width) or (height, width, colours) from 36 x 36 on, "
+                "or model.encoder=patch",
+            )
+    return layers, prod(sizes)
+
+
+def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], int]:
+    fitting = [s for s in range(2, LARGEST_PATCH + 1) if height % s == 0 and width % s == 0]
+    if not fitting:
+        raise InputError(
+            "MODEL_CONFIG",
+            f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} pixels",
+            where="model.encoder",
+            remedy="use frames whose sides have a common divisor, or model.encoder=cnn",
+        )
+    size = fitting[-1]
+    layer = nn.Conv2d(channels, PATCH_CHANNELS, size, size)
+    return [layer], (height // size) * (width // size)

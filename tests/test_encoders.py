@@ -1,0 +1,187 @@
+"""Encoders of frames: against plain layers, in the model, in files, under compilation."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DecisionTransformerModel
+
+from gear_offline.errors import InputError
+from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.encoders import FrameEncoder, build_encoder
+
+BATCH, STEPS, STACK = 2, 3, 4
+
+
+def frames(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def stacked(single: Tensor, stack: int) -> Tensor:
+    """(B, K + stack - 1, *frame) to the view that the loader gives, (B, K, stack, *frame)."""
+    return single.unfold(1, stack, 1).movedim(-1, 2)
+
+
+def nature(encoder: FrameEncoder) -> nn.Sequential:
+    """The paper's network, written out, with the encoder's weights."""
+    convolutions: Any = list(encoder.convolutions)
+    return nn.Sequential(
+        *(part for layer in convolutions for part in (layer, nn.ReLU())),
+        LastToFirst(),
+        encoder.linear,
+        nn.Tanh(),
+    )
+
+
+class LastToFirst(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.permute(0, 2, 3, 1).flatten(1)
+
+
+def test_cnn_is_the_networks_layers_on_scaled_pixels() -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder("cnn", frame_shape=(84, 84), frame_stack=STACK, features=16)
+    assert encoder.linear.in_features == 3136
+    states = stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK)
+    found = encoder(states)
+    assert found.shape == (BATCH, STEPS, 16) and found.dtype == torch.float32
+    plain = nature(encoder)(states.reshape(-1, STACK, 84, 84).float() / 255)
+    torch.testing.assert_close(found.flatten(0, 1), plain, atol=2e-6, rtol=1e-5)
+    assert found.abs().max() < 1 and found.std() > 0.01
+    torch.testing.assert_close(encoder(states.contiguous()), found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frame", "stack"),
+    [
+        ("cnn", (36, 40), 1),
+        ("cnn", (40, 36, 3), 2),
+        ("patch", (84, 84), 4),
+        ("patch", (6, 9, 3), 1),
+        ("patch", (6, 9, 3), 2),
+    ],
+)
+def test_every_pixel_of_every_frame_counts(kind: str, frame: tuple[int, ...], stack: int) -> None:
+    torch.manual_seed(1)
+    encoder = build_encoder(kind, frame_shape=frame, frame_stack=stack, features=8).double()
+    shape = (1, 2, *frame) if stack == 1 else (1, 2, stack, *frame)
+    states = frames(*shape)
+    before = encoder(states)
+    assert before.shape == (1, 2, 8) and before.dtype == torch.float64
+    assert not torch.equal(before[0, 0], before[0, 1])
+    places = [(0,) * len(shape[2:]), tuple(size // 2 for size in shape[2:])]
+    for place in places:  # each stack and colour is seen, and the other step is not touched
+        changed = states.clone()
+        changed[(0, 1, *place)] ^= 255
+        after = encoder(changed)
+        assert torch.equal(after[0, 0], before[0, 0])
+        assert not torch.equal(after[0, 1], before[0, 1])
+
+
+@pytest.mark.parametrize("kind", ["cnn", "patch"])
+def test_learns_in_bfloat16_and_without_graph_breaks(kind: str) -> None:
+    torch.manual_seed(0)
+    encoder = build_encoder(kind, frame_shape=(84, 84), frame_stack=2, features=8)
+    states = stacked(frames(1, 3, 84, 84), 2)
+    expected = encoder(states)
+    compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(states), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = encoder(states)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, atol=0.03, rtol=0.05)
+    half.float().square().sum().backward()
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def model_of_frames(**changes: Any) -> DecisionTransformer:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "state_dim": 84 * 84,
+        "action_dim": 6,
+        "discrete": True,
+        "hidden_size": 16,
+        "layers": 1,
+        "max_timestep": 50,
+        "frame_shape": (84, 84),
+        "frame_stack": STACK,
+    }
+    return build_model(**(options | changes))
+
+
+def inputs(states: Tensor) -> dict[str, Tensor]:
+    batch, steps = states.shape[:2]
+    return {
+        "states": states,
+        "actions": torch.arange(batch * steps).view(batch, steps) % 6,
+        "returns_to_go": torch.linspace(-1, 1, batch * steps).view(batch, steps, 1),
+        "timesteps": torch.arange(steps).expand(batch, steps),
+        "attention_mask": torch.ones(batch, steps, dtype=torch.int64),
+    }
+
+
+@pytest.mark.parametrize("encoder", ["cnn", "patch", "none"])
+def test_files_keep_the_encoder(encoder: str, tmp_path: Path) -> None:
+    model = model_of_frames(encoder=encoder).eval()
+    given = inputs(stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK))
+    expected = model(**given).action_preds
+    model.save_pretrained(tmp_path / "weights")
+    again = DecisionTransformer.from_pretrained(tmp_path / "weights").eval()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert torch.equal(again(**given).action_preds, expected)
+    assert again.config.frame_shape == [84, 84] and again.config.frame_stack == STACK
+    assert again.config.state_dim == (STACK * 84 * 84 if encoder == "none" else 16)
+
+
+def test_the_released_class_takes_the_features_as_states(tmp_path: Path) -> None:
+    model = model_of_frames().eval()
+    given = inputs(stacked(frames(BATCH, STEPS + STACK - 1, 84, 84), STACK))
+    expected = model(**given).action_preds
+    ours = {n: t for n, t in model.state_dict().items() if not n.startswith("frame_encoder.")}
+    config = type(model.config).from_dict(model.config.to_dict())
+    twin = DecisionTransformerModel(config).eval()
+    twin.load_state_dict(ours, strict=True)
+    features = model.features(given["states"])
+    one_hot = nn.functional.one_hot(given["actions"], 6).float()
+    found = twin(**(given | {"states": features, "actions": one_hot})).action_preds
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(**(given | {"states": features})).action_preds, expected)
+
+
+def test_auto_and_what_is_refused() -> None:
+    assert model_of_frames().config.frame_encoder == "cnn"
+    plain = build_model(state_dim=5, action_dim=2, hidden_size=8, layers=1)
+    assert plain.frame_encoder is None and "frame_encoder" not in plain.config.to_dict()
+    for changes, said in (
+        ({"frame_shape": (), "encoder": "cnn", "state_dim": 5}, "needs frames"),
+        ({"frame_shape": (3, 84, 84), "state_dim": 3 * 84 * 84}, "too small for the cnn"),
+        ({"frame_shape": (7, 13), "state_dim": 91, "encoder": "patch"}, "no patches"),
+        ({"frame_shape": (84, 84), "state_dim": 84}, "do not make frames"),
+        ({"encoder": "vit"}, "no encoder 'vit'"),
+        ({"frame_stack": 0}, "less than 1"),
+    ):
+        with pytest.raises(InputError, match=said) as caught:
+            model_of_frames(**changes)
+        assert caught.value.code == "MODEL_CONFIG"
+
+
+def test_all_of_the_encoder_is_trained() -> None:
+    model = model_of_frames()
+    trained = {id(parameter) for parameter in trainable_parameters(model)}
+    assert model.frame_encoder is not None
+    assert all(id(parameter) in trained for parameter in model.frame_encoder.parameters())
+    model.padding = "right"
+    given = inputs(stacked(frames(1, 2 + STACK - 1, 84, 84), STACK))
+    model(**given, only_actions=True).action_preds.square().sum().backward()
+    assert all(p.grad is not None for p in model.frame_encoder.parameters())
+    assert np.isfinite(model.frame_encoder.linear.weight.grad.numpy()).all()  # type: ignore[union-attr]

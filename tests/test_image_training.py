@@ -1,0 +1,141 @@
+"""Frames from data to score: training, checkpoints, acting, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.checkpoint import load_policy_parts
+from gear_offline.checkpoint_folder import remove_checkpoint
+from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.evaluate import check_sizes, evaluate
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.metrics import read_records
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.policy import Policy
+from gear_offline.preparation import resolve
+from gear_offline.recipe import Recipe
+from gear_offline.trainer import train
+from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
+from tests.support import failing_code
+from tests.training_support import tiny_recipe
+
+RECIPE = [
+    "loader.frame_stack=2",
+    "loader.normalize_states=false",
+    "loader.returns_scale=1",
+    "loader.batch_size=16",
+    "model.hidden_size=16",
+    "optimizer.learning_rate=5e-3",
+    "train.steps=60",
+    "train.checkpoint_every=30",
+    "train.evaluate_every=60",
+    "evaluate.targets=[7]",
+]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return band_data(tmp_path_factory.mktemp("bands"))
+
+
+def recipe_for(dataset: Dataset, *overrides: str) -> Recipe:
+    return tiny_recipe(dataset.path, *RECIPE, *overrides)
+
+
+@pytest.mark.parametrize("encoder", ["cnn", "patch"])
+def test_what_the_earlier_frame_shows_is_learnt(
+    dataset: Dataset, encoder: str, tmp_path: Path
+) -> None:
+    recipe = recipe_for(dataset, f"model.encoder={encoder}")
+    train(recipe, out=tmp_path / "run", quiet=True)
+    losses = [r["loss"] for r in read_records(tmp_path / "run" / "metrics.jsonl")]
+    assert losses[0] > 0.8 and losses[-1] < 0.1, "a single frame leaves a loss of ln 3"
+    parts = load_policy_parts(tmp_path / "run")
+    assert parts.model.config.frame_encoder == encoder
+    played = evaluate(tmp_path / "run", targets=[7.0], episodes=4, quiet=True)
+    assert played.best.mean > STEP_LIMIT - 1
+
+
+def test_a_run_of_frames_resumes_bit_for_bit(dataset: Dataset, tmp_path: Path) -> None:
+    options = ["train.steps=8", "train.checkpoint_every=4", "evaluate.episodes=0"]
+    recipe = recipe_for(dataset, *options)
+    train(recipe, out=tmp_path / "whole", quiet=True)
+    cut = tmp_path / "cut"
+    train(recipe, out=cut, quiet=True)
+    last = cut / "checkpoints" / "step-00000008"
+    remove_checkpoint(last)
+    train(recipe, out=cut, resume=True, quiet=True)
+    one, other = (
+        (run / "checkpoints" / "step-00000008" / "model.safetensors").read_bytes()
+        for run in (tmp_path / "whole", cut)
+    )
+    assert one == other
+
+
+def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
+    """Replay episodes: the policy's windows are the features of the loader's windows."""
+    torch.manual_seed(0)
+    model = build_model(
+        state_dim=SIZE * SIZE,
+        action_dim=ACTIONS,
+        discrete=True,
+        hidden_size=8,
+        layers=1,
+        max_timestep=50,
+        frame_shape=(SIZE, SIZE),
+        frame_stack=3,
+    )
+    span = 4
+    policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=span)
+    loader = GearLoader(dataset, batch_size=1, context_length=span, frame_stack=3, device="cpu")
+    frames = dataset.read("observations", 0, 2 * STEP_LIMIT).reshape(2, STEP_LIMIT, SIZE, SIZE)
+    policy.reset([0, 1], [1.0, 2.0])
+    policy.act(frames[::-1, 0])  # something else first, to be forgotten
+    policy.reset([0, 1], [1.0, 2.0])
+    for step in range(STEP_LIMIT):
+        policy.act(frames[:, step])
+        policy.observe_reward(np.zeros(2))
+        start = max(step - span + 1, 0)
+        for episode in (0, 1):
+            segment = loader.segments_at(0)
+            segment.episodes[0], segment.starts[0] = episode, start
+            states = loader.gather.fill(segment).tensors()["states"]
+            shown = model.features(states)[0, : step - start + 1]
+            seen = policy._windows[0][episode, : step - start + 1]
+            torch.testing.assert_close(seen, shown.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_policies_refuse_other_frames(dataset: Dataset) -> None:
+    model = build_model(
+        state_dim=SIZE * SIZE, action_dim=3, discrete=True, hidden_size=8, layers=1,
+        frame_shape=(SIZE, SIZE),
+    )  # fmt: skip
+    policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=2)
+    policy.reset([0], [1.0])
+    wrong: list[Any] = [np.zeros((1, SIZE, SIZE), np.float32), np.zeros((1, 4, 4), np.uint8)]
+    for frames in wrong:
+        assert failing_code(lambda frames=frames: policy.act(frames)) == "POLICY_INPUT"  # type: ignore[misc]
+    check_sizes(model, ENVIRONMENT)
+    with pytest.raises(InputError, match="observation values"):
+        check_sizes(model, "CartPole-v1")
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("loader.normalize_states=true", "NORMALIZE_IMAGES"),
+        ("evaluate.environment=CartPole-v1", "ENVIRONMENT_MISMATCH"),
+    ],
+)
+def test_recipes_that_do_not_fit_frames(dataset: Dataset, override: str, code: str) -> None:
+    recipe = recipe_for(dataset, override)
+    assert failing_code(lambda: resolve(recipe, dataset, quiet=True)) == code
+    resolved, sizes = resolve(recipe_for(dataset), dataset, quiet=True)
+    assert sizes.frame_shape == (SIZE, SIZE) and sizes.state_dim == SIZE * SIZE
+    assert resolved.loader.frame_stack == 2 and not resolved.model.action_tanh
