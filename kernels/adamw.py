@@ -57,6 +57,15 @@ def describe(
     return job
 
 
+def laid_out_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether the elements of two tensors of one shape lie in the same order.
+
+    Strides of dimensions of size 1 mean nothing, and autograd does not keep them.
+    """
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in strides)
+
+
 class DeviceAdamW:
     """AdamW whose state, schedule and step number are in GPU memory.
 
@@ -141,7 +150,7 @@ class DeviceAdamW:
             if (
                 gradient is None
                 or gradient.dtype != torch.float32
-                or gradient.stride() != parameter.stride()
+                or not laid_out_alike(gradient, parameter)
             ):
                 raise GearError(
                     "GRADIENT_LAYOUT",

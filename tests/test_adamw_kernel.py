@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gear_offline.errors import GearError
-from gear_offline.kernels.adamw import CHUNK, JOB, DeviceAdamW, cut, describe
+from gear_offline.kernels.adamw import CHUNK, JOB, DeviceAdamW, cut, describe, laid_out_alike
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
@@ -205,3 +205,11 @@ class TestOnGpu:
                 torch.zeros((), device="cuda"), index=place, row=place, window=place
             )
         assert caught.value.code == "GRADIENT_LAYOUT" and parameters[0].grad is None
+
+
+def test_strides_of_single_elements_mean_nothing() -> None:
+    plain = torch.empty(8, 1, 3, 3)
+    assert laid_out_alike(plain, plain.contiguous(memory_format=torch.channels_last))
+    wide = torch.empty(8, 2, 3, 3)
+    assert not laid_out_alike(wide, wide.contiguous(memory_format=torch.channels_last))
+    assert laid_out_alike(wide, torch.empty_like(wide))

@@ -93,6 +93,10 @@ def test_games_are_preprocessed_as_usual() -> None:
 @needs_atari
 def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    # what the recipe would collect in eight games at once
+    file = tmp_path / "data" / "atari-pong-random.hdf5"
+    collect("ALE/Pong-v5", file, steps=300, environments=1, quiet=True)
     recipe = load_recipe(
         "atari-pong",
         [

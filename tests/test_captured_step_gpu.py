@@ -14,6 +14,7 @@ from gear_offline.dataset import open_dataset
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import load_recipe
+from tests.image_support import image_columns
 from tests.support import make_dataset
 
 pytestmark = [
@@ -91,6 +92,37 @@ def test_resuming_goes_on(path: Path) -> None:
     second = learner(path, "train.graph=on", "train.precision=fp32")
     second.load(**state)  # type: ignore[arg-type]
     np.testing.assert_allclose(losses(second, STEPS - 25), expected, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
+@pytest.mark.parametrize("encoder", ["cnn", "patch"])
+@pytest.mark.parametrize("placement", ["hbm", "host"])
+def test_frames_are_trained_on(encoder: str, placement: str, tmp_path: Path) -> None:
+    lengths = [30, 7, 44, 12]
+    frames = make_dataset(tmp_path, lengths, columns=image_columns(sum(lengths), (84, 84)))
+    sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, frame_shape=(84, 84))
+
+    def of_frames(*overrides: str) -> Learner:
+        settings = [
+            *("model.hidden_size=32", "model.layers=1", "loader.context_length=8"),
+            *("loader.batch_size=16", "loader.frame_stack=4", "optimizer.warmup_steps=5"),
+            *(f"model.encoder={encoder}", f"loader.placement={placement}", "train.device=cuda"),
+            *("loader.normalize_states=false", "model.action_tanh=false", "train.log_every=100"),
+            *(f"data.path={frames.path}", f"train.steps={STEPS}"),
+        ]
+        recipe = load_recipe("paper", [*settings, *overrides])
+        torch.manual_seed(0)
+        return Learner(recipe, sizes, open_dataset(frames.path), torch.device("cuda"))
+
+    graph = losses(of_frames("train.graph=on", *EXACT))
+    single = losses(of_frames("train.graph=off", *EXACT))
+    # Convolutions may round differently, and 60 steps spread that.
+    np.testing.assert_allclose(graph[:20], single[:20], rtol=1e-2, atol=1e-4)
+    half = losses(
+        of_frames("train.graph=on", "train.compile=on", "train.precision=bf16", "model.dropout=0.0")
+    )
+    np.testing.assert_allclose(half[:20, 0], graph[:20, 0], rtol=5e-2)
+    assert graph[-1, 0] < graph[0, 0]
 
 
 def test_reports_begin_a_new_window(path: Path) -> None:
