@@ -65,7 +65,7 @@ class CapturedStep:
     Attributes
     ----------
     fill_seconds
-        GPU seconds of making one batch; that part of a step waits for data.
+        GPU seconds of making one batch with nothing beside it.
     """
 
     def __init__(
@@ -100,18 +100,26 @@ class CapturedStep:
         """Do the next step; returns at once."""
         self._graph.replay()
 
+    def wait_seconds(self) -> float:
+        """Return the GPU seconds that a step waits for its batch; the last one must be done.
+
+        Of a batch that is fetched a step ahead, what the last step was not in time with.
+        """
+        return self._batches.waited_seconds() if self._batches.ahead else self.fill_seconds
+
     def begin_window(self) -> None:
         """Write the next step's loss and norm to row 0 again."""
         self._row.zero_()
 
     def _run(self) -> None:
-        self._batches.enqueue()
+        self._batches.begin(timed=True)
         with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
             loss = self._loss(self._batches.batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.finish_on_device(
             loss.detach(), index=self._index, row=self._row, window=self._window
         )
+        self._batches.end(timed=True)
 
     def _time_fill(self, step: int) -> float:
         begin, end = (

@@ -233,7 +233,7 @@ class Learner:
             self._captured = CapturedStep(
                 self.model,
                 self.optimizer,
-                self.loader.device_batches(),
+                self.loader.device_batches(ahead=True),
                 self._window,
                 step=self.step,
                 filled=self._filled,
@@ -247,7 +247,6 @@ class Learner:
         self.step += 1
         self._filled += 1
         self._timed += 1
-        self._wait_seconds += self._captured.fill_seconds
         self._busy_seconds += time.perf_counter() - began
 
     def check(self) -> None:
@@ -280,6 +279,8 @@ class Learner:
         self.world.sum_into(window)  # a rank's loss is its part of the global one
         values: Float64Array = window.cpu().double().numpy() / self.world.size  # (n, 2)
         busy = self._busy_seconds + time.perf_counter() - began
+        if self._captured is not None and self._timed:
+            self._wait_seconds = self._timed * self._captured.wait_seconds()
         steps = max(self._timed, 1)  # fewer than the window has when the run was resumed in it
         loss, norm = (float(v) for v in np.mean(values, axis=0))
         found = {

@@ -290,6 +290,10 @@ class StaticFill:
         self._kernel, self._blocks = engine._fix(self._job, self.windows)
         self._parameters = Parameters(self._job.ctypes.data)
 
+    def limit_blocks(self, blocks: int) -> None:
+        """Leave multiprocessors to what runs beside this."""
+        self._blocks = min(self._blocks, blocks)
+
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
         check_range(seed=0, first_step=step, steps=0, count=1)

@@ -5,14 +5,18 @@ Shape legend: B segments, K steps of a window.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from gear_offline.fields import EXTRA
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.batch import Batch
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.engine import StaticFill
+    from gear_offline.kernels.engine import DeviceEngine, StaticFill
 
 # Fields of a `Batch` in its order: from the table, then from the windows.
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
@@ -34,35 +38,128 @@ def split(windows: Windows, padding: Padding) -> list[Batch]:
     ]
 
 
+AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
+AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the model
+
+
 class DeviceBatches:
     """The next batch, made by the GPU on its own: for training steps captured as CUDA graphs.
+
+    A step calls `begin`, uses `batch`, and calls `end`.  With `ahead` the rows of the following
+    step travel on a stream of their own meanwhile, into memory of their own, and `begin` copies
+    them within GPU memory.
+
+    Parameters
+    ----------
+    fill
+        Of one step.
+    padding
+        Side of the padding.
+    step
+        The step to come.
+    ahead
+        Fetch a step ahead; pays where rows come from host memory.
 
     Attributes
     ----------
     batch
-        Tensors that stay where they are; each `enqueue` overwrites them.
+        Tensors that stay where they are; each `begin` overwrites them.
+    ahead
+        As given.
     """
 
-    def __init__(self, fill: StaticFill, *, padding: Padding, step: int) -> None:
-        self._fill = fill
-        windows = fill.windows
-        whole = Windows(
-            buffers=tuple(buffer[None] for buffer in windows.buffers),
-            fields=windows.fields,
-            timesteps=windows.timesteps[None],
-            attention_mask=windows.attention_mask[None],
-            segments=windows.segments[None],
-        )
-        (self.batch,) = split(whole, padding)
+    def __init__(
+        self, fill: StaticFill, *, padding: Padding, step: int, ahead: bool = False
+    ) -> None:
+        self._fill, self.ahead = fill, ahead
+        self._windows = _like(fill.windows) if ahead else fill.windows
+        (self.batch,) = split(_lifted(self._windows), padding)
+        self._stream: Any = None
+        if ahead:
+            device = self.batch.device
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._marks: list[Any] = [
+                torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+                for _ in range(4)
+            ]
         self.set_step(step)
 
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
         self._fill.set_step(step)
+        if self.ahead:
+            self._fill.enqueue()
 
-    def enqueue(self) -> None:
-        """Select and gather the next step into `batch`, and advance: one launch, no waiting.
+    def begin(self, *, timed: bool = False) -> None:
+        """Put the next step into `batch`, and advance: launches, no waiting.
 
         Runs on torch's current stream.  Captured in a CUDA graph, each replay takes one step more.
         """
-        self._fill.enqueue()
+        if not self.ahead:
+            self._fill.enqueue()
+            return
+        self._mark(0, timed)
+        for mine, theirs in zip(_tensors(self._windows), _tensors(self._fill.windows), strict=True):
+            mine.copy_(theirs)
+        self._mark(1, timed)
+        self._stream.wait_stream(torch.cuda.current_stream(self.batch.device))
+        with torch.cuda.stream(self._stream):
+            self._fill.enqueue()
+
+    def end(self, *, timed: bool = False) -> None:
+        """Make torch's current stream wait for what travels ahead."""
+        if not self.ahead:
+            return
+        self._mark(2, timed)
+        torch.cuda.current_stream(self.batch.device).wait_stream(self._stream)
+        self._mark(3, timed)
+
+    def enqueue(self) -> None:
+        """`begin` and `end`: for whoever has nothing to do meanwhile."""
+        self.begin()
+        self.end()
+
+    def waited_seconds(self) -> float:
+        """Return the GPU seconds that the last timed step, which is done, spent on its batch."""
+        first, second, third, fourth = self._marks
+        milliseconds: float = first.elapsed_time(second) + third.elapsed_time(fourth)
+        return milliseconds / 1e3
+
+    def _mark(self, number: int, timed: bool) -> None:
+        if timed:
+            self._marks[number].record()
+
+
+def make_batches(
+    engine: DeviceEngine, *, padding: Padding, step: int, ahead: bool
+) -> DeviceBatches:
+    """Return the batches of an engine, a step ahead if asked for and where that pays."""
+    fill = engine.static()
+    batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
+    ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
+    if ahead:
+        fill.limit_blocks(AHEAD_BLOCKS)
+    return DeviceBatches(fill, padding=padding, step=step, ahead=ahead)
+
+
+def _tensors(windows: Windows) -> tuple[Tensor, ...]:
+    return (*windows.buffers, *(getattr(windows, name) for name in _NAMED))
+
+
+def _map(windows: Windows, change: Callable[[Tensor], Tensor]) -> Windows:
+    return Windows(
+        buffers=tuple(change(buffer) for buffer in windows.buffers),
+        fields=windows.fields,
+        timesteps=change(windows.timesteps),
+        attention_mask=change(windows.attention_mask),
+        segments=change(windows.segments),
+    )
+
+
+def _like(windows: Windows) -> Windows:
+    return _map(windows, torch.empty_like)
+
+
+def _lifted(windows: Windows) -> Windows:
+    """Return the windows as those of one step, (1, B, K, ...)."""
+    return _map(windows, lambda tensor: tensor[None])

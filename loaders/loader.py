@@ -19,7 +19,7 @@ from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.device_batches import DeviceBatches, split
+from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
@@ -217,10 +217,11 @@ class GearLoader(Iterator[Batch]):
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
         return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
 
-    def device_batches(self) -> DeviceBatches:
+    def device_batches(self, *, ahead: bool = False) -> DeviceBatches:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
-        It begins at `step`; its position is its own.
+        It begins at `step`; its position is its own.  With `ahead` rows that come from host memory
+        in bulk are fetched while the step before is computed.
 
         Raises
         ------
@@ -233,7 +234,7 @@ class GearLoader(Iterator[Batch]):
                 "this loader does not gather on the GPU",
                 remedy="use device='cuda' and engine='on', which says what is missing",
             )
-        return DeviceBatches(self.engine.static(), padding=self.padding, step=self._step)
+        return make_batches(self.engine, padding=self.padding, step=self._step, ahead=ahead)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate over plain dictionaries of model inputs, for a Hugging Face ``Trainer``.

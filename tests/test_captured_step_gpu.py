@@ -12,6 +12,7 @@ import torch
 
 from gear_offline.dataset import open_dataset
 from gear_offline.learner import Learner
+from gear_offline.loaders import device_batches
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import load_recipe
 from tests.image_support import image_columns
@@ -97,7 +98,10 @@ def test_resuming_goes_on(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
 @pytest.mark.parametrize("encoder", ["cnn", "patch"])
 @pytest.mark.parametrize("placement", ["hbm", "host"])
-def test_frames_are_trained_on(encoder: str, placement: str, tmp_path: Path) -> None:
+def test_frames_are_trained_on(
+    encoder: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_batches, "AHEAD_BYTES", 0)  # from host memory: a step ahead
     lengths = [30, 7, 44, 12]
     frames = make_dataset(tmp_path, lengths, columns=image_columns(sum(lengths), (84, 84)))
     sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, frame_shape=(84, 84))
@@ -114,7 +118,11 @@ def test_frames_are_trained_on(encoder: str, placement: str, tmp_path: Path) -> 
         torch.manual_seed(0)
         return Learner(recipe, sizes, open_dataset(frames.path), torch.device("cuda"))
 
-    graph = losses(of_frames("train.graph=on", *EXACT))
+    captured = of_frames("train.graph=on", *EXACT)
+    graph = losses(captured)
+    assert captured._captured is not None
+    assert captured._captured._batches.ahead is (placement == "host")
+    assert 0 <= captured.report()["data_wait_share"] < 1
     single = losses(of_frames("train.graph=off", *EXACT))
     # Convolutions may round differently, and 60 steps spread that.
     np.testing.assert_allclose(graph[:20], single[:20], rtol=1e-2, atol=1e-4)

@@ -13,6 +13,7 @@ import torch
 
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.loaders import device_batches
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.selection import Segments, make_selection
@@ -193,18 +194,29 @@ def odd_table(dtype: str) -> Table:
     )
 
 
-def test_a_graph_takes_the_next_step_at_each_replay(dataset: Any) -> None:
-    gpu, cpu = loaders(dataset)
-    batches = gpu.device_batches()
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_graph_takes_the_next_step_at_each_replay(
+    dataset: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_batches, "AHEAD_BYTES", 0)
+    gpu, cpu = loaders(dataset, placement="host")
+    batches = gpu.device_batches(ahead=ahead)
+    assert batches.ahead is ahead
     for _ in range(3):
         batches.enqueue()
     batches.set_step(2**33 - 2)  # the step's high word changes on the way
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batches.enqueue()
+        batches.begin(timed=True)
+        busy = torch.ones(1 << 22, device="cuda").sin().sum()  # something to do meanwhile
+        batches.end(timed=True)
+    batches.set_step(2**33 - 2)
     for step in range(2**33 - 2, 2**33 + 3):
         graph.replay()
         same(batches.batch, cpu.batch_at(step))
+    assert torch.isfinite(busy)
+    if ahead:
+        assert 0 < batches.waited_seconds() < 1
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

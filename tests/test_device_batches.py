@@ -1,0 +1,130 @@
+"""Batches a step ahead: what each step sees, with the order of streams played by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gear_offline.fields import Field
+from gear_offline.kernels.gather import Windows
+from gear_offline.loaders import device_batches as module
+from gear_offline.loaders.device_batches import DeviceBatches, make_batches
+
+NAMES = ("states", "actions", "rewards", "returns_to_go")
+
+
+class Stream:
+    """Remembers who waits for whom."""
+
+    log: list[str]
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append("back")
+
+
+class Fill:
+    """Writes the step's number everywhere."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.step, self.blocks = log, 0, 1000
+        field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
+        self.windows = Windows(
+            buffers=tuple(torch.full((2, 3, 1), -1.0) for _ in NAMES),
+            fields=tuple((Field(name=name, **field),) for name in NAMES),  # type: ignore[arg-type]
+            timesteps=torch.full((2, 3), -1),
+            attention_mask=torch.full((2, 3), -1),
+            segments=torch.full((2, 2), -1),
+        )
+
+    def limit_blocks(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def set_step(self, step: int) -> None:
+        self.step = step
+
+    def enqueue(self) -> None:
+        self.log.append(f"fill {self.step}")
+        for tensor in module._tensors(self.windows):
+            tensor.fill_(self.step)
+        self.step += 1
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    entries: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", entries))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", entries))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return entries
+
+
+def seen(batches: DeviceBatches) -> int:
+    tensors = [*batches.batch.model_inputs().values(), batches.batch.segments]
+    (value,) = {int(v) for tensor in tensors for v in tensor.flatten().tolist()}
+    return value
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) -> None:
+    fill: Any = Fill(log)
+    batches = DeviceBatches(fill, padding="right", step=5, ahead=ahead)
+    places = [tensor.data_ptr() for tensor in batches.batch.model_inputs().values()]
+    for step in (5, 6, 7):
+        batches.begin()
+        assert seen(batches) == step
+        batches.end()
+        assert seen(batches) == step, "the next one travels into other memory"
+    batches.enqueue()
+    assert seen(batches) == 8
+    batches.set_step(2)
+    batches.begin()
+    assert seen(batches) == 2
+    assert places == [tensor.data_ptr() for tensor in batches.batch.model_inputs().values()]
+
+
+def test_the_next_rows_travel_between_begin_and_end(log: list[str]) -> None:
+    fill: Any = Fill(log)
+    batches = DeviceBatches(fill, padding="right", step=0, ahead=True)
+    log.clear()
+    batches.begin()
+    assert log == ["side waits for main", "on side", "fill 1", "back"]
+    log.clear()
+    batches.end()
+    assert log == ["main waits for side"]
+
+
+@pytest.mark.parametrize(
+    ("host_bytes", "least", "asked", "ahead"),
+    [(9, 0, True, True), (9, 0, False, False), (0, 0, True, False), (9, 99999, True, False)],
+)
+def test_only_large_batches_from_host_memory_are_fetched_ahead(
+    log: list[str],
+    host_bytes: int,
+    least: int,
+    asked: bool,
+    ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Engine:
+        placed = type("Placed", (), {"host_bytes": host_bytes})
+        fill = Fill(log)
+
+        def static(self) -> Fill:
+            return self.fill
+
+    monkeypatch.setattr(module, "AHEAD_BYTES", least)
+    engine: Any = Engine()
+    assert make_batches(engine, padding="right", step=0, ahead=asked).ahead is ahead
+    assert engine.fill.blocks == (module.AHEAD_BLOCKS if ahead else 1000)
