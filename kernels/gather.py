@@ -124,8 +124,10 @@ class CpuGather:
         self.padding = padding
         self._arena = Arena(pin=pin)
         self._stores = table.stores
-        self._rows = [(store.width, torch_dtype(store.final_dtype)) for store in table.stores]
-        self._leads = {0, *(store.lead for store in table.stores)}
+        self._rows = [
+            ((context_length + store.lead, store.width), torch_dtype(store.final_dtype))
+            for store in table.stores
+        ]
         self._places = np.arange(context_length + lead, dtype=np.int64)
         real = (
             self._places[:context_length] < np.arange(context_length + 1)[:, None]
@@ -149,23 +151,23 @@ class CpuGather:
         real = self._real_steps(episodes, starts)
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
-        padded = {lead: self._padded(starts, real, lead) for lead in self._leads}
+        padded = self._padded(real)
         whole, long = (real.size, span), torch.int64
-        parts = [
-            ((real.size, span + store.lead, width), dtype)
-            for store, (width, dtype) in zip(self._stores, self._rows, strict=True)
-        ]
+        parts = [((real.size, *rows), dtype) for rows, dtype in self._rows]
         outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
         *buffers, timesteps, mask, named = outputs
         for store, view, buffer in zip(self._stores, self._views, buffers, strict=True):
+            lead, first = store.lead, low + shift
+            if lead:
+                first = first - lead
             if view is None:
-                before = low - np.minimum(starts, store.lead)
-                self._mapped(store, buffer, low + shift - store.lead, before, low + real - 1)
+                before = low - np.minimum(starts, lead)
+                self._mapped(store, buffer, first, before, low + real - 1)
             else:
-                self._owned(store, buffer, view, low + shift - store.lead)
-            _clear(buffer, padded[store.lead])
+                self._owned(store, buffer, view, first)
+            _clear(buffer, self._unfilled(starts, real, lead) if lead else padded)
         self._count(timesteps, starts + shift)
-        timesteps.numpy().reshape(-1)[padded[0]] = 0
+        timesteps.numpy().reshape(-1)[padded] = 0
         _select(self._masks, torch.from_numpy(real), mask)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
@@ -198,22 +200,22 @@ class CpuGather:
         real: Int64Array = np.minimum(left, self.context_length)
         return real
 
-    def _padded(self, starts: Int64Array, real: Int64Array, lead: int) -> Int64Array:
+    def _padded(self, real: Int64Array) -> Int64Array:
+        """Return the flat positions, in (n, K), that are padding."""
+        short = np.flatnonzero(real < self.context_length)[:, None]
+        steps, span = real[short], self.context_length
+        places = self._places[:span]
+        mask = places >= steps if self.padding == "right" else places < span - steps
+        positions: Int64Array = (short * span + places)[mask]
+        return positions
+
+    def _unfilled(self, starts: Int64Array, real: Int64Array, lead: int) -> Int64Array:
         """Return the flat positions, in (n, K + lead), that hold no row of the episode."""
-        short = real < self.context_length
-        if lead:
-            short |= starts < lead
-        windows = np.flatnonzero(short)[:, None]
-        first, last = filled(
-            starts[windows],
-            real[windows],
-            span=self.context_length,
-            lead=lead,
-            padding=self.padding,
-        )
-        places = self._places[: self.context_length + lead]
+        some = np.flatnonzero((real < self.context_length) | (starts < lead))[:, None]
+        span, places = self.context_length, self._places[: self.context_length + lead]
+        first, last = filled(starts[some], real[some], span=span, lead=lead, padding=self.padding)
         outside = (places < first) | (places >= last)
-        positions: Int64Array = (windows * len(places) + places)[outside]
+        positions: Int64Array = (some * len(places) + places)[outside]
         return positions
 
     def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
