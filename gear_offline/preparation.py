@@ -286,10 +286,9 @@ def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     size, available = model.hidden_size, available_bytes()
     # of the blocks and of the timesteps' embedding; a few rows more do not matter
     weights = (12 * model.layers * size + (model.max_timestep or 0)) * size
-    # the columns, and the three tokens of each step once
-    batch = (
-        loader.batch_size * loader.context_length * (sizes.state_dim + sizes.action_dim + 3 * size)
-    )
+    # the columns, and the three tokens of each step once; pixels are bytes
+    state = sizes.state_dim // 4 if sizes.frame_shape else sizes.state_dim
+    batch = loader.batch_size * loader.context_length * (state + sizes.action_dim + 3 * size)
     for what, options, numbers in (
         ("the weights", ("hidden_size", "layers", "max_timestep"), weights),
         ("a batch and its tokens", ("batch_size", "context_length"), batch),

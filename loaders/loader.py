@@ -7,7 +7,6 @@ the segments, a gather fills the windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -20,6 +19,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
+from gear_offline.loaders.options import bad_option, check_options
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-MAX_FRAME_STACK = 64
 Engine = Literal["auto", "on", "off"]
 
 
@@ -122,7 +121,7 @@ class GearLoader(Iterator[Batch]):
         hbm_budget: int | None = None,
         world: World | None = None,
     ) -> None:
-        _check_options(
+        check_options(
             batch_size=batch_size,
             context_length=context_length,
             frame_stack=frame_stack,
@@ -365,7 +364,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise _bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+        raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(
             "DEVICE",
@@ -373,39 +372,3 @@ def resolve_device(device: str | torch.device) -> torch.device:
             remedy="use device='auto' or 'cpu', or run gear-offline doctor",
         )
     return found
-
-
-def _check_options(
-    *,
-    batch_size: int,
-    context_length: int,
-    frame_stack: int,
-    padding: Literal["right", "left"],
-    gamma: float,
-    returns_scale: float,
-    layout: str,
-    mode: str,
-    engine: str,
-) -> None:
-    if type(batch_size) is not int or batch_size < 1:
-        raise _bad_option("batch_size", batch_size, "an integer of at least 1")
-    if type(context_length) is not int or context_length < 1:
-        raise _bad_option("context_length", context_length, "an integer of at least 1")
-    if type(frame_stack) is not int or not 1 <= frame_stack <= MAX_FRAME_STACK:
-        raise _bad_option("frame_stack", frame_stack, f"an integer from 1 to {MAX_FRAME_STACK}")
-    if padding not in ("right", "left"):
-        raise _bad_option("padding", padding, "'right' or 'left'")
-    if not 0.0 <= gamma <= 1.0:
-        raise _bad_option("gamma", gamma, "a number from 0 to 1")
-    if not (math.isfinite(returns_scale) and returns_scale > 0.0):
-        raise _bad_option("returns_scale", returns_scale, "a positive number")
-    if layout not in ("auto", "records", "columns"):
-        raise _bad_option("layout", layout, "'auto', 'records' or 'columns'")
-    if mode not in ("read", "mmap"):
-        raise _bad_option("mode", mode, "'read' or 'mmap'")
-    if engine not in ("auto", "on", "off"):
-        raise _bad_option("engine", engine, "'auto', 'on' or 'off'")
-
-
-def _bad_option(name: str, value: object, allowed: str) -> InputError:
-    return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
