@@ -32,10 +32,19 @@ def check_environment_id(name: str, *, where: str = "") -> None:
 def unregistered(name: str) -> str:
     """Return why Gymnasium does not know `name`, with the nearest id; empty if it does.
 
-    Of an id that names a module to import (``module:Name-v0``) nothing is known.
+    Of an id that names a module to import (``module:Name-v0``) nothing is known, nor of Atari
+    games without their package.
     """
     import gymnasium
 
+    from gear_offline.atari import is_atari, register_atari
+    from gear_offline.errors import UnavailableError
+
+    if is_atari(name):
+        try:
+            register_atari()
+        except UnavailableError:
+            return ""
     known = gymnasium.registry
     bare = re.sub(r"-v[0-9]+\Z", "", name)  # without a version Gymnasium takes the newest
     if ":" in name or name in known or any(re.sub(r"-v[0-9]+\Z", "", i) == name for i in known):

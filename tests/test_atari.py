@@ -16,6 +16,7 @@ from gear_offline.collect import collect
 from gear_offline.collect import writer as writer_module
 from gear_offline.convert import convert
 from gear_offline.dataset import open_dataset
+from gear_offline.environment_ids import unregistered
 from gear_offline.episode_runner import make_environment, space_sizes
 from gear_offline.errors import UnavailableError
 from gear_offline.preparation import prepare_dataset
@@ -62,6 +63,13 @@ def test_without_ale_py_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch
         make_environment("ALE/Pong-v5")
     assert caught.value.code == "ENVIRONMENT_PACKAGE"
     assert "gear-offline[atari]" in caught.value.remedy
+    assert unregistered("ALE/NoGame-v5") == "", "nobody can say"
+
+
+@needs_atari
+def test_games_that_do_not_exist_are_named_before_any_work() -> None:
+    assert unregistered("ALE/Pong-v5") == ""
+    assert "ALE/NoGame-v5" in unregistered("ALE/NoGame-v5")
 
 
 def test_without_opencv_too(monkeypatch: pytest.MonkeyPatch) -> None:
