@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 
 _ID = re.compile(r"(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)  # module:namespace/name-vN
 MAX_CHARS = 200
@@ -38,7 +38,6 @@ def unregistered(name: str) -> str:
     import gymnasium
 
     from gear_offline.atari import is_atari, register_atari
-    from gear_offline.errors import UnavailableError
 
     if is_atari(name):
         try:
