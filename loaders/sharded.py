@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.errors import InputError
 from gear_offline.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
 from gear_offline.fields import convert
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
@@ -79,6 +80,11 @@ class ShardedBatches:
         Between all ranks.
     selection, seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`; `batch_size` is that of all ranks.
+
+    Raises
+    ------
+    InputError
+        ``FRAME_STACK`` for stacks of frames: the exchange moves whole windows, no rows before.
     """
 
     def __init__(
@@ -95,6 +101,12 @@ class ShardedBatches:
         context_length: int,
         padding: Padding,
     ) -> None:
+        if any(store.lead for store in table.stores):
+            raise InputError(
+                "FRAME_STACK",
+                "stacks of frames are not made of rows of several nodes",
+                remedy="use frame_stack=1, or a dataset that each node holds",
+            )
         self._world, self._share, self._table, self._gather = world, share, table, gather
         self._lengths, self._exchange, self._selection = share.lengths, exchange, selection
         self._seed, self._batch, self._span, self._padding = (
