@@ -1,0 +1,300 @@
+"""A table whose rows stay on disk: what memory holds, and where each column lies in the shards.
+
+The budget is shared out once, when the loader is made:
+
+- slots, each for one window of K steps of every column in its source dtype;
+- the plan: 4 references a slot, and the index of episodes;
+- a buffer for each reading thread;
+- outputs: the block of batches that is handed out, and those that may be held.
+
+Returns-to-go are derived.  They are computed once, from the rewards as they stream by, into a file
+without a name: 4 bytes a step of disk, and in memory no more than an eighth of the budget or the
+longest episode's rewards a few times over.
+
+Shape legend: N steps, E episodes, K steps of a window, B windows of a batch, S slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from gear_offline.dataset import Dataset
+from gear_offline.disk_files import scratch_file, write_all
+from gear_offline.errors import GearError, InputError
+from gear_offline.fields import ACTIONS, REWARDS, STATES
+from gear_offline.host_memory import PAGE_BYTES, HostBlock, pages
+from gear_offline.pinning import format_bytes
+from gear_offline.read_plan import REFERENCE_BYTES, Int64Array
+from gear_offline.shards import byte_view
+from gear_offline.table import (
+    Store,
+    StorePlan,
+    Table,
+    plan_stores,
+    sum_returns,
+    whole_episodes,
+)
+from gear_offline.verification import thread_count
+
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 2 << 20, 64 << 10  # of all columns together
+THREADS = 8  # that read at once, each one chunk
+HORIZON = 4  # references known for each slot
+COPY_BYTES = 512 << 10  # of windows on their way from a thread's buffer to their slots
+OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be held
+OUTPUT_SHARE = 256  # a block of outputs takes at most the budget over this, or one batch
+INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a selection
+CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
+RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSizes:
+    """How a budget is shared out.
+
+    Attributes
+    ----------
+    slots
+        Windows that are kept, S.
+    chunk_steps
+        Steps of a chunk.
+    threads
+        That read.
+    output_bytes
+        Of one block of batches.
+    depth, horizon
+        References that are read ahead for their own sake, and that are known.
+    """
+
+    slots: int
+    chunk_steps: int
+    threads: int
+    output_bytes: int
+    depth: int
+    horizon: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskColumn:
+    """Where the rows of a store lie.
+
+    Attributes
+    ----------
+    row_bytes
+        Of one step.
+    offsets
+        (shards,) int64, byte of each shard's first row in its file.
+    derived
+        The file is the scratch file rather than the shard.
+    """
+
+    row_bytes: int
+    offsets: Int64Array
+    derived: bool
+
+
+def buffer_bytes(row_bytes: Sequence[int], span: int, chunk_steps: int) -> int:
+    """Return the bytes that a thread reads into: the widest column of a chunk, and margins."""
+    return (chunk_steps + 3 * span) * max(row_bytes) + 4 * PAGE_BYTES
+
+
+def share_out(
+    *,
+    budget_bytes: int,
+    row_bytes: Sequence[int],
+    final_bytes: int,
+    converted_bytes: int,
+    longest: int,
+    episodes: int,
+    steps: int,
+    batch: int,
+    span: int,
+) -> DiskSizes:
+    """Share a budget out.
+
+    Parameters
+    ----------
+    budget_bytes
+        For everything that the disk tier keeps in memory.
+    row_bytes
+        Of each column.
+    final_bytes, converted_bytes
+        Bytes of a step in a batch, and of the widest field of those that are converted.
+    longest
+        Steps of the longest episode.
+    episodes, steps, batch, span
+        E, N, B, K.
+
+    Raises
+    ------
+    InputError
+        ``HOST_BUDGET`` if it does not hold two batches and what they need.
+    """
+    batch_bytes = batch * span * final_bytes
+    output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
+    passing = CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
+    fixed = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21) + passing
+    fixed += OUTPUT_BLOCKS * output_bytes
+    slot_bytes = span * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
+    threads = THREADS
+    while True:
+        chunk_bytes = budget_bytes // (64 * threads)
+        chunk_bytes = min(max(chunk_bytes, LEAST_CHUNK_BYTES), CHUNK_BYTES)
+        chunk_steps = max(chunk_bytes // sum(row_bytes), 1)
+        each = buffer_bytes(row_bytes, span, chunk_steps)
+        each += max(COPY_BYTES, span * max(row_bytes))
+        slots = (budget_bytes - fixed - threads * each) // slot_bytes
+        if threads == 1 or slots >= 16 * batch:
+            break
+        threads //= 2
+    if slots < 2 * batch:
+        needed = fixed + each + 2 * batch * slot_bytes
+        raise InputError(
+            "HOST_BUDGET",
+            f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
+            f"batches of {batch} windows of {span} steps",
+            remedy=f"give at least {needed + -needed % PAGE_BYTES} bytes "
+            f"({format_bytes(needed)}), or make batch_size or context_length smaller",
+        )
+    slots = min(slots, max(16 * batch, 2 * -(-steps // span)))  # beyond that nothing is gained
+    return DiskSizes(
+        slots=slots,
+        chunk_steps=chunk_steps,
+        threads=threads,
+        output_bytes=output_bytes,
+        depth=max(2 * batch, slots // 8),
+        horizon=HORIZON * slots,
+    )
+
+
+def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[Store]:
+    """Return a store a plan whose rows are its slots, (S * K, W), all in one block of memory.
+
+    Raises
+    ------
+    GearError
+        ``HOST_MEMORY`` if the machine has less.
+    """
+    sizes = [slots * span * plan.width * plan.dtype.itemsize for plan in plans]
+    block = HostBlock.create(sum(map(pages, sizes)), name="gear-disk")
+    stores = [
+        Store(
+            fields=tuple(plan.fields.values()),
+            rows=block.allocate((slots * span, plan.width), plan.dtype),
+        )
+        for plan in plans
+    ]
+    block.close()
+    return stores
+
+
+def slot_table(dataset: Dataset, stores: Sequence[Store], span: int) -> Table:
+    """Return a table over the slots; its rows are not in the order of the steps."""
+    return Table(episodes=dataset.episodes, stores=tuple(stores), margin=span, layout="columns")
+
+
+def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
+    """Return where each plan's column lies."""
+    shards = dataset.manifest.shards
+    tensors = [{t.name: t for t in dataset.manifest.tensors(shard)} for shard in shards]
+    columns = []
+    for plan in plans:
+        (column,) = plan.fields
+        row_bytes = plan.width * plan.dtype.itemsize
+        if column is None:
+            offsets = dataset.first_steps[:-1] * row_bytes
+        else:
+            begins = [
+                shard.header_bytes + found[column].start
+                for shard, found in zip(shards, tensors, strict=True)
+            ]
+            offsets = np.array(begins, np.int64)
+        columns.append(
+            DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=column is None)
+        )
+    return columns
+
+
+def disk_plans(
+    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str]
+) -> list[StorePlan]:
+    """Return a store a column, in its source dtype, and one of the returns-to-go.
+
+    Raises
+    ------
+    InputError
+        As `gear_offline.table.build_table`.
+    """
+    found = plan_stores(
+        dataset, layout="columns", normalize_states=normalize_states, extra_columns=extra_columns
+    )
+    fields = {column: field for plan in found for column, field in plan.fields.items()}
+    plans = []
+    for column in (STATES, ACTIONS, REWARDS, None, *extra_columns):
+        spec = None if column is None else dataset.spec[column]
+        plans.append(
+            StorePlan(
+                fields={column: replace(fields[column], offset=0)},
+                width=1 if spec is None else prod(spec.shape),
+                dtype=np.dtype(np.float32) if spec is None else spec.dtype,
+                packed=False,
+            )
+        )
+    return plans
+
+
+def write_returns(dataset: Dataset, *, gamma: float, scale: float, budget_bytes: int) -> int:
+    """Compute all returns-to-go into a file without a name and return its descriptor.
+
+    Each byte of the rewards is read once, in their order, and compared with its digest if the
+    dataset was opened verified.
+
+    Raises
+    ------
+    GearError
+        ``DISK_SCRATCH``; ``CAST_OVERFLOW`` and what reading raises.
+    """
+    handle = scratch_file(dataset.path)
+    firsts = dataset.first_steps.tolist()
+    offsets = dataset.episodes.offsets
+    spec = dataset.spec[REWARDS]
+    threads = min(thread_count(None), len(firsts) - 1)
+    piece_steps = max(min(budget_bytes // 8, 256 << 20) // (RETURNS_BYTES * threads), 1)
+
+    def work(index: int) -> None:
+        first, last = np.searchsorted(offsets, firsts[index : index + 2])
+        mine = offsets[first : last + 1].tolist()
+        with dataset.reader(index, [REWARDS], check=dataset.verified) as reader:
+            for begin, end in whole_episodes(mine, piece_steps):
+                rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
+                reader.read(REWARDS, rewards)
+                found = sum_returns(rewards, mine[begin : end + 1], gamma=gamma, scale=scale)
+                write_all(handle, byte_view(found), 4 * mine[begin])
+
+    try:
+        with ThreadPoolExecutor(threads, thread_name_prefix="gear-returns") as pool:
+            jobs = [pool.submit(work, index) for index in range(len(firsts) - 1)]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        os.fdatasync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        os.close(handle)
+        raise GearError(
+            "DISK_SCRATCH",
+            f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
+            remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
+        ) from error
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
