@@ -24,7 +24,7 @@ import torch
 from gear_offline.disk_files import DiskFile, ShardFiles, UInt8Array, aligned_buffer
 from gear_offline.disk_table import COPY_BYTES, DiskColumn, buffer_bytes
 from gear_offline.errors import GearError
-from gear_offline.host_memory import PAGE_BYTES, pages
+from gear_offline.host_memory import pages
 from gear_offline.read_plan import Int64Array, Job, ReadPlan, Stretch
 
 GAP_BYTES = 64 << 10  # reading this much more costs less than reading once more

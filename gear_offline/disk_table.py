@@ -78,6 +78,10 @@ class DiskSizes:
     depth: int
     horizon: int
 
+    def block_limits(self, segments: int, nbytes: int) -> tuple[int, int]:
+        """Return the most segments and bytes of outputs that are gathered in one pass."""
+        return min(segments, self.depth // 2), min(nbytes, self.output_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiskColumn:
@@ -214,9 +218,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
                 for shard, found in zip(shards, tensors, strict=True)
             ]
             offsets = np.array(begins, np.int64)
-        columns.append(
-            DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=column is None)
-        )
+        columns.append(DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=column is None))
     return columns
 
 

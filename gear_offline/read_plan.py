@@ -246,7 +246,8 @@ class ReadPlan:
             if len(gone):
                 self._drop(stretch, gone - stretch.first)
                 self.evicted += len(gone)
-        return missing[missing <= bound]
+        admitted: Int64Array = missing[missing <= bound]
+        return admitted
 
     def _job(self, chunk: int, references: Int64Array) -> Job:
         """Give `references` their slots."""
@@ -285,6 +286,7 @@ class ReadPlan:
     def slots_of(self, first_step: int, steps: int) -> Int64Array | None:
         """Return the slots of these steps' windows, (steps * B,), or None while one is missing."""
         begin, end = first_step * self._batch, (first_step + steps) * self._batch
+        assert begin == self._base and end - begin <= self._depth, "only what is read ahead comes"
         found = []
         for stretch in self._stretches:
             part = slice(max(begin - stretch.first, 0), max(end - stretch.first, 0))

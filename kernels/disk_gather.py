@@ -7,7 +7,8 @@ gather is that of a table in memory whose rows lie in another order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,32 @@ from gear_offline.table import Store, StorePlan, Table
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The segments of every step of a loader, or of one rank's part of it.
+
+    Attributes
+    ----------
+    selection, seed, batch_size
+        The law, its key, and how many it draws in each step.
+    first_slot, share
+        Which of them are this rank's.
+    """
+
+    selection: Selection
+    seed: int
+    batch_size: int
+    first_slot: int
+    share: int
+
+    def segments(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, (steps, share)."""
+        drawn = self.selection.select_many(
+            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
+        )
+        return drawn[:, self.first_slot : self.first_slot + self.share]
+
+
 class SlotGather(CpuGather):
     """A `CpuGather` whose windows lie in slots; `at` says where.
 
@@ -52,11 +79,13 @@ class SlotGather(CpuGather):
 class DiskGather:
     """Fills windows from shards, through a bounded memory that is filled ahead of use.
 
-    The parameters are those of `gear_offline.loaders.loader.GearLoader`; the batches are the same
-    bits as from a table in memory, except that values too large for float32 become infinite.
+    The other parameters are those of `gear_offline.loaders.loader.GearLoader`; the batches are the
+    same bits as from a table in memory, except that values too large for float32 become infinite.
 
     Parameters
     ----------
+    stream
+        What will be asked for.
     host_budget
         Bytes for everything that is kept in memory.
     direct
@@ -80,12 +109,10 @@ class DiskGather:
     def __init__(
         self,
         dataset: Dataset,
-        selection: Selection,
+        stream: Stream,
         *,
         host_budget: int,
-        batch_size: int,
         context_length: int,
-        seed: int = 0,
         padding: Padding = "right",
         gamma: float = 1.0,
         returns_scale: float = 1.0,
@@ -104,12 +131,10 @@ class DiskGather:
             longest=int(dataset.episodes.lengths.max()),
             episodes=dataset.episodes.episodes,
             steps=dataset.spec.steps,
-            batch=batch_size,
+            batch=stream.share,
             span=context_length,
         )
-        handle = write_returns(
-            dataset, gamma=gamma, scale=returns_scale, budget_bytes=host_budget
-        )
+        handle = write_returns(dataset, gamma=gamma, scale=returns_scale, budget_bytes=host_budget)
         scratch = DiskFile(handle, "the file of the returns-to-go", direct=direct)
         files = ShardFiles(dataset, direct=direct)
         self._row_bytes = sum(column.row_bytes for column in columns)
@@ -139,8 +164,8 @@ class DiskGather:
             self.table, context_length=context_length, padding=padding, pin=pin
         )
         plan = ReadPlan(
-            _needs(dataset, selection, self._windows, seed, batch_size, context_length),
-            batch=batch_size,
+            _needs(dataset, stream, self._windows, context_length),
+            batch=stream.share,
             slots=self.sizes.slots,
             depth=self.sizes.depth,
             horizon=self.sizes.horizon,
@@ -224,18 +249,13 @@ class DiskGather:
 
 
 def _needs(
-    dataset: Dataset,
-    selection: Selection,
-    windows: WindowReader,
-    seed: int,
-    batch: int,
-    span: int,
-) -> Any:
-    """Return the function that names the windows of steps; it refers to nothing that is closed."""
+    dataset: Dataset, stream: Stream, windows: WindowReader, span: int
+) -> Callable[[int, int], Needs]:
+    """Return the function that names the windows of steps; it refers to no gather or loader."""
     offsets, lengths = dataset.episodes.offsets, dataset.episodes.lengths
 
     def needs(first_step: int, steps: int) -> Needs:
-        drawn = selection.select_many(seed=seed, first_step=first_step, steps=steps, count=batch)
+        drawn = stream.segments(first_step, steps)
         episodes, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
         low = offsets[episodes] + starts
         real = np.minimum(lengths[episodes] - starts, span)

@@ -7,19 +7,23 @@ the segments, a gather fills the windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, split
+from gear_offline.loaders.disk_choice import open_disk
+from gear_offline.loaders.options import check_options
+from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
@@ -77,7 +81,12 @@ class GearLoader(Iterator[Batch]):
         and copied on the current stream.  ``"auto"``: on where that is possible, else off, and a
         line on stderr says why.  The batches are the same bits.
     placement, hbm_budget
-        As `gear_offline.placement.place_table`, for the engine.
+        As `gear_offline.placement.place_table`, for the engine.  ``"disk"``: the rows stay in the
+        shards and are read ahead of use, whatever the device.  ``"auto"`` does that too where the
+        table does not fit host memory, and a line on stderr says so.
+    host_budget
+        For ``"disk"`` and ``"auto"``: bytes of host memory of this process that the rows may take;
+        by default half of what is available when they stay on disk, all of it otherwise.
     world
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
@@ -111,11 +120,12 @@ class GearLoader(Iterator[Batch]):
         extra_columns: Sequence[str] = (),
         start_step: int = 0,
         engine: Engine = "auto",
-        placement: Placement = "auto",
+        placement: Placement | Literal["disk"] = "auto",
         hbm_budget: int | None = None,
+        host_budget: int | None = None,
         world: World | None = None,
     ) -> None:
-        _check_options(
+        check_options(
             batch_size=batch_size,
             context_length=context_length,
             padding=padding,
@@ -138,14 +148,35 @@ class GearLoader(Iterator[Batch]):
         }
         self.world = World() if world is None else world
         self.share = self.world.share(batch_size)
-        self.table = shared_table(
-            self.world,
-            self.dataset,
-            context_length=context_length,
-            layout=layout,
-            mode=mode,
-            extra_columns=extra_columns,
+        self._stream = Stream(
+            selection=self.selection,
+            seed=int(seed),
+            batch_size=batch_size,
+            first_slot=self.world.rank * self.share,
+            share=self.share,
+        )
+        rows: dict[str, Any] = {
+            "context_length": context_length,
+            "extra_columns": tuple(extra_columns),
             **law,
+        }
+        self.disk = open_disk(
+            self.dataset,
+            self._stream,
+            self.world,
+            placement=placement,
+            host_budget=host_budget,
+            engine=engine,
+            device=self.device,
+            mode=mode,
+            layout=layout,
+            padding=padding,
+            **rows,
+        )
+        self.table = (
+            shared_table(self.world, self.dataset, layout=layout, mode=mode, **rows)
+            if self.disk is None
+            else self.disk.table
         )
         self.batch_size = batch_size
         self.context_length = context_length
@@ -155,9 +186,9 @@ class GearLoader(Iterator[Batch]):
         self._law = law
         self._moves = self.device.type != "cpu"
         self.engine: DeviceEngine | None = None
-        if self.device.type == "cuda" and engine != "off":
+        if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
             self.engine = self._make_engine(engine, placement, hbm_budget)
-        self.gather: Gather = CpuGather(
+        self.gather: Gather = self.disk or CpuGather(
             self.table, context_length=context_length, padding=padding, pin=self._moves
         )
         self._dataset_digest = digest(self.dataset.manifest.encode())
@@ -189,7 +220,7 @@ class GearLoader(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Return the batch of `step` and advance."""
         if not self._ready:
-            self._ready = self._batches(self._step, self._block_steps)[::-1]
+            self._ready = self._batches(self._step, self._block_steps, ahead=True)[::-1]
         batch = self._ready.pop()
         self._step += 1
         return batch
@@ -270,6 +301,26 @@ class GearLoader(Iterator[Batch]):
         self._step = step
         self._ready = []
 
+    def close(self) -> None:
+        """Stop reading from disk, where rows stay there; the loader gives no further batches.
+
+        Batches that were handed out stay valid.  Dropping the loader does the same.
+        """
+        if self.disk is not None:
+            self.disk.close()
+            self._ready = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
         return {
@@ -288,17 +339,20 @@ class GearLoader(Iterator[Batch]):
             for store in self.table.stores
         )
         batch_bytes = self.share * self.context_length * (row_bytes + 16)
-        return max(1, min(BLOCK_SEGMENTS // self.batch_size, BLOCK_BYTES // batch_bytes))
+        most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
+        if self.disk is not None:
+            most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
+        return max(1, min(most_segments // self.batch_size, most_bytes // batch_bytes))
 
-    def _batches(self, first_step: int, steps: int) -> list[Batch]:
-        """Select, gather and move the batches of `steps` consecutive steps."""
+    def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
+        """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
         if self.engine is not None:
             return split(self.engine.fill(first_step=first_step, steps=steps), self.padding)
-        first = self.world.rank * self.share
-        segments = self.selection.select_many(
-            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
-        )[:, first : first + self.share]
-        windows = self.gather.fill(segments)
+        segments = self._stream.segments(first_step, steps)
+        if ahead and self.disk is not None:
+            windows = self.disk.fill_steps(segments, first_step=first_step)
+        else:
+            windows = self.gather.fill(segments)
         if self._moves:
             windows = windows.to(self.device, non_blocking=True)
         return split(windows, self.padding)
@@ -333,61 +387,3 @@ class GearLoader(Iterator[Batch]):
             say(f"engine auto: batches are gathered by the CPU: {error}")
             return None
         return made
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device; ``"auto"`` is CUDA where there is one.
-
-    Raises
-    ------
-    UnavailableError
-        ``DEVICE``
-    InputError
-        ``LOADER_OPTION`` if torch does not know the name.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise _bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE",
-            f"device {str(device)!r} was asked for and no CUDA device is available",
-            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
-        )
-    return found
-
-
-def _check_options(
-    *,
-    batch_size: int,
-    context_length: int,
-    padding: Literal["right", "left"],
-    gamma: float,
-    returns_scale: float,
-    layout: str,
-    mode: str,
-    engine: str,
-) -> None:
-    if type(batch_size) is not int or batch_size < 1:
-        raise _bad_option("batch_size", batch_size, "an integer of at least 1")
-    if type(context_length) is not int or context_length < 1:
-        raise _bad_option("context_length", context_length, "an integer of at least 1")
-    if padding not in ("right", "left"):
-        raise _bad_option("padding", padding, "'right' or 'left'")
-    if not 0.0 <= gamma <= 1.0:
-        raise _bad_option("gamma", gamma, "a number from 0 to 1")
-    if not (math.isfinite(returns_scale) and returns_scale > 0.0):
-        raise _bad_option("returns_scale", returns_scale, "a positive number")
-    if layout not in ("auto", "records", "columns"):
-        raise _bad_option("layout", layout, "'auto', 'records' or 'columns'")
-    if mode not in ("read", "mmap"):
-        raise _bad_option("mode", mode, "'read' or 'mmap'")
-    if engine not in ("auto", "on", "off"):
-        raise _bad_option("engine", engine, "'auto', 'on' or 'off'")
-
-
-def _bad_option(name: str, value: object, allowed: str) -> InputError:
-    return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
