@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 SCAN = 4096  # references looked at in one go for the next one that is missing
-STRETCHES = 16  # parts of the horizon; each is sorted by chunk once
+STRETCHES = 6  # parts of the horizon; each is sorted by chunk once
+GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are evenly spread
 REFERENCE_BYTES = 48  # of the plan, for each reference of the horizon, at most
 
 
@@ -137,7 +138,7 @@ class ReadPlan:
         self._free_count = slots
         self._stretches: deque[Stretch] = deque()
         self._generation = 0
-        self._base = self._cursor = 0
+        self._base = self._cursor = self._start = 0
         self._open: tuple[int, int] | None = None  # steps that somebody is selecting
         self.evicted = 0  # windows that were let go of before their use
 
@@ -175,7 +176,7 @@ class ReadPlan:
         self._stretches.clear()
         self._generation += 1
         self._open = None
-        self._base = self._cursor = base
+        self._base = self._cursor = self._start = base
 
     def wanted(self) -> tuple[int, int, int] | None:
         """Return ``(generation, first step, steps)`` to select next, or None; marks it as begun."""
@@ -202,20 +203,29 @@ class ReadPlan:
         if needed is None:
             return None
         stretch, place = needed
+        if stretch.first + place >= self._base + self._depth:
+            return None
         chunk = int(stretch.chunk[place])
         missing = np.concatenate([part.missing_in(chunk) for part in self._stretches])
-        references = self._admit(missing[missing >= self._base])
+        known = missing[(missing >= self._base) & (missing < self._base + self._horizon)]
+        references = self._admit(self._spread(chunk, known))
         return self._job(chunk, references) if len(references) else None
+
+    def _spread(self, chunk: int, missing: Int64Array) -> Int64Array:
+        """Return the part of `missing` that may be taken, so that chunks run out one by one.
+
+        At the start nearly all chunks are needed at once.  If each were read for the whole horizon,
+        they would all run out at the same time, and memory would be half empty before that.
+        """
+        end = self._start + int(self._horizon * (chunk * GOLDEN_RATIO % 1.0))
+        return missing[missing < end] if missing[0] < end else missing
 
     def _first_missing(self) -> tuple[Stretch, int] | None:
         """Return the soonest window without a slot that is due, by its place in its stretch."""
-        due = self._base + self._depth
         for stretch in self._stretches:
-            if stretch.last <= self._cursor:
-                continue
-            while self._cursor < min(stretch.last, due):
+            while stretch.first <= self._cursor < stretch.last:
                 begin = self._cursor - stretch.first
-                missing = stretch.slot[begin : min(begin + SCAN, due - stretch.first)] < 0
+                missing = stretch.slot[begin : begin + SCAN] < 0
                 place = int(missing.argmax())
                 if missing[place]:
                     self._cursor += place
@@ -225,9 +235,11 @@ class ReadPlan:
 
     def _admit(self, missing: Int64Array) -> Int64Array:
         """Return those of `missing` that get a slot, after letting go of windows needed later."""
-        short = len(missing) - self._free_count
+        due = int(missing.searchsorted(self._base + self._depth))
+        short = due - self._free_count
         if short <= 0:
-            return missing
+            return missing[: self._free_count]
+        missing = missing[:due]
         last = np.empty(0, np.int64)
         for stretch in reversed(self._stretches):
             if len(last) == short or stretch.last <= missing[0]:
