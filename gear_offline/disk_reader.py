@@ -77,7 +77,7 @@ class WindowReader:
     def __init__(
         self,
         files: ShardFiles,
-        scratch: DiskFile,
+        scratch: DiskFile | None,
         columns: Sequence[DiskColumn],
         *,
         first_steps: Int64Array,
@@ -89,8 +89,8 @@ class WindowReader:
         self._span, self._left = span, left
         self._first_steps = first_steps
         self._chunk_steps = chunk_steps
-        rows = [column.row_bytes for column in columns]
-        self._buffer_bytes = buffer_bytes(rows, span, chunk_steps)
+        read = [column.row_bytes for column in columns if column.rows is None]
+        self._buffer_bytes = buffer_bytes(read, span, chunk_steps)
         self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // chunk_steps))])
 
     def buffer(self) -> UInt8Array:
@@ -136,12 +136,19 @@ class WindowReader:
         total = calls = 0
         with self._files.opened(shard) as file:
             for column, target in zip(self._columns, targets, strict=True):
-                origin, row_bytes = int(column.offsets[shard]), column.row_bytes
+                row_bytes = column.row_bytes
+                if column.rows is not None:
+                    rows = low + int(self._first_steps[shard]) + self._span
+                    rows += real - self._span if self._left else 0
+                    self._copy(column.rows.reshape(-1), 0, row_bytes, rows, slots, target)
+                    continue
+                source = self._scratch if column.derived else file
+                assert source is not None, "what is derived is in memory or in the scratch file"
+                origin, before = int(column.offsets[shard]), self._margin(row_bytes)
                 cuts = np.flatnonzero(low[1:] - ends[:-1] > GAP_BYTES // row_bytes) + 1
                 for begin, end in pairwise([0, *cuts.tolist(), len(low)]):
                     first, last = int(low[begin]), int(ends[end - 1])
-                    before = pages(self._span * row_bytes) if self._left else 0
-                    at, count = (self._scratch if column.derived else file).read(
+                    at, count = source.read(
                         origin + first * row_bytes, (last - first) * row_bytes, buffer[before:]
                     )
                     rows = low[begin:end] - first
@@ -151,6 +158,10 @@ class WindowReader:
                     self._copy(buffer, before + at, row_bytes, rows, slots[begin:end], target)
                     total, calls = total + count, calls + 1
         return total, calls
+
+    def _margin(self, row_bytes: int) -> int:
+        """Return where reads begin in a buffer: windows may begin before them."""
+        return pages(self._span * row_bytes) if self._left else 0
 
     def _copy(
         self,

@@ -17,17 +17,19 @@ Shape legend: N steps, E episodes, K steps of a window, B windows of a batch, S 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from math import prod
 
 import numpy as np
 
 from gear_offline.dataset import Dataset
-from gear_offline.disk_files import scratch_file, write_all
-from gear_offline.errors import GearError, InputError
-from gear_offline.fields import ACTIONS, REWARDS, STATES
+from gear_offline.disk_files import UInt8Array, no_scratch, scratch_file, write_all
+from gear_offline.errors import InputError
+from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
 from gear_offline.host_memory import PAGE_BYTES, HostBlock, pages
 from gear_offline.pinning import format_bytes
 from gear_offline.read_plan import REFERENCE_BYTES, Int64Array
@@ -37,12 +39,15 @@ from gear_offline.table import (
     StorePlan,
     Table,
     plan_stores,
+    private_rows,
     sum_returns,
     whole_episodes,
 )
 from gear_offline.verification import thread_count
 
-CHUNK_BYTES, LEAST_CHUNK_BYTES = 2 << 20, 64 << 10  # of all columns together
+CHUNK_BYTES = 2 << 20  # of all columns together, at most
+READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
+RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
 THREADS = 8  # that read at once, each one chunk
 HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
@@ -69,7 +74,9 @@ class DiskSizes:
     output_bytes
         Of one block of batches.
     depth, horizon
-        References that are read ahead for their own sake, and that are known.
+        References that are read ahead for their own sake, and that are kept from a chunk.
+    resident
+        Which columns are in memory whole.
     """
 
     slots: int
@@ -78,6 +85,7 @@ class DiskSizes:
     output_bytes: int
     depth: int
     horizon: int
+    resident: tuple[bool, ...]
 
     def block_limits(self, segments: int, nbytes: int) -> tuple[int, int]:
         """Return the most segments and bytes of outputs that are gathered in one pass."""
@@ -96,11 +104,14 @@ class DiskColumn:
         (shards,) int64, byte of each shard's first row in its file.
     derived
         The file is the scratch file rather than the shard.
+    rows
+        (K + N + K, row bytes) uint8 if the column is in memory whole, else None.
     """
 
     row_bytes: int
     offsets: Int64Array
     derived: bool
+    rows: UInt8Array | None = None
 
 
 def buffer_bytes(row_bytes: Sequence[int], span: int, chunk_steps: int) -> int:
@@ -143,22 +154,30 @@ def share_out(
     batch_bytes = batch * span * final_bytes
     output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
     passing = CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
+    resident = _residents(row_bytes, steps + 2 * span, budget_bytes // RESIDENT_SHARE)
+    read = [row for row, stays in zip(row_bytes, resident, strict=True) if not stays]
     fixed = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21) + passing
-    fixed += OUTPUT_BLOCKS * output_bytes
+    fixed += OUTPUT_BLOCKS * output_bytes + (sum(row_bytes) - sum(read)) * (steps + 2 * span)
     slot_bytes = span * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
     threads = THREADS
     while True:
-        chunk_bytes = budget_bytes // (64 * threads)
-        chunk_bytes = min(max(chunk_bytes, LEAST_CHUNK_BYTES), CHUNK_BYTES)
-        chunk_steps = max(chunk_bytes // sum(row_bytes), 1)
-        each = buffer_bytes(row_bytes, span, chunk_steps)
-        each += max(COPY_BYTES, span * max(row_bytes))
-        slots = (budget_bytes - fixed - threads * each) // slot_bytes
-        if threads == 1 or (threads * each <= budget_bytes // 8 and slots >= 4 * batch):
+        chunk_bytes = min(budget_bytes // (64 * threads), CHUNK_BYTES)
+        found = []
+        for chunk_steps in [1 << power for power in range(40)]:
+            each = buffer_bytes(read, span, chunk_steps)
+            each += max(COPY_BYTES, span * max(row_bytes))
+            slots = (budget_bytes - fixed - threads * each) // slot_bytes
+            if slots >= 2 * batch:
+                cost = _cost(slots, steps, chunk_steps, read, span)
+                found.append((cost, chunk_steps, slots, each))
+            elif chunk_steps == 1:
+                needed = fixed + each + 2 * batch * slot_bytes
+            if 2 * chunk_steps * sum(read) > chunk_bytes or chunk_steps >= steps:
+                break
+        if threads == 1 or (found and threads * min(found)[3] <= budget_bytes // 8):
             break
         threads //= 2
-    if slots < 2 * batch:
-        needed = fixed + each + 2 * batch * slot_bytes
+    if not found:
         raise InputError(
             "HOST_BUDGET",
             f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
@@ -166,6 +185,7 @@ def share_out(
             remedy=f"give at least {needed + -needed % PAGE_BYTES} bytes "
             f"({format_bytes(needed)}), or make batch_size or context_length smaller",
         )
+    _, chunk_steps, slots, _ = min(found)
     slots = min(slots, max(16 * batch, 2 * -(-steps // span)))  # beyond that nothing is gained
     depth = min(max(4 * batch, slots // 32), slots)
     return DiskSizes(
@@ -175,7 +195,28 @@ def share_out(
         output_bytes=output_bytes,
         depth=depth,
         horizon=max(min(_coverage(slots, steps / chunk_steps), HORIZON * slots), depth),
+        resident=tuple(resident),
     )
+
+
+def _residents(row_bytes: Sequence[int], rows: int, share_bytes: int) -> list[bool]:
+    """Return which columns are kept in memory whole: thin ones, as long as they take little.
+
+    Beside a wide column a thin one would cost as many reads and nearly no bytes.
+    """
+    resident = [False] * len(row_bytes)
+    left = share_bytes
+    for column in sorted(range(len(row_bytes)), key=lambda c: row_bytes[c])[:-1]:
+        left -= row_bytes[column] * rows
+        resident[column] = left >= 0
+    return resident
+
+
+def _cost(slots: int, steps: int, chunk_steps: int, read: Sequence[int], span: int) -> float:
+    """Return bytes read for each window, a read counting as `READ_BYTES` more."""
+    chunks = steps / chunk_steps
+    reads = chunks / (_coverage(slots, chunks) + chunks)
+    return reads * (READ_BYTES * len(read) + (chunk_steps + span) * sum(read))
 
 
 def _coverage(slots: int, chunks: float) -> int:
@@ -262,8 +303,86 @@ def disk_plans(
     return plans
 
 
-def write_returns(dataset: Dataset, *, gamma: float, scale: float, budget_bytes: int) -> int:
-    """Compute all returns-to-go into a file without a name and return its descriptor.
+def load_resident(
+    dataset: Dataset,
+    plans: Sequence[StorePlan],
+    columns: Sequence[DiskColumn],
+    resident: Sequence[bool],
+    *,
+    span: int,
+    returns: Callable[[Callable[[int, Array], None]], None],
+) -> tuple[list[DiskColumn], int | None]:
+    """Bring resident columns into memory, and the returns-to-go there or to a file without a name.
+
+    Parameters
+    ----------
+    returns
+        Computes the returns-to-go and hands them out with their first step, in any order.
+
+    Returns
+    -------
+    tuple
+        The columns, and the descriptor of the file if there is one.
+
+    Raises
+    ------
+    GearError
+        ``DISK_SCRATCH``; what reading and computing raise.
+    """
+    found, handle = [], None
+    for plan, column, stays in zip(plans, columns, resident, strict=True):
+        (name,) = plan.fields
+        rows = None
+        if stays:
+            rows = private_rows(
+                (dataset.spec.steps + 2 * span, column.row_bytes), np.dtype(np.uint8)
+            )
+            within = rows[span : span + dataset.spec.steps]
+            if name is None:
+                returns(partial(_put_rows, within))
+            else:
+                _load(dataset, name, within)
+        elif name is None:
+            handle = scratch_file(dataset.path)
+            try:
+                returns(partial(_put_file, handle))
+                os.fdatasync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            except OSError as error:
+                os.close(handle)
+                raise no_scratch(str(error.strerror)) from error
+            except BaseException:
+                os.close(handle)
+                raise
+        found.append(replace(column, rows=rows))
+    return found, handle
+
+
+def _put_rows(rows: UInt8Array, first: int, values: Array) -> None:
+    rows[first : first + len(values)] = values.view(np.uint8).reshape(len(values), -1)
+
+
+def _put_file(handle: int, first: int, values: Array) -> None:
+    write_all(handle, byte_view(values), values.itemsize * first)
+
+
+def _load(dataset: Dataset, column: str, rows: UInt8Array) -> None:
+    """Read a whole column, comparing digests if the dataset was opened verified."""
+    firsts = dataset.first_steps.tolist()
+    for index, (first, last) in enumerate(pairwise(firsts)):
+        with dataset.reader(index, [column], check=dataset.verified) as reader:
+            reader.read(column, rows[first:last])
+
+
+def compute_returns(
+    dataset: Dataset,
+    put: Callable[[int, Array], None],
+    *,
+    gamma: float,
+    scale: float,
+    budget_bytes: int,
+) -> None:
+    """Compute all returns-to-go, (n,) float32 at a time, and `put` them with their first step.
 
     Each byte of the rewards is read once, in their order, and compared with its digest if the
     dataset was opened verified.
@@ -271,9 +390,8 @@ def write_returns(dataset: Dataset, *, gamma: float, scale: float, budget_bytes:
     Raises
     ------
     GearError
-        ``DISK_SCRATCH``; ``CAST_OVERFLOW`` and what reading raises.
+        ``CAST_OVERFLOW``; what reading and `put` raise.
     """
-    handle = scratch_file(dataset.path)
     firsts = dataset.first_steps.tolist()
     offsets = dataset.episodes.offsets
     spec = dataset.spec[REWARDS]
@@ -288,27 +406,13 @@ def write_returns(dataset: Dataset, *, gamma: float, scale: float, budget_bytes:
                 rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
                 reader.read(REWARDS, rewards)
                 found = sum_returns(rewards, mine[begin : end + 1], gamma=gamma, scale=scale)
-                write_all(handle, byte_view(found), 4 * mine[begin])
+                put(mine[begin], found)
 
-    try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="gear-returns") as pool:
-            jobs = [pool.submit(work, index) for index in range(len(firsts) - 1)]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        os.fdatasync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        os.close(handle)
-        raise GearError(
-            "DISK_SCRATCH",
-            f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
-            remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
-        ) from error
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
+    with ThreadPoolExecutor(threads, thread_name_prefix="gear-returns") as pool:
+        jobs = [pool.submit(work, index) for index in range(len(firsts) - 1)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

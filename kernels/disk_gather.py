@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ from gear_offline.dataset import Dataset
 from gear_offline.disk_files import DiskFile, ShardFiles
 from gear_offline.disk_reader import DiskCounts, DiskReader, WindowReader
 from gear_offline.disk_table import (
+    compute_returns,
     disk_plans,
+    load_resident,
     locate,
     share_out,
     slot_stores,
     slot_table,
-    write_returns,
 )
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.read_plan import Int64Array, Needs, ReadPlan
@@ -134,8 +136,23 @@ class DiskGather:
             batch=stream.share,
             span=context_length,
         )
-        handle = write_returns(dataset, gamma=gamma, scale=returns_scale, budget_bytes=host_budget)
-        scratch = DiskFile(handle, "the file of the returns-to-go", direct=direct)
+        columns, handle = load_resident(
+            dataset,
+            plans,
+            columns,
+            self.sizes.resident,
+            span=context_length,
+            returns=partial(
+                compute_returns,
+                dataset,
+                gamma=gamma,
+                scale=returns_scale,
+                budget_bytes=host_budget,
+            ),
+        )
+        scratch = None
+        if handle is not None:
+            scratch = DiskFile(handle, "the file of the returns-to-go", direct=direct)
         files = ShardFiles(dataset, direct=direct)
         self._row_bytes = sum(column.row_bytes for column in columns)
         self._context_length, self._padding = context_length, padding
@@ -152,7 +169,8 @@ class DiskGather:
 
         def release() -> None:
             files.close()
-            scratch.close()
+            if scratch is not None:
+                scratch.close()
 
         try:
             stores = slot_stores(plans, slots=self.sizes.slots, span=context_length)

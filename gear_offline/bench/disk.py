@@ -1,7 +1,7 @@
 """Batches from a dataset four times as large as the memory budget, against reading it in order.
 
-For each kind of row: a dataset is made, a process opens it with ``placement="disk"`` and a budget of
-a quarter of what a batch needs from disk (observations, actions, rewards, returns-to-go), and asks
+For each kind of row: a dataset is made; a process opens it with ``placement="disk"``, with a quarter
+of what batches need of it (observations, actions, rewards, returns-to-go) as the budget, and asks
 for batches as fast as they come.
 
 - *sequential*: bytes a second when as many threads read the same files from their first byte to
