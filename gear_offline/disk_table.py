@@ -48,7 +48,6 @@ from gear_offline.verification import thread_count
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
 READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
 RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
-THREADS = 8  # that read at once, each one chunk
 HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
 COPY_BYTES = 512 << 10  # of windows on their way from a thread's buffer to their slots
@@ -152,32 +151,29 @@ def share_out(
         ``HOST_BUDGET`` if it does not hold two batches and what they need.
     """
     batch_bytes = batch * span * final_bytes
-    output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
-    passing = CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
-    resident = _residents(row_bytes, steps + 2 * span, budget_bytes // RESIDENT_SHARE)
-    read = [row for row, stays in zip(row_bytes, resident, strict=True) if not stays]
-    fixed = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21) + passing
-    fixed += OUTPUT_BLOCKS * output_bytes + (sum(row_bytes) - sum(read)) * (steps + 2 * span)
     slot_bytes = span * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
-    threads = THREADS
-    while True:
-        chunk_bytes = min(budget_bytes // (64 * threads), CHUNK_BYTES)
+    index_bytes = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21)
+    thrifty = [False] * len(row_bytes)
+    comfort = _residents(row_bytes, steps + 2 * span, budget_bytes // RESIDENT_SHARE)
+    for output_bytes, resident, threads in (
+        *((max(batch_bytes, budget_bytes // OUTPUT_SHARE), comfort, t) for t in (8, 4, 2, 1)),
+        (batch_bytes, thrifty, 1),
+    ):
+        read = [row for row, stays in zip(row_bytes, resident, strict=True) if not stays]
+        fixed = index_bytes + OUTPUT_BLOCKS * output_bytes
+        fixed += CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
+        fixed += (sum(row_bytes) - sum(read)) * (steps + 2 * span)
         found = []
-        for chunk_steps in [1 << power for power in range(40)]:
-            each = buffer_bytes(read, span, chunk_steps)
-            each += max(COPY_BYTES, span * max(row_bytes))
+        for chunk_steps in _chunk_choices(steps, sum(read), budget_bytes // (64 * threads)):
+            each = buffer_bytes(read, span, chunk_steps) + max(COPY_BYTES, span * max(row_bytes))
             slots = (budget_bytes - fixed - threads * each) // slot_bytes
-            if slots >= 2 * batch:
-                cost = _cost(slots, steps, chunk_steps, read, span)
-                found.append((cost, chunk_steps, slots, each))
-            elif chunk_steps == 1:
-                needed = fixed + each + 2 * batch * slot_bytes
-            if 2 * chunk_steps * sum(read) > chunk_bytes or chunk_steps >= steps:
-                break
-        if threads == 1 or (found and threads * min(found)[3] <= budget_bytes // 8):
+            if slots >= 2 * batch and (threads == 1 or threads * each <= budget_bytes // 8):
+                found.append((_cost(slots, steps, chunk_steps, read, span), chunk_steps, slots))
+        if found:
             break
-        threads //= 2
-    if not found:
+    else:
+        least = buffer_bytes(row_bytes, span, 1) + max(COPY_BYTES, span * max(row_bytes))
+        needed = fixed + least + 2 * batch * slot_bytes
         raise InputError(
             "HOST_BUDGET",
             f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
@@ -185,7 +181,7 @@ def share_out(
             remedy=f"give at least {needed + -needed % PAGE_BYTES} bytes "
             f"({format_bytes(needed)}), or make batch_size or context_length smaller",
         )
-    _, chunk_steps, slots, _ = min(found)
+    _, chunk_steps, slots = min(found)
     slots = min(slots, max(16 * batch, 2 * -(-steps // span)))  # beyond that nothing is gained
     depth = min(max(4 * batch, slots // 32), slots)
     return DiskSizes(
@@ -197,6 +193,12 @@ def share_out(
         horizon=max(min(_coverage(slots, steps / chunk_steps), HORIZON * slots), depth),
         resident=tuple(resident),
     )
+
+
+def _chunk_choices(steps: int, row_bytes: int, most_bytes: int) -> list[int]:
+    """Return powers of two, from 1 to the whole table or the most bytes that a chunk may take."""
+    most = max(min(steps, min(most_bytes, CHUNK_BYTES) // row_bytes), 1)
+    return [1 << power for power in range(most.bit_length())]
 
 
 def _residents(row_bytes: Sequence[int], rows: int, share_bytes: int) -> list[bool]:

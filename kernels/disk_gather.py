@@ -75,7 +75,9 @@ class SlotGather(CpuGather):
 
     def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
         """Copy windows from their slots, whatever their steps."""
-        super()._owned(store, out, view, self.at * self.context_length - self.table.margin)
+        # What a slot holds besides its window may be any bits, until it is overwritten with zeros.
+        with np.errstate(invalid="ignore"):
+            super()._owned(store, out, view, self.at * self.context_length - self.table.margin)
 
 
 class DiskGather:
