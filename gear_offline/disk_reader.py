@@ -14,12 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gear_offline.disk_files import DiskFile, ShardFiles, UInt8Array, aligned_buffer
 from gear_offline.disk_table import COPY_BYTES, DiskColumn, buffer_bytes
@@ -28,8 +26,7 @@ from gear_offline.host_memory import pages
 from gear_offline.read_plan import Int64Array, Job, ReadPlan, Stretch
 
 GAP_BYTES = 64 << 10  # reading this much more costs less than reading once more
-UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads of its own above it
-WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+SINGLE_BYTES = 16 << 10  # windows from this size on are copied one by one
 
 Array = npt.NDArray[Any]
 
@@ -173,17 +170,19 @@ class WindowReader:
         target: Array,
     ) -> None:
         """Copy windows of K rows, the rows beginning at byte `origin`, to their slots."""
-        size = gcd(16, row_bytes, origin)
-        wide = row_bytes // size
-        count = (buffer.size - origin) // row_bytes
-        words = torch.from_numpy(buffer[origin : origin + count * row_bytes].view(WORDS[size]))
-        width = self._span * wide
-        view = words.as_strided((count - self._span + 1, width), (wide, 1))
-        step = max(min(UNSPLIT_ELEMENTS, COPY_BYTES // size) // width, 1)
-        places = torch.from_numpy(rows)
+        window = self._span * row_bytes
+        if window >= SINGLE_BYTES:
+            flat = target.view(np.uint8).reshape(len(target), window)
+            for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
+                begin = origin + row * row_bytes
+                flat[slot] = buffer[begin : begin + window]
+            return
+        # One element a window, which overlap; the bytes are only moved.
+        count = (buffer.size - origin - window) // row_bytes + 1
+        source = np.ndarray((count,), target.dtype, buffer.data, origin, (row_bytes,))
+        step = max(COPY_BYTES // window, 1)
         for begin in range(0, len(rows), step):
-            some = torch.index_select(view, 0, places[begin : begin + step]).numpy()
-            target[slots[begin : begin + step]] = some.view(target.dtype).reshape(-1)
+            target[slots[begin : begin + step]] = source[rows[begin : begin + step]]
 
 
 class DiskReader:
@@ -214,7 +213,10 @@ class DiskReader:
     ) -> None:
         self._windows, self._plan, self._targets = windows, plan, tuple(targets)
         self._release = release
-        self._changed = threading.Condition()
+        # One lock.  A thread that has read looks for more itself; the others are woken when the
+        # plan has moved on, and not for each job.
+        lock = threading.RLock()
+        self._changed, self._arrived = threading.Condition(lock), threading.Condition(lock)
         self._error: BaseException | None = None
         self._stopped = False
         self._read_bytes = self._reads = 0
@@ -245,7 +247,7 @@ class DiskReader:
                 self._plan.move(first_step)
                 self._changed.notify_all()
             while (slots := self._plan.slots_of(first_step, steps)) is None:
-                self._changed.wait()
+                self._arrived.wait()
                 self._raise()
             return slots
 
@@ -299,6 +301,7 @@ class DiskReader:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+                self._arrived.notify_all()
 
     def _next(self) -> Job | tuple[int, int, int] | None:
         """Wait for something to do; None at the end."""
@@ -323,4 +326,4 @@ class DiskReader:
             self._plan.finish(job)
             self._read_bytes += count
             self._reads += calls
-            self._changed.notify_all()
+            self._arrived.notify_all()

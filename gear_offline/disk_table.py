@@ -46,7 +46,7 @@ from gear_offline.table import (
 from gear_offline.verification import thread_count
 
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
-READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
+READ_BYTES = 128 << 10  # a read takes about as long as this many bytes more
 RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
 HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
@@ -164,10 +164,10 @@ def share_out(
         fixed += CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
         fixed += (sum(row_bytes) - sum(read)) * (steps + 2 * span)
         found = []
-        for chunk_steps in _chunk_choices(steps, sum(read), budget_bytes // (64 * threads)):
+        for chunk_steps in _chunk_choices(steps, sum(read)):
             each = buffer_bytes(read, span, chunk_steps) + max(COPY_BYTES, span * max(row_bytes))
             slots = (budget_bytes - fixed - threads * each) // slot_bytes
-            if slots >= 2 * batch and (threads == 1 or threads * each <= budget_bytes // 8):
+            if slots >= 2 * batch and (threads == 1 or threads * each <= budget_bytes // 16):
                 found.append((_cost(slots, steps, chunk_steps, read, span), chunk_steps, slots))
         if found:
             break
@@ -195,9 +195,9 @@ def share_out(
     )
 
 
-def _chunk_choices(steps: int, row_bytes: int, most_bytes: int) -> list[int]:
+def _chunk_choices(steps: int, row_bytes: int) -> list[int]:
     """Return powers of two, from 1 to the whole table or the most bytes that a chunk may take."""
-    most = max(min(steps, min(most_bytes, CHUNK_BYTES) // row_bytes), 1)
+    most = max(min(steps, CHUNK_BYTES // row_bytes), 1)
     return [1 << power for power in range(most.bit_length())]
 
 

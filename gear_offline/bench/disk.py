@@ -1,8 +1,8 @@
 """Batches from a dataset four times as large as the memory budget, against reading it in order.
 
-For each kind of row: a dataset is made; a process opens it with ``placement="disk"``, with a quarter
-of what batches need of it (observations, actions, rewards, returns-to-go) as the budget, and asks
-for batches as fast as they come.
+For each kind of row a dataset is made.  A process opens it with ``placement="disk"`` and a budget:
+a quarter of what batches need of it (observations, actions, rewards, returns-to-go).  It asks for
+batches as fast as they come.
 
 - *sequential*: bytes a second when as many threads read the same files from their first byte to
   their last, 2 MiB at a time, past the page cache (``O_DIRECT``), with the loader idle.
@@ -43,6 +43,7 @@ from gear_offline.sources.base import SourceInfo
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
 SHARD_BYTES = 256 << 20
+SECONDS, QUICK_SECONDS = 8.0, 2.0  # of a round, for either
 OVER = 4  # how many times the budget the data are
 PIECE_BYTES = 2 << 20
 EPISODE_STEPS = 500
@@ -249,7 +250,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     for kind in KINDS:
         with tempfile.TemporaryDirectory(prefix="gear-bench-") as name:
             target = Path(name, "dataset")
-            seconds, rounds = (2.0, 3) if quick else (8.0, 5)
+            seconds, rounds = (QUICK_SECONDS, 3) if quick else (SECONDS, 5)
             results.append(_measure(kind, target, nbytes=nbytes, rounds=rounds, seconds=seconds))
     return {"batch_size": BATCH, "context_length": SPAN, "results": results}
 
