@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.disk_files import DiskFile, ShardFiles, UInt8Array, aligned_buffer
-from gear_offline.disk_table import COPY_BYTES, DiskColumn, buffer_bytes
+from gear_offline.disk_sizes import COPY_BYTES, buffer_bytes
+from gear_offline.disk_table import DiskColumn
 from gear_offline.errors import GearError
 from gear_offline.host_memory import pages
 from gear_offline.read_plan import Int64Array, Job, ReadPlan, Stretch

@@ -19,12 +19,12 @@ from torch import Tensor
 from gear_offline.dataset import Dataset
 from gear_offline.disk_files import DiskFile, ShardFiles
 from gear_offline.disk_reader import DiskCounts, DiskReader, WindowReader
+from gear_offline.disk_sizes import share_out
 from gear_offline.disk_table import (
     compute_returns,
     disk_plans,
     load_resident,
     locate,
-    share_out,
     slot_stores,
     slot_table,
 )

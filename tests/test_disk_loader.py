@@ -1,17 +1,12 @@
-"""Rows that stay on disk: the same bits as from memory, whatever the budget, and bad days."""
+"""Rows that stay on disk: the same bits as from memory, whatever the budget; options, memory."""
 
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,69 +15,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gear_offline import disk_files, disk_reader, disk_table
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline import disk_files, disk_sizes
+from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import disk_choice
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import World
-from tests.support import failing_code, hopper_columns, make_dataset
+from tests.disk_support import OPTIONS, least_budget, on_disk
+from tests.support import failing_code, make_dataset
 from tests.test_gather import random_column
 from tests.test_loader import same, take
-
-LENGTHS = [30, 1, 7, 55, 20, 3] * 8
-
-
-@pytest.fixture(autouse=True)
-def little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a few steps, reads that are split, nothing kept in memory whole."""
-    monkeypatch.setattr(disk_table, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(disk_table, "READ_BYTES", 64)
-    monkeypatch.setattr(disk_table, "COPY_BYTES", 1024)
-    monkeypatch.setattr(disk_table, "RESIDENT_SHARE", 1 << 60)
-    monkeypatch.setattr(disk_reader, "GAP_BYTES", 256)
-    monkeypatch.setattr(disk_reader, "COPY_BYTES", 1024)
-    monkeypatch.setattr(disk_reader, "SINGLE_BYTES", 500)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No thread and no descriptor outlives the loaders of a test."""
-    before = _open_files()
-    yield
-    gc.collect()
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("gear-")]
-    assert _open_files() <= before
-
-
-def _open_files() -> set[str]:
-    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return {os.readlink(link) for link in links if link.is_symlink()}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    columns = hopper_columns(sum(LENGTHS), seed=3)
-    columns["infos/qpos"] = np.random.default_rng(0).normal(size=(sum(LENGTHS), 6))
-    path = tmp_path_factory.mktemp("disk")
-    return make_dataset(path, LENGTHS, columns=columns, shard_bytes=8192)
-
-
-def least_budget(dataset: Dataset, **options: Any) -> int:
-    """Return the smallest budget that is taken, from the message of one that is not."""
-    with pytest.raises(InputError, match="too small") as caught:
-        GearLoader(dataset, placement="disk", host_budget=1, **options)
-    assert caught.value.code == "HOST_BUDGET"
-    found = re.search(r"at least (\d+) bytes", caught.value.remedy)
-    assert found is not None
-    return int(found[1])
-
-
-def on_disk(dataset: Dataset, *, more: int = 0, **options: Any) -> GearLoader:
-    """Return a loader with as little memory as there can be, and `more` bytes."""
-    budget = least_budget(dataset, **options) + more
-    return GearLoader(dataset, placement="disk", host_budget=budget, **options)
-
 
 KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.uint8)]
 
@@ -136,16 +78,13 @@ def test_bits_equal_those_from_memory(
     options["normalize_states"] = normalize and states[0] != (4, 5)
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         if resident:
-            patch.setattr(disk_table, "RESIDENT_SHARE", 1)
+            patch.setattr(disk_sizes, "RESIDENT_SHARE", 1)
         found = make_dataset(Path(name), lengths, columns=columns, shard_bytes=shard_bytes)
         expected = take(GearLoader(found, **options), 24)
         with on_disk(found, more=more, **options) as loader:
             for one, other in zip(expected, loader, strict=False):
                 assert same(one, other)
             assert same(loader.batch_at(3), expected[3])
-
-
-OPTIONS: dict[str, Any] = {"batch_size": 8, "context_length": 9, "device": "cpu", "gamma": 0.9}
 
 
 def test_position_moves_as_with_a_table(dataset: Dataset) -> None:
@@ -204,130 +143,6 @@ def test_without_direct_reads_and_with_few_open_files(
         assert all(same(a, b) for a, b in zip(expected, take(loader, 20), strict=True))
 
 
-def copied(tmp_path: Path, **options: Any) -> Dataset:
-    return make_dataset(tmp_path, LENGTHS, shard_bytes=8192, **options)
-
-
-def overwrite(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-100, os.SEEK_END)
-        file.write(b"\x01")
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def replace(path: Path) -> None:
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("change", [overwrite, cut])
-def test_a_shard_that_changes_in_use_is_refused(tmp_path: Path, change: Any) -> None:
-    dataset = copied(tmp_path)
-    with on_disk(dataset, **OPTIONS) as loader:
-        take(loader, 3)
-        for shard in dataset.manifest.shards:
-            change(dataset.path / shard.name)
-        codes = {failing_code(lambda: take(loader, 200)) for _ in range(2)}
-        assert codes <= {"DATASET_CHANGED", "FILE_SIZE"} and len(codes) == 1
-        assert failing_code(lambda: loader.batch_at(0)) in {"DATASET_CHANGED", "FILE_SIZE"}
-
-
-@pytest.mark.parametrize("change", [overwrite, replace])
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_shard_that_changed_since_it_was_opened_is_refused(
-    tmp_path: Path, change: Any, verify: bool
-) -> None:
-    dataset = copied(tmp_path, verify=verify)
-    loader = on_disk(dataset, **OPTIONS)
-    change(dataset.path / dataset.manifest.shards[1].name)
-    assert failing_code(lambda: take(loader, 200)) == "DATASET_CHANGED"
-    loader.close()
-    again = open_dataset(dataset.path, verify=False)
-    if change is replace:
-        with on_disk(again, **OPTIONS) as loader:
-            take(loader, 20)
-
-
-def test_damage_of_the_rewards_is_found_when_the_loader_is_made(tmp_path: Path) -> None:
-    dataset = copied(tmp_path)
-    shard = dataset.manifest.shards[0]
-    tensor = next(t for t in dataset.manifest.tensors(shard) if t.name == "rewards")
-    path = dataset.path / shard.name
-    data = bytearray(path.read_bytes())
-    data[shard.header_bytes + tensor.start] ^= 1
-    path.write_bytes(data)
-    assert failing_code(lambda: on_disk(dataset, **OPTIONS)) == "SHARD_DIGEST"
-
-
-def test_a_failing_disk_is_one_error_and_ends_the_threads(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = on_disk(dataset, more=10_000, **OPTIONS)
-    take(loader, 2)
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", fail)
-    loader.skip(1000)
-    assert failing_code(lambda: next(loader)) == "DATASET_READ"
-    assert failing_code(lambda: next(loader)) == "DATASET_READ"
-    loader.close()
-    loader.close()
-    assert failing_code(lambda: next(loader)) == "LOADER_CLOSED"
-    assert failing_code(lambda: loader.batch_at(0)) == "LOADER_CLOSED"
-
-
-def test_a_dropped_loader_stops_and_its_batches_stay(dataset: Dataset) -> None:
-    loader = on_disk(dataset, **OPTIONS)
-    batch = next(loader)
-    assert [t for t in threading.enumerate() if t.name.startswith("gear-disk")]
-    del loader
-    gc.collect()
-    assert not [t for t in threading.enumerate() if t.name.startswith("gear-disk")]
-    assert same(batch, GearLoader(dataset, **OPTIONS).batch_at(0))
-
-
-def test_ctrl_c_while_waiting_for_the_disk(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = on_disk(dataset, **OPTIONS)
-    held, real = threading.Event(), os.preadv
-
-    def slow(*arguments: Any) -> int:
-        held.wait(30)
-        return real(*arguments)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    main = threading.main_thread().ident
-    assert main is not None
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        next(loader)
-    held.set()
-    assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0)), "it goes on"
-    loader.close()
-    timer.join()
-
-
-def test_a_script_that_ends_in_the_middle_ends(dataset: Dataset) -> None:
-    code = (
-        "import sys; from gear_offline.loaders.loader import GearLoader\n"
-        "loader = GearLoader(sys.argv[1], batch_size=4, device='cpu', placement='disk',\n"
-        "                    host_budget=8 << 20)\n"
-        "next(loader); print('done')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(dataset.path)], capture_output=True, timeout=120
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
-
-
 @pytest.mark.parametrize("budget", [0, -1, 2.5, "4 GiB", True])
 def test_odd_budgets_are_refused(dataset: Dataset, budget: Any) -> None:
     call = lambda: GearLoader(dataset, placement="disk", host_budget=budget, **OPTIONS)  # noqa: E731
@@ -354,7 +169,7 @@ def test_the_least_budget_is_the_least(dataset: Dataset) -> None:
 def test_options_that_do_not_go_together(
     dataset: Dataset, options: dict[str, Any], code: str
 ) -> None:
-    given = {"placement": "disk", "host_budget": 4 << 20} | OPTIONS | options
+    given: dict[str, Any] = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS, **options}
     assert failing_code(lambda: GearLoader(dataset, **given)) == code
 
 
@@ -407,6 +222,11 @@ MEMORY = """
 import itertools, sys
 from pathlib import Path
 from gear_offline.loaders.loader import GearLoader
+
+dataset = disk_support.dataset
+little_of_everything = disk_support.little_of_everything
+nothing_is_left = disk_support.nothing_is_left
+
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

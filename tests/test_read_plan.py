@@ -18,7 +18,7 @@ STEPS, SPAN = 60, 4  # of the table; K
 @cache
 def low_of(step: int, batch: int) -> list[int]:
     """Return the first steps of the windows of a step; a pure function."""
-    return np.random.default_rng(step).integers(0, STEPS, batch).tolist()
+    return [int(n) for n in np.random.default_rng(step).integers(0, STEPS, batch)]
 
 
 def make(batch: int, slots: int, depth: int, horizon: int, chunk: int) -> ReadPlan:
@@ -106,7 +106,7 @@ def test_jobs_are_those_of_the_oracle(
     horizon = depth + further
     plan = make(batch, slots, depth, horizon, chunk)
     oracle = Oracle(batch, slots, depth, horizon, chunk)
-    step, content = 0, {}  # slot to the reference that was read into it
+    step, content = 0, dict[int, int]()  # slot to the reference that was read into it
     extend(plan)
     for choice in choices:
         if plan.slots_of(step, 1) is not None and choice == 0:
