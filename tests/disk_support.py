@@ -1,4 +1,4 @@
-"""Fixtures of the tests of rows that stay on disk."""
+"""What the tests share of rows that stay on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ LENGTHS = [30, 1, 7, 55, 20, 3] * 8
 OPTIONS: dict[str, Any] = {"batch_size": 8, "context_length": 9, "device": "cpu", "gamma": 0.9}
 
 
-@pytest.fixture(autouse=True)
 def little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a few steps, reads that are split, nothing kept in memory whole."""
     monkeypatch.setattr(disk_sizes, "CHUNK_BYTES", 1024)
@@ -35,7 +35,7 @@ def little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_reader, "SINGLE_BYTES", 500)
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
 def nothing_is_left() -> Iterator[None]:
     """No thread and no descriptor outlives the loaders of a test."""
     before = _open_files()
@@ -50,11 +50,10 @@ def _open_files() -> set[str]:
     return {os.readlink(link) for link in links if link.is_symlink()}
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def several_shards(path: Path) -> Dataset:
+    """Make a dataset of hopper-like columns and one more."""
     columns = hopper_columns(sum(LENGTHS), seed=3)
     columns["infos/qpos"] = np.random.default_rng(0).normal(size=(sum(LENGTHS), 6))
-    path = tmp_path_factory.mktemp("disk")
     return make_dataset(path, LENGTHS, columns=columns, shard_bytes=8192)
 
 

@@ -26,7 +26,7 @@ def test_the_data_do_not_depend_on_how_they_are_read(kind: str, tmp_path: Path) 
 
 
 def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "QUICK_DATA_BYTES", 96 << 20)
+    monkeypatch.setattr(bench, "QUICK_DATA_BYTES", 48 << 20)
     monkeypatch.setattr(bench, "QUICK_SECONDS", 0.2)
     monkeypatch.setattr(bench, "KINDS", dict(list(bench.KINDS.items())[:1]))
     document = bench.run(quick=True)

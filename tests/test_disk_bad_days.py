@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ from tests.disk_support import LENGTHS, OPTIONS, on_disk
 from tests.support import failing_code, make_dataset
 from tests.test_loader import same, take
 
-dataset = disk_support.dataset
-little_of_everything = disk_support.little_of_everything
-nothing_is_left = disk_support.nothing_is_left
+
+@pytest.fixture(autouse=True)
+def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    disk_support.little_of_everything(monkeypatch)
+    with disk_support.nothing_is_left():
+        yield
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return disk_support.several_shards(tmp_path_factory.mktemp("disk"))
 
 
 def copied(tmp_path: Path, **options: Any) -> Dataset:

@@ -30,7 +30,7 @@ KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.ui
 
 
 @settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -223,9 +223,17 @@ import itertools, sys
 from pathlib import Path
 from gear_offline.loaders.loader import GearLoader
 
-dataset = disk_support.dataset
-little_of_everything = disk_support.little_of_everything
-nothing_is_left = disk_support.nothing_is_left
+
+@pytest.fixture(autouse=True)
+def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    disk_support.little_of_everything(monkeypatch)
+    with disk_support.nothing_is_left():
+        yield
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return disk_support.several_shards(tmp_path_factory.mktemp("disk"))
 
 
 def peak():
