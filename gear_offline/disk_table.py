@@ -24,16 +24,9 @@ from gear_offline.disk_files import UInt8Array, no_scratch, scratch_file, write_
 from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
 from gear_offline.host_memory import HostBlock, pages
 from gear_offline.read_plan import Int64Array
+from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.shards import byte_view
-from gear_offline.table import (
-    Store,
-    StorePlan,
-    Table,
-    plan_stores,
-    private_rows,
-    sum_returns,
-    whole_episodes,
-)
+from gear_offline.table import Store, StorePlan, Table, plan_stores, private_rows
 from gear_offline.verification import thread_count
 
 RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed

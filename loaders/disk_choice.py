@@ -50,11 +50,11 @@ def open_disk(
             f"host_budget={host_budget!r} is not a number of bytes",
             remedy="give bytes from 1, such as 4 << 30, or None",
         )
-    if placement not in ("auto", "hbm", "host", "disk"):
+    if placement not in ("auto", "hbm", "peer", "host", "disk"):
         raise InputError(
             "PLACEMENT",
             f"placement={placement!r} is not usable",
-            remedy="use 'auto', 'hbm', 'host' or 'disk'",
+            remedy="use 'auto', 'hbm', 'peer', 'host' or 'disk'",
         )
     reason = "as asked for"
     if placement != "disk":

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,24 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import disk_choice
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import World
+from tests import disk_support
 from tests.disk_support import OPTIONS, least_budget, on_disk
 from tests.support import failing_code, make_dataset
 from tests.test_gather import random_column
 from tests.test_loader import same, take
+
+
+@pytest.fixture(autouse=True)
+def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    disk_support.little_of_everything(monkeypatch)
+    with disk_support.nothing_is_left():
+        yield
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return disk_support.several_shards(tmp_path_factory.mktemp("disk"))
+
 
 KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.uint8)]
 
@@ -222,19 +237,6 @@ MEMORY = """
 import itertools, sys
 from pathlib import Path
 from gear_offline.loaders.loader import GearLoader
-
-
-@pytest.fixture(autouse=True)
-def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    disk_support.little_of_everything(monkeypatch)
-    with disk_support.nothing_is_left():
-        yield
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return disk_support.several_shards(tmp_path_factory.mktemp("disk"))
-
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
