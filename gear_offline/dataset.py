@@ -26,6 +26,7 @@ from gear_offline.shards import (
     REMEDY_DAMAGED,
     TensorLayout,
     byte_view,
+    file_stamp,
     open_directory,
     read_into,
     stored_form,
@@ -66,6 +67,8 @@ class Dataset:
         (E,) float64, undiscounted sum of `rewards` of each episode.
     verified
         Whether every block of every shard matched its digest when the dataset was opened.
+    stamps
+        Per shard, `gear_offline.shards.file_stamp` from before that.
     """
 
     path: Path
@@ -75,6 +78,7 @@ class Dataset:
     truncated: BoolArray
     returns: Float64Array
     verified: bool
+    stamps: tuple[tuple[int, ...], ...] = field(repr=False)
     _identity: tuple[int, int] = field(repr=False)
 
     def __repr__(self) -> str:
@@ -151,7 +155,7 @@ class Dataset:
         firsts = self.first_steps
         first = int(np.searchsorted(firsts, start, side="right")) - 1
         parts: list[tuple[int, int, npt.NDArray[Any]]] = []
-        with self._opened() as directory:
+        with self.opened() as directory:
             for index in range(max(first, 0), len(self.manifest.shards)):
                 low, high = max(start, int(firsts[index])), min(stop, int(firsts[index + 1]))
                 if low >= high:
@@ -195,7 +199,7 @@ class Dataset:
             return self.read(name, 0, self.spec.steps, check=self.verified)
         spec = self.spec[name]
         found = []
-        with self._opened() as directory:
+        with self.opened() as directory:
             for index, shard in enumerate(self.manifest.shards):
                 tensor = self._tensor(index, name)
                 with (
@@ -227,7 +231,7 @@ class Dataset:
             As `read`, and ``SHARD_HEADER``.
         """
         shard = self.manifest.shards[index]
-        with self._opened() as directory, shard_file(directory, shard, self.path) as handle:
+        with self.opened() as directory, shard_file(directory, shard, self.path) as handle:
             if check:
                 check_header(handle, self.manifest, shard, self.path)
             yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
@@ -237,7 +241,14 @@ class Dataset:
         return next(t for t in tensors if t.name == name)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
+    def opened(self) -> Iterator[int]:
+        """Give a descriptor of the dataset directory.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_CHANGED`` if another directory is there now.
+        """
         directory = open_directory(self.path)
         try:
             if _identity(directory) != self._identity:
@@ -297,6 +308,7 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     directory = open_directory(path)
     try:
         manifest = Manifest.read_from(directory, path)
+        stamps = tuple(_stamp(directory, shard, path) for shard in manifest.shards)
         if verify:
             verify_shards(directory, manifest, path, threads=threads)
         parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
@@ -318,8 +330,14 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         truncated=values["episode_truncated"],
         returns=values["episode_returns"],
         verified=verify,
+        stamps=stamps,
         _identity=identity,
     )
+
+
+def _stamp(directory: int, shard: ShardRecord, path: Path) -> tuple[int, ...]:
+    with shard_file(directory, shard, path) as handle:
+        return file_stamp(handle)
 
 
 def _read_episodes(

@@ -310,6 +310,10 @@ class Learner:
             device=self.device,
         )
 
+    def close(self) -> None:
+        """Give back what the loader holds open; all ranks together."""
+        self.loader.close()
+
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""
         self.model.train()

@@ -118,11 +118,17 @@ class LoaderSettings(Section):
     """Keep the columns in memory, or map the files."""
     engine: Literal["auto", "on", "off"] = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
-    placement: Literal["auto", "hbm", "peer", "host"] = "auto"
-    """For the engine: rows in GPU memory, over the GPUs of the node, in pinned host memory, or the
-    hottest in the former."""
+    placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
+    """Rows in GPU memory, over the GPUs of the node, in host memory, or on disk, read ahead; auto:
+    the first that holds them."""
     hbm_budget: Positive | None = None
     """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
+    host_budget: Positive | None = None
+    """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
+    sharding: Literal["auto", "replicate", "shard"] = "auto"
+    """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
+    exchange: Literal["auto", "on", "off"] = "auto"
+    """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
 
 
 class SelectionSettings(Section):

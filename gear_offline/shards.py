@@ -305,6 +305,12 @@ def open_member(directory: int, name: str, *, where: str, size: int | None = Non
     return handle
 
 
+def file_stamp(handle: int) -> tuple[int, ...]:
+    """Return device, inode, size and the times of the last changes (ns) of an open file."""
+    found = os.fstat(handle)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def _bad_kind(where: str) -> InputError:
     return InputError(
         "FILE_KIND",

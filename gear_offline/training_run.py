@@ -67,6 +67,7 @@ class Run:
             self._train()
         finally:
             self._end()
+        self.learner.close()
         self._sum_up()
 
     def _train(self) -> None:

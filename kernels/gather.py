@@ -148,7 +148,7 @@ class CpuGather:
         """
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-        real = self._real_steps(episodes, starts)
+        real = self.real_steps(episodes, starts)
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
         padded = self._padded(real)
@@ -186,8 +186,8 @@ class CpuGather:
             rows = torch.from_numpy(first + self.context_length)
             _select(self._clock, rows, out)
 
-    def _real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
-        """Return (n,) int64, the steps of each window that exist, at least 1."""
+    def real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
+        """Return (n,) int64, the steps of each window that exist, at least 1; checks the range."""
         index = self.table.episodes
         known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < index.episodes
         left = index.lengths[episodes] - starts if known else episodes - episodes

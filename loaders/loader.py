@@ -9,20 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import UnavailableError
+from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
-from gear_offline.loaders.options import bad_option, check_options
+from gear_offline.loaders.disk_choice import open_disk
+from gear_offline.loaders.engine_choice import Engine, make_engine
+from gear_offline.loaders.options import check_options, check_state
+from gear_offline.loaders.options import resolve_device as resolve_device
+from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
-from gear_offline.progress import say
 from gear_offline.selection import Segments, Selection, check_range, make_selection
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
@@ -30,11 +35,12 @@ from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.loaders.sharded import ShardedBatches
+    from gear_offline.sharding import NodeShare
 
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-Engine = Literal["auto", "on", "off"]
 
 
 class Gather(Protocol):
@@ -82,7 +88,16 @@ class GearLoader(Iterator[Batch]):
         and copied on the current stream.  ``"auto"``: on where that is possible, else off, and a
         line on stderr says why.  The batches are the same bits.
     placement, hbm_budget
-        As `gear_offline.placement.place_table`, for the engine.
+        As `gear_offline.placement.place_table`, for the engine.  ``"disk"``: the rows stay in the
+        shards and are read ahead of use, whatever the device.  ``"auto"`` does that too where the
+        table does not fit host memory, and a line on stderr says so.
+    host_budget
+        For ``"disk"`` and ``"auto"``: bytes of host memory of this process that the rows may take;
+        by default half of what is available when they stay on disk, all of it otherwise.
+    sharding
+        As `gear_offline.loaders.spread_choice.choose_share`; spread datasets need a `world`.
+    exchange
+        As the mode of `gear_offline.exchange.open_exchange`, for spread datasets.
     world
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
@@ -117,8 +132,11 @@ class GearLoader(Iterator[Batch]):
         frame_stack: int = 1,
         start_step: int = 0,
         engine: Engine = "auto",
-        placement: Placement = "auto",
+        placement: Placement | Literal["disk"] = "auto",
         hbm_budget: int | None = None,
+        host_budget: int | None = None,
+        sharding: Sharding = "auto",
+        exchange: Engine = "auto",
         world: World | None = None,
     ) -> None:
         check_options(
@@ -145,16 +163,40 @@ class GearLoader(Iterator[Batch]):
         }
         self.world = World() if world is None else world
         self.share = self.world.share(batch_size)
-        self.table = shared_table(
-            self.world,
-            self.dataset,
-            context_length=context_length,
-            layout=layout,
-            mode=mode,
-            extra_columns=extra_columns,
-            frame_stack=frame_stack,
-            **law,
+        self._stream = Stream(
+            selection=self.selection,
+            seed=int(seed),
+            batch_size=batch_size,
+            first_slot=self.world.rank * self.share,
+            share=self.share,
         )
+        rows: dict[str, Any] = {
+            "context_length": context_length,
+            "extra_columns": tuple(extra_columns),
+            **law,
+        }
+        self.disk = open_disk(
+            self.dataset,
+            self._stream,
+            self.world,
+            placement=placement,
+            host_budget=host_budget,
+            engine=engine,
+            device=self.device,
+            mode=mode,
+            layout=layout,
+            padding=padding,
+            frame_stack=frame_stack,
+            **rows,
+        )
+        node_share: NodeShare | None = None
+        if self.disk is None:
+            rows |= {"layout": layout, "mode": mode}
+            node_share = choose_share(self.dataset, self.world, sharding, **rows)
+            held = self.dataset if node_share is None else node_share.dataset
+            self.table = shared_table(self.world, held, frame_stack=frame_stack, **rows)
+        else:
+            self.table = self.disk.table
         self.batch_size = batch_size
         self.context_length = context_length
         self.padding: Padding = padding
@@ -164,11 +206,33 @@ class GearLoader(Iterator[Batch]):
         self._law = law
         self._moves = self.device.type != "cpu"
         self.engine: DeviceEngine | None = None
-        if self.device.type == "cuda" and engine != "off":
-            self.engine = self._make_engine(engine, placement, hbm_budget)
-        self.gather: Gather = CpuGather(
+        if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
+            self.engine = make_engine(
+                self.table,
+                self._stream,
+                device=self.device,
+                world=self.world,
+                engine=engine,
+                placement=placement,
+                hbm_budget=hbm_budget,
+                context_length=context_length,
+                padding=padding,
+            )
+        self.gather: Gather = self.disk or CpuGather(
             self.table, context_length=context_length, padding=padding, pin=self._moves
         )
+        self._spread: ShardedBatches | None = None
+        if node_share is not None:
+            self._spread = open_spread(
+                self._stream,
+                self.world,
+                node_share,
+                self.table,
+                gather=self.gather.fill if self.engine is None else self.engine.gather,
+                exchange=exchange,
+                context_length=context_length,
+                padding=padding,
+            )
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -198,7 +262,7 @@ class GearLoader(Iterator[Batch]):
     def __next__(self) -> Batch:
         """Return the batch of `step` and advance."""
         if not self._ready:
-            self._ready = self._batches(self._step, self._block_steps)[::-1]
+            self._ready = self._batches(self._step, self._block_steps, ahead=True)[::-1]
         batch = self._ready.pop()
         self._step += 1
         return batch
@@ -259,27 +323,33 @@ class GearLoader(Iterator[Batch]):
             ``LOADER_STATE`` if the state is damaged or belongs to another dataset, seed,
             selection or shape of batch; the loader stays as it was.
         """
-        step = state.get("step")
-        if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
-            raise InputError(
-                "LOADER_STATE",
-                f"not a loader state of format {STATE_FORMAT}",
-                remedy="pass what GearLoader.state_dict() returned",
-            )
-        saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
-        differ = [
-            f"{key} is {mine!r} here and {saved.get(key)!r} in the state"
-            for key, mine in self._identity().items()
-            if saved.get(key) != mine
-        ]
-        if differ:
-            raise InputError(
-                "LOADER_STATE",
-                f"the state belongs to another stream of batches: {'; '.join(differ)}",
-                remedy="build the loader with the saved options, or start without the state",
-            )
+        step = check_state(state, self._identity(), STATE_FORMAT)
         self._step = step
         self._ready = []
+
+    def close(self) -> None:
+        """Stop reading from disk or from other nodes; the loader gives no further batches then.
+
+        Batches that were handed out stay valid.  Dropping the loader does the same for the disk;
+        with several nodes all ranks close together.
+        """
+        if self.disk is not None:
+            self.disk.close()
+            self._ready = []
+        if self._spread is not None:
+            self._spread.close()
+            self._ready = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
@@ -302,73 +372,24 @@ class GearLoader(Iterator[Batch]):
             for store in self.table.stores
         )
         batch_bytes = self.share * (window_bytes + 16 * self.context_length)
-        return max(1, min(BLOCK_SEGMENTS // self.batch_size, BLOCK_BYTES // batch_bytes))
+        most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
+        if self.disk is not None:
+            most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
+        return max(1, min(most_segments // self.batch_size, most_bytes // batch_bytes))
 
-    def _batches(self, first_step: int, steps: int) -> list[Batch]:
-        """Select, gather and move the batches of `steps` consecutive steps."""
+    def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
+        """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
+        if self._spread is not None:
+            windows = self._spread.windows(first_step, steps)
+            return split(self._moved(windows), self.padding)
         if self.engine is not None:
             return split(self.engine.fill(first_step=first_step, steps=steps), self.padding)
-        first = self.world.rank * self.share
-        segments = self.selection.select_many(
-            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
-        )[:, first : first + self.share]
-        windows = self.gather.fill(segments)
-        if self._moves:
-            windows = windows.to(self.device, non_blocking=True)
-        return split(windows, self.padding)
+        segments = self._stream.segments(first_step, steps)
+        if ahead and self.disk is not None:
+            windows = self.disk.fill_steps(segments, first_step=first_step)
+        else:
+            windows = self.gather.fill(segments)
+        return split(self._moved(windows), self.padding)
 
-    def _make_engine(
-        self, engine: Engine, placement: Placement, hbm_budget: int | None
-    ) -> DeviceEngine | None:
-        """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
-        from gear_offline.kernels.engine import DeviceEngine
-        from gear_offline.placement import place_table
-
-        try:
-            placed = place_table(
-                self.table,
-                device=self.device,
-                placement=placement,
-                hbm_budget=hbm_budget,
-                world=self.world,
-            )
-            made = DeviceEngine(
-                placed,
-                self.selection,
-                seed=self.seed,
-                batch_size=self.share,
-                context_length=self.context_length,
-                padding=self.padding,
-                first_slot=self.world.rank * self.share,
-            )
-        except GearError as error:
-            if engine == "on" or placement != "auto":
-                raise
-            say(f"engine auto: batches are gathered by the CPU: {error}")
-            return None
-        return made
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device; ``"auto"`` is CUDA where there is one.
-
-    Raises
-    ------
-    UnavailableError
-        ``DEVICE``
-    InputError
-        ``LOADER_OPTION`` if torch does not know the name.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE",
-            f"device {str(device)!r} was asked for and no CUDA device is available",
-            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
-        )
-    return found
+    def _moved(self, windows: Windows) -> Windows:
+        return windows.to(self.device, non_blocking=True) if self._moves else windows

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from gear_offline.errors import InputError
+import torch
+
+from gear_offline.errors import InputError, UnavailableError
 
 MAX_FRAME_STACK = 64
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device; ``"auto"`` is CUDA where there is one.
+
+    Raises
+    ------
+    UnavailableError
+        ``DEVICE``
+    InputError
+        ``LOADER_OPTION`` if torch does not know the name.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE",
+            f"device {str(device)!r} was asked for and no CUDA device is available",
+            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
+        )
+    return found
 
 
 def check_options(
@@ -52,3 +80,33 @@ def check_options(
 def bad_option(name: str, value: object, allowed: str) -> InputError:
     """Return the error ``LOADER_OPTION`` for an option's value."""
     return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
+
+
+def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], state_format: int) -> int:
+    """Return the step of a loader's saved state.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_STATE`` if it is damaged or belongs to another stream of batches than `identity`.
+    """
+    step = state.get("step")
+    if state.get("format") != state_format or type(step) is not int or not 0 <= step < 1 << 63:
+        raise InputError(
+            "LOADER_STATE",
+            f"not a loader state of format {state_format}",
+            remedy="pass what GearLoader.state_dict() returned",
+        )
+    saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
+    differ = [
+        f"{key} is {mine!r} here and {saved.get(key)!r} in the state"
+        for key, mine in identity.items()
+        if saved.get(key) != mine
+    ]
+    if differ:
+        raise InputError(
+            "LOADER_STATE",
+            f"the state belongs to another stream of batches: {'; '.join(differ)}",
+            remedy="build the loader with the saved options, or start without the state",
+        )
+    return step

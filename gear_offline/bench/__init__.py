@@ -26,6 +26,7 @@ BENCHES = {
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",
     "exchange": "ns a read to build and post RDMA requests; rates of gloo and, if there, RDMA",
+    "disk": "batches of data four times the memory budget, against reading the files in order",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
 _PACKAGES = (

@@ -1,0 +1,243 @@
+"""A table whose rows stay on disk: where each column lies in the shards, and what is derived.
+
+Returns-to-go are derived.  They are computed once, from the rewards as they stream by, into a file
+without a name, or into memory where they are kept whole: 4 bytes a step, and in passing no more
+than an eighth of the budget, or the longest episode's rewards a few times over.
+
+Shape legend: N steps, K steps of a window, S slots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from gear_offline.dataset import Dataset
+from gear_offline.disk_files import UInt8Array, no_scratch, scratch_file, write_all
+from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
+from gear_offline.host_memory import HostBlock, pages
+from gear_offline.read_plan import Int64Array
+from gear_offline.returns import sum_returns, whole_episodes
+from gear_offline.shards import byte_view
+from gear_offline.table import Store, StorePlan, Table, plan_stores, private_rows
+from gear_offline.verification import thread_count
+
+RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskColumn:
+    """Where the rows of a store lie.
+
+    Attributes
+    ----------
+    row_bytes
+        Of one step.
+    offsets
+        (shards,) int64, byte of each shard's first row in its file.
+    derived
+        The file is the scratch file rather than the shard.
+    rows
+        (K + N + K, row bytes) uint8 if the column is in memory whole, else None.
+    """
+
+    row_bytes: int
+    offsets: Int64Array
+    derived: bool
+    rows: UInt8Array | None = None
+
+
+def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[Store]:
+    """Return a store a plan whose rows are its slots, (S * K, W), all in one block of memory.
+
+    Raises
+    ------
+    GearError
+        ``HOST_MEMORY`` if the machine has less.
+    """
+    sizes = [slots * span * plan.width * plan.dtype.itemsize for plan in plans]
+    block = HostBlock.create(sum(map(pages, sizes)), name="gear-disk")
+    stores = [
+        Store(
+            fields=tuple(plan.fields.values()),
+            rows=block.allocate((slots * span, plan.width), plan.dtype),
+        )
+        for plan in plans
+    ]
+    block.close()
+    return stores
+
+
+def slot_table(dataset: Dataset, stores: Sequence[Store], span: int) -> Table:
+    """Return a table over the slots; its rows are not in the order of the steps."""
+    return Table(episodes=dataset.episodes, stores=tuple(stores), margin=span, layout="columns")
+
+
+def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
+    """Return where each plan's column lies."""
+    shards = dataset.manifest.shards
+    tensors = [{t.name: t for t in dataset.manifest.tensors(shard)} for shard in shards]
+    columns = []
+    for plan in plans:
+        (column,) = plan.fields
+        row_bytes = plan.width * plan.dtype.itemsize
+        if column is None:
+            offsets = dataset.first_steps[:-1] * row_bytes
+        else:
+            begins = [
+                shard.header_bytes + found[column].start
+                for shard, found in zip(shards, tensors, strict=True)
+            ]
+            offsets = np.array(begins, np.int64)
+        columns.append(DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=column is None))
+    return columns
+
+
+def disk_plans(
+    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str]
+) -> list[StorePlan]:
+    """Return a store a column, in its source dtype, and one of the returns-to-go.
+
+    Raises
+    ------
+    InputError
+        As `gear_offline.table.build_table`.
+    """
+    found = plan_stores(
+        dataset, layout="columns", normalize_states=normalize_states, extra_columns=extra_columns
+    )
+    fields = {column: field for plan in found for column, field in plan.fields.items()}
+    plans = []
+    for column in (STATES, ACTIONS, REWARDS, None, *extra_columns):
+        spec = None if column is None else dataset.spec[column]
+        plans.append(
+            StorePlan(
+                fields={column: replace(fields[column], offset=0)},
+                width=1 if spec is None else prod(spec.shape),
+                dtype=np.dtype(np.float32) if spec is None else spec.dtype,
+                packed=False,
+            )
+        )
+    return plans
+
+
+def load_resident(
+    dataset: Dataset,
+    plans: Sequence[StorePlan],
+    columns: Sequence[DiskColumn],
+    resident: Sequence[bool],
+    *,
+    span: int,
+    returns: Callable[[Callable[[int, Array], None]], None],
+) -> tuple[list[DiskColumn], int | None]:
+    """Bring resident columns into memory, and the returns-to-go there or to a file without a name.
+
+    Parameters
+    ----------
+    returns
+        Computes the returns-to-go and hands them out with their first step, in any order.
+
+    Returns
+    -------
+    tuple
+        The columns, and the descriptor of the file if there is one.
+
+    Raises
+    ------
+    GearError
+        ``DISK_SCRATCH``; what reading and computing raise.
+    """
+    found, handle = [], None
+    for plan, column, stays in zip(plans, columns, resident, strict=True):
+        (name,) = plan.fields
+        rows = None
+        if stays:
+            rows = private_rows(
+                (dataset.spec.steps + 2 * span, column.row_bytes), np.dtype(np.uint8)
+            )
+            within = rows[span : span + dataset.spec.steps]
+            if name is None:
+                returns(partial(_put_rows, within))
+            else:
+                _load(dataset, name, within)
+        elif name is None:
+            handle = scratch_file(dataset.path)
+            try:
+                returns(partial(_put_file, handle))
+                os.fdatasync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            except OSError as error:
+                os.close(handle)
+                raise no_scratch(str(error.strerror)) from error
+            except BaseException:
+                os.close(handle)
+                raise
+        found.append(replace(column, rows=rows))
+    return found, handle
+
+
+def _put_rows(rows: UInt8Array, first: int, values: Array) -> None:
+    rows[first : first + len(values)] = values.view(np.uint8).reshape(len(values), -1)
+
+
+def _put_file(handle: int, first: int, values: Array) -> None:
+    write_all(handle, byte_view(values), values.itemsize * first)
+
+
+def _load(dataset: Dataset, column: str, rows: UInt8Array) -> None:
+    """Read a whole column, comparing digests if the dataset was opened verified."""
+    firsts = dataset.first_steps.tolist()
+    for index, (first, last) in enumerate(pairwise(firsts)):
+        with dataset.reader(index, [column], check=dataset.verified) as reader:
+            reader.read(column, rows[first:last])
+
+
+def compute_returns(
+    dataset: Dataset,
+    put: Callable[[int, Array], None],
+    *,
+    gamma: float,
+    scale: float,
+    budget_bytes: int,
+) -> None:
+    """Compute all returns-to-go, (n,) float32 at a time, and `put` them with their first step.
+
+    Each byte of the rewards is read once, in their order, and compared with its digest if the
+    dataset was opened verified.
+
+    Raises
+    ------
+    GearError
+        ``CAST_OVERFLOW``; what reading and `put` raise.
+    """
+    firsts = dataset.first_steps.tolist()
+    offsets = dataset.episodes.offsets
+    spec = dataset.spec[REWARDS]
+    threads = min(thread_count(None), len(firsts) - 1)
+    piece_steps = max(min(budget_bytes // 8, 256 << 20) // (RETURNS_BYTES * threads), 1)
+
+    def work(index: int) -> None:
+        first, last = np.searchsorted(offsets, firsts[index : index + 2])
+        mine = offsets[first : last + 1].tolist()
+        with dataset.reader(index, [REWARDS], check=dataset.verified) as reader:
+            for begin, end in whole_episodes(mine, piece_steps):
+                rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
+                reader.read(REWARDS, rewards)
+                found = sum_returns(rewards, mine[begin : end + 1], gamma=gamma, scale=scale)
+                put(mine[begin], found)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="gear-returns") as pool:
+        jobs = [pool.submit(work, index) for index in range(len(firsts) - 1)]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise

@@ -1,0 +1,299 @@
+"""Cut segments out of a dataset that stays on disk: gathers over slots instead of steps.
+
+The slots are filled by `gear_offline.disk_reader`; each holds one window as it is needed, so the
+gather is that of a table in memory whose rows lie in another order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gear_offline.dataset import Dataset
+from gear_offline.disk_files import DiskFile, ShardFiles
+from gear_offline.disk_reader import DiskCounts, DiskReader, WindowReader
+from gear_offline.disk_sizes import share_out
+from gear_offline.disk_table import (
+    compute_returns,
+    disk_plans,
+    load_resident,
+    locate,
+    slot_stores,
+    slot_table,
+)
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.read_plan import Int64Array, Needs, ReadPlan
+from gear_offline.selection import Segments, Selection
+from gear_offline.table import Store, StorePlan, Table
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The segments of every step of a loader, or of one rank's part of it.
+
+    Attributes
+    ----------
+    selection, seed, batch_size
+        The law, its key, and how many it draws in each step.
+    first_slot, share
+        Which of them are this rank's.
+    """
+
+    selection: Selection
+    seed: int
+    batch_size: int
+    first_slot: int
+    share: int
+
+    def segments(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, (steps, share)."""
+        drawn = self.selection.select_many(
+            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
+        )
+        return drawn[:, self.first_slot : self.first_slot + self.share]
+
+
+class SlotGather(CpuGather):
+    """A `CpuGather` whose windows lie in slots; `at` says where.
+
+    Attributes
+    ----------
+    at
+        (n,) int64, slot of each window that `fill` is given next.
+    """
+
+    at: Int64Array
+
+    def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
+        """Copy windows from their slots, whatever their steps."""
+        # What a slot holds besides its window may be any bits, until it is overwritten with zeros.
+        with np.errstate(invalid="ignore"):
+            super()._owned(store, out, view, self.at * self.context_length - self.table.margin)
+
+
+class DiskGather:
+    """Fills windows from shards, through a bounded memory that is filled ahead of use.
+
+    The other parameters are those of `gear_offline.loaders.loader.GearLoader`; the batches are the
+    same bits as from a table in memory, except that values too large for float32 become infinite.
+
+    Parameters
+    ----------
+    stream
+        What will be asked for.
+    host_budget
+        Bytes for everything that is kept in memory.
+    direct
+        Ask for ``O_DIRECT``.
+
+    Attributes
+    ----------
+    sizes
+        How the budget is shared out.
+    table
+        Over the slots; the episode index is the dataset's.
+
+    Raises
+    ------
+    InputError
+        ``HOST_BUDGET``; what `gear_offline.table.build_table` says of columns and options.
+    GearError
+        ``HOST_MEMORY``, ``DISK_SCRATCH``; what reading raises.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        stream: Stream,
+        *,
+        host_budget: int,
+        context_length: int,
+        padding: Padding = "right",
+        gamma: float = 1.0,
+        returns_scale: float = 1.0,
+        normalize_states: bool = False,
+        extra_columns: Sequence[str] = (),
+        pin: bool = False,
+        direct: bool = True,
+    ) -> None:
+        plans = disk_plans(dataset, normalize_states=normalize_states, extra_columns=extra_columns)
+        columns = locate(dataset, plans)
+        self.sizes = share_out(
+            budget_bytes=host_budget,
+            row_bytes=[column.row_bytes for column in columns],
+            final_bytes=sum(_final_bytes(plan) for plan in plans) + 16,
+            converted_bytes=max(_final_bytes(plan) * _is_converted(plan) for plan in plans),
+            longest=int(dataset.episodes.lengths.max()),
+            episodes=dataset.episodes.episodes,
+            steps=dataset.spec.steps,
+            batch=stream.share,
+            span=context_length,
+        )
+        columns, handle = load_resident(
+            dataset,
+            plans,
+            columns,
+            self.sizes.resident,
+            span=context_length,
+            returns=partial(
+                compute_returns,
+                dataset,
+                gamma=gamma,
+                scale=returns_scale,
+                budget_bytes=host_budget,
+            ),
+        )
+        scratch = None
+        if handle is not None:
+            scratch = DiskFile(handle, "the file of the returns-to-go", direct=direct)
+        files = ShardFiles(dataset, direct=direct)
+        self._row_bytes = sum(column.row_bytes for column in columns)
+        self._context_length, self._padding = context_length, padding
+        self._windows_given = self._bytes_given = 0
+        self._windows = WindowReader(
+            files,
+            scratch,
+            columns,
+            first_steps=dataset.first_steps,
+            span=context_length,
+            left=padding == "left",
+            chunk_steps=self.sizes.chunk_steps,
+        )
+
+        def release() -> None:
+            files.close()
+            if scratch is not None:
+                scratch.close()
+
+        try:
+            stores = slot_stores(plans, slots=self.sizes.slots, span=context_length)
+        except BaseException:
+            release()
+            raise
+        self.table = slot_table(dataset, stores, context_length)
+        self._gather = SlotGather(
+            self.table, context_length=context_length, padding=padding, pin=pin
+        )
+        plan = ReadPlan(
+            _needs(dataset, stream, self._windows, context_length),
+            batch=stream.share,
+            slots=self.sizes.slots,
+            depth=self.sizes.depth,
+            horizon=self.sizes.horizon,
+        )
+        self._reader = DiskReader(
+            self._windows,
+            plan,
+            [_slots(store, context_length) for store in stores],
+            threads=self.sizes.threads,
+            release=release,
+        )
+        # Also when the interpreter ends: then the threads are waited for.
+        self._close = weakref.finalize(self, self._reader.stop)
+
+    def fill_steps(self, segments: Segments, *, first_step: int) -> Windows:
+        """Gather `segments`, (steps, B): those that the selection draws from `first_step` on.
+
+        The next call is best for the steps that follow; any other order costs the windows that
+        were read ahead.
+
+        Raises
+        ------
+        GearError
+            ``LOADER_CLOSED``; ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+        """
+        steps = segments.shape[0]
+        self._gather.at = self._reader.take(first_step, steps)
+        found = self._gather.fill(segments)
+        self._reader.move(first_step + steps)
+        self._windows_given += len(self._gather.at)
+        self._bytes_given += int(found.attention_mask.sum()) * self._row_bytes
+        return found
+
+    def fill(self, segments: Segments) -> Windows:
+        """Gather any `segments` now, in memory of their own, without touching the read-ahead.
+
+        Raises
+        ------
+        InputError
+            ``SEGMENT_RANGE``; what `fill_steps` raises.
+        """
+        self._reader.check()
+        index, span = self.table.episodes, self._context_length
+        episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+        real = self._gather.real_steps(episodes, starts)
+        low = index.offsets[episodes] + starts
+        stores = [
+            Store(fields=s.fields, rows=np.zeros((len(low) * span, s.width), s.dtype))
+            for s in self.table.stores
+        ]
+        targets = [_slots(store, span) for store in stores]
+        chunks = self._windows.chunk_of(low)
+        order = np.lexsort((low, chunks))
+        buffer = self._windows.buffer()
+        for mine in np.split(order, np.flatnonzero(np.diff(chunks[order])) + 1):
+            if len(mine):
+                chunk = int(chunks[mine[0]])
+                self._windows.read(chunk, low[mine], real[mine], mine, targets, buffer)
+        aside = SlotGather(
+            Table(episodes=index, stores=tuple(stores), margin=span, layout="columns"),
+            context_length=span,
+            padding=self._padding,
+        )
+        aside.at = np.arange(len(low), dtype=np.int64)
+        return aside.fill(segments)
+
+    def counts(self) -> DiskCounts:
+        """Return what was read and what `fill_steps` gave until now."""
+        read_bytes, reads, evicted = self._reader.counts()
+        return DiskCounts(
+            read_bytes=read_bytes,
+            reads=reads,
+            window_bytes=self._bytes_given,
+            windows=self._windows_given,
+            evicted=evicted,
+        )
+
+    def close(self) -> None:
+        """End the reading threads and close all files; can be repeated."""
+        self._close()
+
+
+def _needs(
+    dataset: Dataset, stream: Stream, windows: WindowReader, span: int
+) -> Callable[[int, int], Needs]:
+    """Return the function that names the windows of steps; it refers to no gather or loader."""
+    offsets, lengths = dataset.episodes.offsets, dataset.episodes.lengths
+
+    def needs(first_step: int, steps: int) -> Needs:
+        drawn = stream.segments(first_step, steps)
+        episodes, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
+        low = offsets[episodes] + starts
+        real = np.minimum(lengths[episodes] - starts, span)
+        return Needs(low=low, real=real, chunk=windows.chunk_of(low))
+
+    return needs
+
+
+def _slots(store: Store, span: int) -> Array:
+    """Return (S,) of void over the (S * K, W) rows of a store."""
+    assert store.rows is not None, "slots are in memory"
+    kind = np.dtype((np.void, span * store.rows.strides[0]))
+    return store.rows.reshape(-1).view(np.uint8).view(kind)
+
+
+def _final_bytes(plan: StorePlan) -> int:
+    return sum(field.width * field.dtype.itemsize for field in plan.fields.values())
+
+
+def _is_converted(plan: StorePlan) -> bool:
+    return any(f.dtype != plan.dtype or f.mean is not None for f in plan.fields.values())

@@ -1,0 +1,122 @@
+"""Whether a loader's rows stay on disk, and what it says about that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.host_memory import RESERVE_BYTES, available_bytes
+from gear_offline.host_table import block_bytes
+from gear_offline.kernels.disk_gather import DiskGather, Stream
+from gear_offline.pinning import format_bytes
+from gear_offline.progress import say
+from gear_offline.table import plan_stores
+from gear_offline.world import World
+
+
+def open_disk(
+    dataset: Dataset,
+    stream: Stream,
+    world: World,
+    *,
+    placement: str,
+    host_budget: int | None,
+    engine: str,
+    device: torch.device,
+    mode: str,
+    layout: str,
+    frame_stack: int = 1,
+    **rows: Any,
+) -> DiskGather | None:
+    """Return the gather over shards if the rows stay there, else None.
+
+    Parameters
+    ----------
+    placement, host_budget, engine, device, mode, layout
+        As `gear_offline.loaders.loader.GearLoader`.
+    frame_stack
+        Stacks of frames are not made of rows on disk.
+    rows
+        The other options of `DiskGather`.
+
+    Raises
+    ------
+    InputError
+        ``HOST_BUDGET``; ``PLACEMENT`` if the GPU shall gather what is on disk; ``LAYOUT``.
+    """
+    if host_budget is not None and (type(host_budget) is not int or host_budget < 1):
+        raise InputError(
+            "HOST_BUDGET",
+            f"host_budget={host_budget!r} is not a number of bytes",
+            remedy="give bytes from 1, such as 4 << 30, or None",
+        )
+    if placement not in ("auto", "hbm", "peer", "host", "disk"):
+        raise InputError(
+            "PLACEMENT",
+            f"placement={placement!r} is not usable",
+            remedy="use 'auto', 'hbm', 'peer', 'host' or 'disk'",
+        )
+    reason = "as asked for"
+    if placement != "disk":
+        if placement != "auto" or mode != "read" or frame_stack > 1:
+            return None
+        why = _too_large(dataset, world, host_budget, layout, rows)
+        if why is None:
+            return None
+        reason = why
+    if frame_stack > 1:
+        raise InputError(
+            "PLACEMENT",
+            f"placement='disk' cannot make stacks of {frame_stack} frames",
+            remedy="use another placement, or frame_stack=1",
+        )
+    if mode != "read" or layout == "records":
+        raise InputError(
+            "LAYOUT",
+            "rows that stay on disk are neither mapped nor arranged as records",
+            remedy="leave mode='read' and layout='auto' with placement='disk'",
+        )
+    on_gpu = device.type == "cuda"
+    if on_gpu and engine == "on":
+        raise InputError(
+            "PLACEMENT",
+            f"engine='on' cannot gather rows that stay on disk ({reason})",
+            remedy="use engine='auto' or 'off', or a placement and a budget that hold the table",
+        )
+    if host_budget is None:
+        ranks = world.nodes.count(world.nodes[world.rank])
+        host_budget = (available_bytes() - RESERVE_BYTES) // (2 * ranks)
+    found = DiskGather(dataset, stream, host_budget=max(host_budget, 1), pin=on_gpu, **rows)
+    if placement == "auto" or on_gpu:
+        how = "into page-locked memory, and copied" if on_gpu else "here"
+        say(
+            f"placement {placement}: the rows stay on disk, {reason}; "
+            f"{format_bytes(host_budget)} of host memory keep {found.sizes.slots:,} windows; "
+            f"the CPU gathers batches {how}"
+        )
+    return found
+
+
+def _too_large(
+    dataset: Dataset, world: World, host_budget: int | None, layout: str, rows: dict[str, Any]
+) -> str | None:
+    """Return why the table should not be in memory, or None."""
+    if host_budget is None and world.size > 1:
+        return None  # the ranks of a node build one table together, or none: none may step aside
+    plans = plan_stores(
+        dataset,
+        layout="columns" if layout == "columns" else "records",
+        normalize_states=rows["normalize_states"],
+        extra_columns=rows["extra_columns"],
+    )
+    needed = block_bytes(plans, dataset.spec.steps + 2 * rows["context_length"])
+    limit = available_bytes() - RESERVE_BYTES if host_budget is None else host_budget
+    if needed <= limit:
+        return None
+    source = "available" if host_budget is None else "the budget"
+    return (
+        f"since they take {format_bytes(needed)} in memory and {format_bytes(limit)} are {source}"
+    )

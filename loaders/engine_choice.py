@@ -1,0 +1,56 @@
+"""Whether the GPU gathers a loader's batches, and what it says about that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from gear_offline.errors import GearError
+from gear_offline.kernels.disk_gather import Stream
+from gear_offline.kernels.gather import Padding
+from gear_offline.placement_plan import Placement
+from gear_offline.progress import say
+from gear_offline.table import Table
+from gear_offline.world import World
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.engine import DeviceEngine
+
+Engine = Literal["auto", "on", "off"]
+
+
+def make_engine(
+    table: Table,
+    stream: Stream,
+    *,
+    device: torch.device,
+    world: World,
+    engine: Engine,
+    placement: Placement,
+    hbm_budget: int | None,
+    context_length: int,
+    padding: Padding,
+) -> DeviceEngine | None:
+    """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
+    from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.placement import place_table
+
+    try:
+        placed = place_table(
+            table, device=device, placement=placement, hbm_budget=hbm_budget, world=world
+        )
+        return DeviceEngine(
+            placed,
+            stream.selection,
+            seed=stream.seed,
+            batch_size=stream.share,
+            context_length=context_length,
+            padding=padding,
+            first_slot=stream.first_slot,
+        )
+    except GearError as error:
+        if engine == "on" or placement != "auto":
+            raise
+        say(f"engine auto: batches are gathered by the CPU: {error}")
+        return None

@@ -1,0 +1,105 @@
+"""Whether a dataset is spread over the nodes of a run, and what it says about that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.host_memory import RESERVE_BYTES, available_bytes
+from gear_offline.host_table import block_bytes
+from gear_offline.kernels.disk_gather import Stream
+from gear_offline.kernels.gather import Padding
+from gear_offline.pinning import format_bytes
+from gear_offline.progress import say
+from gear_offline.sharding import NodeShare, shard_weights, share_shards, take_share
+from gear_offline.table import Table, plan_stores
+from gear_offline.world import World
+
+if TYPE_CHECKING:
+    from gear_offline.loaders.sharded import LocalGather, ShardedBatches
+
+Sharding = Literal["auto", "replicate", "shard"]
+
+
+def choose_share(
+    dataset: Dataset, world: World, sharding: Sharding, *, mode: str, **rows: Any
+) -> NodeShare | None:
+    """Return what this rank's node holds, or None if every node holds all.
+
+    Parameters
+    ----------
+    dataset
+        The whole.
+    world
+        All its ranks call this together.
+    sharding
+        ``"replicate"``, ``"shard"``, or ``"auto"``: spread over nodes if there are several and one
+        of them has too little memory for all.
+    mode, rows
+        As `gear_offline.table.build_table`.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION``, ``SHARDS_FEW``
+    """
+    if sharding not in ("auto", "replicate", "shard"):
+        raise InputError(
+            "LOADER_OPTION",
+            f"sharding={sharding!r} is not usable",
+            remedy="use 'auto', 'replicate' or 'shard'",
+        )
+    if world.node_count == 1 or sharding == "replicate" or mode != "read":
+        return None
+    plans = plan_stores(
+        dataset,
+        layout="columns" if rows["layout"] == "columns" else "records",
+        normalize_states=rows["normalize_states"],
+        extra_columns=rows["extra_columns"],
+    )
+    needed = block_bytes(plans, dataset.spec.steps + 2 * rows["context_length"])
+    if sharding == "auto":
+        least = min(world.gather(available_bytes() - RESERVE_BYTES))
+        if needed <= least:
+            return None
+    weights = shard_weights(dataset)
+    owners = share_shards(weights, world.node_count)
+    share = take_share(dataset, owners, world.nodes[world.rank])
+    part = share.dataset.spec.steps / dataset.spec.steps
+    say(
+        f"sharding {sharding}: {len(share.dataset.manifest.shards)} of {len(weights)} shards, "
+        f"{part:.1%} of {format_bytes(needed)}, on this one of {world.node_count} nodes",
+        quiet=world.rank != world.leader,
+    )
+    return share
+
+
+def open_spread(
+    stream: Stream,
+    world: World,
+    share: NodeShare,
+    table: Table,
+    *,
+    gather: LocalGather,
+    exchange: Literal["auto", "on", "off"],
+    context_length: int,
+    padding: Padding,
+) -> ShardedBatches:
+    """Open the exchange between the ranks, and return what makes this rank's batches."""
+    from gear_offline.exchange import open_exchange
+    from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+
+    shelf = shelf_of(table, share, world.nodes[world.rank])
+    return ShardedBatches(
+        world=world,
+        share=share,
+        table=table,
+        gather=gather,
+        exchange=open_exchange(shelf, mode=exchange, group=world.control, quiet=not world.is_first),
+        selection=stream.selection,
+        seed=stream.seed,
+        batch_size=stream.batch_size,
+        context_length=context_length,
+        padding=padding,
+    )

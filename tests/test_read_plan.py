@@ -1,0 +1,202 @@
+"""The plan of the disk tier against dictionaries, and what it must never do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.read_plan import GOLDEN_RATIO, Job, Needs, ReadPlan
+
+STEPS, SPAN = 60, 4  # of the table; K
+
+
+@cache
+def low_of(step: int, batch: int) -> list[int]:
+    """Return the first steps of the windows of a step; a pure function."""
+    return [int(n) for n in np.random.default_rng(step).integers(0, STEPS, batch)]
+
+
+def make(batch: int, slots: int, depth: int, horizon: int, chunk: int) -> ReadPlan:
+    def needs(first_step: int, steps: int) -> Needs:
+        low = np.array([low_of(s, batch) for s in range(first_step, first_step + steps)]).ravel()
+        return Needs(low=low, real=np.minimum(SPAN, STEPS - low), chunk=low // chunk)
+
+    return ReadPlan(needs, batch=batch, slots=slots, depth=depth, horizon=horizon)
+
+
+def extend(plan: ReadPlan) -> None:
+    while (wanted := plan.wanted()) is not None:
+        generation, first_step, steps = wanted
+        plan.extend(generation, plan.select(first_step, steps))
+
+
+@dataclass
+class Oracle:
+    """The rule in words: a chunk is read when its next window is due and missing.
+
+    It gives all its windows of the horizon that are missing, those of a first read only up to a
+    point that differs from chunk to chunk, as far as there is room.  Windows that are due take the
+    room of those that are needed last.
+    """
+
+    batch: int
+    slots: int
+    depth: int
+    horizon: int
+    chunk: int
+    base: int = 0
+    start: int = 0
+    held: dict[int, bool] = field(default_factory=dict)  # reference to whether it has arrived
+
+    def low(self, reference: int) -> int:
+        return low_of(reference // self.batch, self.batch)[reference % self.batch]
+
+    def next_job(self) -> tuple[int, list[int]] | None:
+        due = range(self.base, self.base + self.depth)
+        missing = [q for q in due if q not in self.held]
+        if not missing:
+            return None
+        chunk = self.low(missing[0]) // self.chunk
+        mine = [
+            q
+            for q in range(self.base, self.base + self.horizon)
+            if q not in self.held and self.low(q) // self.chunk == chunk
+        ]
+        end = self.start + int(self.horizon * (chunk * GOLDEN_RATIO % 1.0))
+        if mine[0] < end:
+            mine = [q for q in mine if q < end]
+        room = self.slots - len(self.held)
+        urgent = [q for q in mine if q in due]
+        if len(urgent) <= room:
+            mine = mine[:room]
+        else:
+            mine = urgent
+            while len(mine) > self.slots - len(self.held):
+                last = max((q for q, here in self.held.items() if here), default=-1)
+                if last > max(mine[-1], urgent[0]):
+                    del self.held[last]  # Belady: what is needed last goes
+                else:
+                    mine.pop()
+        self.held |= dict.fromkeys(mine, False)
+        return (chunk, mine) if mine else None
+
+    def move(self, step: int) -> None:
+        self.base = step * self.batch
+        self.held = {q: here for q, here in self.held.items() if q >= self.base}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    room=st.integers(0, 30),
+    depth=st.integers(0, 12),
+    further=st.integers(0, 60),
+    chunk=st.integers(1, 25),
+    choices=st.lists(st.integers(0, 3), min_size=20, max_size=80),
+)
+def test_jobs_are_those_of_the_oracle(
+    batch: int, room: int, depth: int, further: int, chunk: int, choices: list[int]
+) -> None:
+    slots, depth = 2 * batch + room, batch + min(depth, batch + room)
+    horizon = depth + further
+    plan = make(batch, slots, depth, horizon, chunk)
+    oracle = Oracle(batch, slots, depth, horizon, chunk)
+    step, content = 0, dict[int, int]()  # slot to the reference that was read into it
+    extend(plan)
+    for choice in choices:
+        if plan.slots_of(step, 1) is not None and choice == 0:
+            found = plan.slots_of(step, 1)
+            assert found is not None
+            expected = [step * batch + i for i in range(batch)]
+            assert [content[slot] for slot in found.tolist()] == expected
+            step += 1
+            plan.move(step)
+            oracle.move(step)
+            extend(plan)
+        job, expected_job = plan.next_job(), oracle.next_job()
+        assert (job is None) == (expected_job is None)
+        if job is not None and expected_job is not None:
+            assert (job.chunk, sorted(job.references.tolist())) == expected_job
+            assert job.low.tolist() == sorted(oracle.low(q) for q in expected_job[1])
+            for slot, reference, low in zip(
+                job.slots.tolist(), job.references.tolist(), job.low.tolist(), strict=True
+            ):
+                assert oracle.low(reference) == low
+                content[slot] = reference
+            plan.finish(job)
+            oracle.held |= dict.fromkeys(job.references.tolist(), True)
+        assert plan.free_slots == slots - len(oracle.held)
+        # No slot holds two windows that are waited for.
+        waited = {q for q, here in oracle.held.items() if here}
+        assert waited <= set(content.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 4),
+    room=st.integers(0, 10),
+    chunk=st.integers(1, 30),
+    parallel=st.integers(1, 5),
+    moves=st.lists(st.integers(0, 40), max_size=12),
+)
+def test_it_always_goes_on(
+    batch: int, room: int, chunk: int, parallel: int, moves: list[int]
+) -> None:
+    """With several reads under way, across jumps to any step, with as little room as there is."""
+    slots = 2 * batch + room
+    plan = make(batch, slots, min(4 * batch, slots), 5 * slots, chunk)
+    step, under_way = 0, list[Job]()
+    for wanted in [*moves, 1000]:
+        if wanted != step:
+            plan.move(wanted)
+        for step in range(wanted, wanted + 3):
+            for _ in range(10_000):
+                extend(plan)
+                while len(under_way) < parallel and (job := plan.next_job()) is not None:
+                    under_way.append(job)
+                if plan.slots_of(step, 1) is not None:
+                    break
+                assert under_way, "nothing is being read and the step is not there"
+                plan.finish(under_way.pop(0))
+            else:
+                pytest.fail("the step never came")
+            plan.move(step + 1)
+        step = wanted + 3
+    plan.move(10**9)
+    for job in under_way:
+        plan.finish(job)
+    assert plan.free_slots == slots
+
+
+def test_a_selection_begun_before_a_jump_is_dropped() -> None:
+    plan = make(2, 8, 4, 20, 10)
+    wanted = plan.wanted()
+    assert wanted is not None and plan.wanted() is None, "one at a time"
+    old = plan.select(*wanted[1:])
+    plan.move(500)
+    plan.extend(wanted[0], old)
+    assert plan.next_job() is None, "nothing is known of step 500 yet"
+    extend(plan)
+    job = plan.next_job()
+    assert job is not None and job.references.min() >= 1000
+
+
+def test_one_read_serves_all_windows_of_its_chunk() -> None:
+    """Far fewer chunks are read than windows are used, about 2 S / n of them for each."""
+    batch, slots, chunk = 4, 200, 10
+    plan = make(batch, slots, 8, 340, chunk)
+    jobs = 0
+    for step in range(1000):
+        while plan.slots_of(step, 1) is None:
+            extend(plan)
+            job = plan.next_job()
+            assert job is not None
+            plan.finish(job)
+            jobs += 1
+        plan.move(step + 1)
+    assert 4000 / jobs > 0.6 * 340 / 6
