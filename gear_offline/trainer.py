@@ -29,6 +29,13 @@ __all__ = ["RESUMABLE", "TrainingInterrupted", "train"]
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",
+    "loader.mode",
+    "loader.engine",
+    "loader.placement",
+    "loader.hbm_budget",
+    "loader.host_budget",
+    "loader.sharding",
+    "loader.exchange",
     "train.steps",
     "train.device",
     "train.threads",

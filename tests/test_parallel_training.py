@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,38 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=180,
         check=False,
     )
+
+
+def test_two_nodes_that_hold_half_each(tmp_path: Path) -> None:
+    """Two agents of torchrun are two nodes; rows go over gloo, and losses are those of one."""
+    lengths = [9, 30, 4, 17, 25, 8, 12, 21]
+    data = make_dataset(tmp_path, lengths, shard_bytes=3000).path
+    recipe = tmp_path / "ranks.yaml"
+    recipe.write_text(RECIPE.format(data=data).replace("size: 12,", "size: 12, sharding: shard,"))
+    alone = train(load_recipe(str(recipe)), out=tmp_path / "alone", quiet=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    arguments = ["-m", "tests.parallel_child", str(recipe), str(tmp_path / "run"), "20", "0"]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), *arguments],
+            env=environment,
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [node.communicate(timeout=180)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert all("of 2 nodes" in text for text in said)
+    assert "exchange: collective" in said[0]
+    for mine, theirs in zip(measured(tmp_path / "run"), measured(alone), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def measured(run: Path) -> list[dict[str, Any]]:
