@@ -119,8 +119,7 @@ class LoaderSettings(Section):
     engine: Literal["auto", "on", "off"] = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
-    """Rows in GPU memory, over the GPUs of the node, in host memory, or on disk, read ahead; auto:
-    the first that holds them."""
+    """Rows in GPU memory, over the node's GPUs, in host memory or on disk; auto: as they fit."""
     hbm_budget: Positive | None = None
     """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
     host_budget: Positive | None = None

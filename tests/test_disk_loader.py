@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -271,3 +272,19 @@ def test_memory_stays_within_the_budget(tmp_path: Path, dataset: Dataset) -> Non
     slots, grown = map(int, done.stdout.split())
     assert 0.5 * budget < slots * 20 * 4 * (40 + 3 + 2) < budget
     assert grown < 1.05 * budget
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
+def test_cuda_batches_have_the_same_bits(
+    dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = OPTIONS | {"device": "cuda"}
+    with on_disk(dataset, more=100_000, **options) as loader:
+        assert loader.engine is None and "page-locked" in capsys.readouterr().err
+        for step, batch in enumerate(take(loader, 30)):
+            assert batch.device.type == "cuda"
+            assert same(GearLoader(dataset, **OPTIONS).batch_at(step), batch.to("cpu"))
+    with pytest.raises(InputError, match="engine='on'") as caught:
+        GearLoader(dataset, placement="disk", engine="on", **options)
+    assert caught.value.code == "PLACEMENT"
