@@ -35,7 +35,7 @@ from gear_offline.laws.base import (
     register,
     selection_names,
 )
-from gear_offline.laws.prioritized import LearnsFromLosses, importance_weights
+from gear_offline.laws.prioritized import LearnsFromLosses, importance_weights, learner_of
 from gear_offline.laws.uniform import UniformEpisodes, UniformSteps
 from gear_offline.laws.weighted import WeightedEpisodes
 
@@ -56,6 +56,7 @@ __all__ = [
     "WeightedEpisodes",
     "check_range",
     "importance_weights",
+    "learner_of",
     "make_selection",
     "misfit",
     "option_names",

@@ -137,7 +137,15 @@ class DeviceEngine:
         ------
         InputError
             ``SEGMENT_RANGE``
+        UnavailableError
+            ``ENGINE_SELECTION`` for segments with lengths of their own.
         """
+        if segments.lengths is not None:
+            raise UnavailableError(
+                "ENGINE_SELECTION",
+                "the GPU engine has no kernel for windows of given lengths",
+                remedy="use engine='off'",
+            )
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         index = self.placed.episodes
         known = (episodes >= 0) & (episodes < index.episodes) & (starts >= 0)

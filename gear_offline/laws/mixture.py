@@ -29,6 +29,7 @@ from gear_offline.laws.base import (
     selection_names,
 )
 from gear_offline.laws.options import integer, number, wrong
+from gear_offline.laws.prioritized import LearnsFromLosses, learner_of
 from gear_offline.laws.thresholds import WHOLE, masses_of
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 
@@ -173,9 +174,42 @@ class Mixture(SlotLaw):
         return found
 
     @property
-    def learners(self) -> list[Any]:
-        """Parts that are updated from losses."""
-        return [part for part in self.parts if hasattr(part, "update")]
+    def _learners(self) -> list[tuple[int, LearnsFromLosses]]:
+        found = ((place, learner_of(part)) for place, part in enumerate(self.parts))
+        return [(place, part) for place, part in found if part is not None]
+
+    @property
+    def learns(self) -> bool:
+        """Whether a part learns from losses; only then the mixture does."""
+        return bool(self._learners)
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self._learners[0][1].updates if self.learns else 0
+
+    def update(self, segments: Int64Array, losses: npt.NDArray[np.float32]) -> None:
+        """Tell the parts that learn."""
+        for _, part in self._learners:
+            part.update(segments, losses)
+
+    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
+        """Return (B,) weights of the losses, with the exponent of the first part that learns."""
+        return self._learners[0][1].importance(probability, step=step)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the states of the parts that learn, by place and name."""
+        return {
+            f"{place}/{key}": value
+            for place, part in self._learners
+            for key, value in part.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        for place, part in self._learners:
+            begin = f"{place}/"
+            part.load_state({k[len(begin) :]: v for k, v in state.items() if k.startswith(begin)})
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:

@@ -21,6 +21,7 @@ from gear_offline.laws.base import (
     SELECTION_STREAM,
     Float64Array,
     Segments,
+    Selection,
     SlotLaw,
     StepLocator,
     check_range,
@@ -64,6 +65,12 @@ class LearnsFromLosses(Protocol):
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         """Take over what `state` returned."""
         ...
+
+
+def learner_of(selection: Selection) -> LearnsFromLosses | None:
+    """Return the selection if it learns from losses, else None."""
+    learns = getattr(selection, "learns", True)
+    return selection if learns and isinstance(selection, LearnsFromLosses) else None
 
 
 def importance_weights(
