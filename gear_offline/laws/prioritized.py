@@ -114,7 +114,8 @@ class Prioritized(SlotLaw):
     """Every start with probability mass / sum of masses; updated from the losses of segments.
 
     The mass of a start whose priority is p, which is its last loss plus `epsilon`, is
-    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))`` with ``M = (2**63 - 1) // N``.
+    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of two of
+    which N make less than ``2**63``.
     """
 
     name = "prioritized"
@@ -249,7 +250,7 @@ class Prioritized(SlotLaw):
             ``SELECTION_STATE``; nothing is changed then.
         """
         masses, updates = state.get("masses"), state.get("updates")
-        most = MAX_TOTAL // self.index.steps
+        most = largest_mass(self.index.steps)
         if (
             masses is None
             or updates is None
@@ -276,6 +277,10 @@ def code_of(losses: Float32Array) -> Int64Array:
 
 
 def _masses(priorities: Float64Array, steps: int, alpha: float, largest: float) -> UInt64Array:
-    most = MAX_TOTAL // steps
     share = (np.minimum(priorities, largest) / largest) ** alpha
-    return np.clip(np.floor(most * share), 1, None).astype(np.uint64).clip(1, most)
+    return np.maximum(np.floor(largest_mass(steps) * share), 1).astype(np.uint64)
+
+
+def largest_mass(steps: int) -> int:
+    """Return M for a table of N steps: a power of two, exact in float64."""
+    return 1 << ((MAX_TOTAL // steps).bit_length() - 1)

@@ -101,8 +101,12 @@ class Thresholds:
         self.table.setflags(write=False)
         bits = min(max(self.table.size, 2).bit_length() + 1, GUIDE_BITS)
         self._shift = np.uint64(64 - bits)
-        starts = np.arange(1 << bits, dtype=np.uint64) << self._shift
-        self._guide = np.append(self._search(starts), self.last)
+        # Entry i counts the thresholds up to i << shift: what a search for that number finds.
+        inside = np.uint64((1 << (64 - bits)) - 1)
+        first = (self.table >> self._shift) + ((self.table & inside) > 0)
+        counts = np.bincount(first.astype(np.int64), minlength=(1 << bits) + 1)
+        counts[-1] = 0
+        self._guide = np.minimum(np.cumsum(counts), self.last)
 
     def _search(self, values: UInt64Array) -> Int64Array:
         found = np.searchsorted(self.table, values, side="right")
