@@ -58,7 +58,6 @@ def test_frequencies_and_probabilities() -> None:
     cells = sorted(exact)
     found = np.array([counts[cell] for cell in cells])
     assert p_value(found, np.array([exact[cell] for cell in cells]) * len(named)) > 1e-4
-    np.testing.assert_allclose(law.density(drawn), drawn.probability, rtol=1e-15)
 
 
 def test_the_choice_of_a_part_is_independent_of_what_it_draws() -> None:

@@ -105,7 +105,6 @@ class Thresholds:
         inside = np.uint64((1 << (64 - bits)) - 1)
         first = (self.table >> self._shift) + ((self.table & inside) > 0)
         counts = np.bincount(first.astype(np.int64), minlength=(1 << bits) + 1)
-        counts[-1] = 0
         self._guide = np.minimum(np.cumsum(counts), self.last)
 
     def _search(self, values: UInt64Array) -> Int64Array:
