@@ -13,7 +13,8 @@ from typing import Any
 from gear_offline.strategies_text import COLUMNS, facts_line, method_lines, short
 
 WIDTH, HEIGHT = 300, 120  # of a plot, in its own units
-LEFT, RIGHT, TOP, BOTTOM = 6, 6, 8, 18
+LEFT, RIGHT, TOP, BOTTOM = 2, 2, 18, 18  # margins of the plot; above it stands its scale
+TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1e; --soft: #5f6368; --line: #d8dadd;
@@ -26,13 +27,13 @@ body { margin: 0 auto; padding: 1.25rem 1rem 3rem; max-width: 74rem; background:
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; }
 h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-p, li { max-width: 44rem; } p.soft, li, figcaption, dt { color: var(--soft); }
+p, li { max-width: 52rem; } p.soft, li, figcaption, dt { color: var(--soft); }
 .scroll { overflow-x: auto; border-block: 1px solid var(--line); }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .7rem; text-align: right; vertical-align: bottom; white-space: nowrap; }
-th { font-weight: 600; color: var(--soft); } th.wide { white-space: normal; min-width: 5.5rem; }
+th, td { padding: .4rem .35rem; text-align: right; vertical-align: bottom; white-space: nowrap; }
+th { font-weight: 600; color: var(--soft); } th.wide { white-space: normal; min-width: 4.2rem; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--page); max-width: 11rem; white-space: normal; overflow-wrap: anywhere; }
+  background: var(--page); min-width: 9.5rem; white-space: normal; padding-left: 0; }
 tbody tr { border-top: 1px solid var(--line); } tr.own td:first-child { font-weight: 650; }
 .cards { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); }
@@ -92,11 +93,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     for number, row in enumerate(rows):
         cells = "".join(f"<td>{escape(column.text(row))}</td>" for column in COLUMNS)
         own = ' class="own"' if number == 0 else ""
-        lines.append(f"<tr{own}><td>{escape(row['label'])}</td>{cells}</tr>")
+        lines.append(f"<tr{own}><td>{_breakable(row['label'])}</td>{cells}</tr>")
     return (
         '<div class="scroll"><table><thead><tr><th>strategy</th>'
         f"{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _breakable(label: str) -> str:
+    """Return a label that may break behind underscores."""
+    return escape(label).replace("_", "_<wbr>")
 
 
 def _card(
@@ -104,9 +110,9 @@ def _card(
 ) -> str:
     data = document["data"]
     tallest = max(max(r["returns"]) for r in rows)
-    tallest = max(min(tallest, 4 * max(data["returns"])), max(data["returns"]))
+    tallest = min(tallest, TALLEST * max(data["returns"]))
     oldest = max(max(r["ages"]) for r in rows)
-    oldest = max(min(oldest, 4 / len(row["ages"])), 1.5 / len(row["ages"]))
+    oldest = max(min(oldest, TALLEST / len(row["ages"])), 1.5 / len(row["ages"]))
     facts = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.text(row))}</dd>" for column in COLUMNS
     )
@@ -135,7 +141,7 @@ def _picture(label: str, body: str, ends: tuple[str, str], corner: str) -> str:
         f'{body}<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
         f'<text x="{LEFT}" y="{HEIGHT - 4}">{escape(ends[0])}</text>'
         f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(ends[1])}</text>'
-        f'<text x="{LEFT}" y="{TOP + 6}">{escape(corner)}</text></svg>'
+        f'<text x="{LEFT}" y="{TOP - 6}">{escape(corner)}</text></svg>'
     )
 
 
@@ -160,7 +166,7 @@ def _returns(row: Mapping[str, Any], data: Mapping[str, Any], tallest: float) ->
         f"mean return drawn {short(row['mean_return'])}, of the data {short(data['mean_return'])}"
     )
     ends = (short(edges[0]), short(edges[-1]))
-    return _picture(label, bars + line, ends, f"up to {100 * tallest:.0f} %")
+    return _picture(label, bars + line, ends, _corner(row["returns"], tallest))
 
 
 def _coverage(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -188,4 +194,11 @@ def _ages(row: Mapping[str, Any], tallest: float) -> str:
     even = y(1 / len(ages))
     note = f'<line class="note" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{even:.1f}" y2="{even:.1f}"/>'
     label = "share of draws from the oldest to the newest twentieth of the table"
-    return _picture(label, bars + note, ("oldest", "newest"), f"up to {100 * tallest:.0f} %")
+    return _picture(label, bars + note, ("oldest", "newest"), _corner(ages, tallest))
+
+
+def _corner(shares: Sequence[float], tallest: float) -> str:
+    """Return what the top of a plot stands for, and whether something is cut there."""
+    highest = max(shares)
+    cut = f", cut here: the highest is {100 * highest:.0f} %" if highest > 1.001 * tallest else ""
+    return f"{100 * tallest:.0f} %{cut}"

@@ -25,9 +25,9 @@ def short(value: float) -> str:
 def _percent(key: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         value = 100 * float(row[key])
-        if 99.95 <= value < 100 or 0 < value < 0.05:
-            return f"{value:.3g} %" if value < 1 else "> 99.9 %"
-        return f"{value:.1f} %"
+        if 0 < value < 0.05:
+            return f"{value:.2g} %"
+        return "> 99.9 %" if 99.95 <= value < 100 else f"{value:.1f} %"
 
     return text
 
@@ -63,7 +63,8 @@ COLUMNS = (
     Column(
         "sample worth",
         _percent("effective_sample_share"),
-        "effective sample size of the draws, weighted back to a uniform law, over their number",
+        "effective sample size of the draws over their number, when weights make up for the "
+        "strategy's preferences among the starts that it can draw",
     ),
     Column(
         "twice in a batch",
@@ -141,10 +142,10 @@ def print_comparison(document: Row, *, console: Console | None = None) -> None:
     for column in COLUMNS if rows else ():
         width = max(len(word) for word in column.title.split())
         width = max(width, *(len(column.text(row)) for row in rows))
-        if room < width + 2:
+        if room < width + 3:
             _print(console, group, rows, labels)
-            group, room = [], console.width - labels - 1
-        room -= width + 2
+            group, room = [], console.width - labels - 4
+        room -= width + 3
         group.append((column, width))
     _print(console, group, rows, labels)
     for row in document["strategies"]:
