@@ -194,6 +194,8 @@ def _apply(merged: dict[str, Any], override: str) -> None:
             remedy="write options as key=value, e.g. train.steps=3000",
         )
     value = parse_yaml(text, where=f"override {key.strip()}")
+    if path == ["selection"]:
+        value = _with_options({"selection": value})["selection"]
     place = merged
     for part in path[:-1]:
         below = place.get(part)
