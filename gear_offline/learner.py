@@ -136,9 +136,7 @@ class Learner:
         feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
         self._loss: Callable[[Batch], Tensor] | None = None
         if self.graph_reason:
-            self._loss = make_loss(
-                self.model, self.world, compiled=compiled, feedback=feedback
-            )
+            self._loss = make_loss(self.model, self.world, compiled=compiled, feedback=feedback)
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None

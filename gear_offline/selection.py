@@ -17,6 +17,7 @@ import gear_offline.laws.mixture as _mixture
 import gear_offline.laws.ordered as _ordered
 import gear_offline.laws.prioritized as _prioritized
 import gear_offline.laws.weighted as _weighted
+from gear_offline.errors import InputError
 from gear_offline.laws.base import (
     _FACTORIES,
     SELECTION_STREAM,
@@ -61,8 +62,32 @@ __all__ = [
     "misfit",
     "option_names",
     "register",
+    "selection_for",
     "selection_names",
 ]
+
+
+def selection_for(
+    selection: str | Selection, data: HasEpisodes, *, context_length: int, padding: str
+) -> Selection:
+    """Return the selection of a loader, made by name without options if it is a name.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` if the law belongs to the other padding; those of `make_selection`.
+    """
+    if isinstance(selection, str):
+        selection = make_selection(selection, data, context_length=context_length)
+    wanted = getattr(selection, "padding", padding)
+    if wanted != padding:
+        raise InputError(
+            "LOADER_OPTION",
+            f"padding={padding!r} is not usable with strategy {selection.name!r}",
+            remedy=f"use padding={wanted!r}, as {selection.name!r} pads",
+        )
+    return selection
+
 
 # Importing a module of laws registers them.
 _LAWS = (_implementations, _mixture, _ordered, _prioritized, _weighted)

@@ -281,7 +281,7 @@ class Tally:
 
     def _predictions(self, shown: Int64Array) -> dict[str, Any]:
         """Return where windows would be read from, and what would cross the network."""
-        from gear_offline.placement import plan_episodes
+        from gear_offline.placement_plan import plan_episodes
 
         sizes = self._index.lengths * self._row_bytes
         budget = int(sizes.sum()) // 2 if self._budget is None else self._budget

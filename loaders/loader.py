@@ -29,7 +29,7 @@ from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
-from gear_offline.selection import Segments, Selection, check_range, learner_of, make_selection
+from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
 from gear_offline.world import World
@@ -154,14 +154,9 @@ class GearLoader(Iterator[Batch]):
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
         self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
-        self.selection: Selection = (
-            make_selection(selection, self.dataset, context_length=context_length)
-            if isinstance(selection, str)
-            else selection
+        self.selection = selection_for(
+            selection, self.dataset, context_length=context_length, padding=padding
         )
-        wanted = getattr(self.selection, "padding", padding)
-        if wanted != padding:
-            raise _bad_option("padding", padding, f"{wanted!r}, as {self.selection.name!r} pads")
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
         law: dict[str, Any] = {
             "gamma": float(gamma),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
+from gear_offline.laws.prioritized import Prioritized
 from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.selection import make_selection
 from gear_offline.trainer import train
-from tests.law_support import CONTEXT, keys
+from tests.law_support import CONTEXT, facts, keys
 from tests.support import hopper_columns, make_dataset
 from tests.test_laws import ALL
 from tests.training_support import learnt, tiny_data, tiny_recipe
@@ -168,3 +171,35 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
     plain = train(tiny_recipe(tiny_data(tmp_path / "again"), "evaluate.episodes=0"),
                   out=tmp_path / "plain", quiet=True)  # fmt: skip
     assert learnt(plain)["model"] != one["model"]
+
+
+def test_feedback_of_several_ranks() -> None:
+    """A rank weights its own share with the global batch's weights; all hear of all losses."""
+    law = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    assert isinstance(law, Prioritized)
+    law.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
+    shares = [torch.tensor([[1, 0], [3, 1]]), torch.tensor([[3, 1], [6, 11]])]
+    losses = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 4.0])]
+
+    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return shares if tensor.ndim == 2 else losses
+
+    loader = SimpleNamespace(
+        learner=law,
+        selection=law,
+        step=1,
+        share=2,
+        device=torch.device("cpu"),
+        world=SimpleNamespace(rank=1, gather_tensor=gather),
+        segments_at=lambda step: law.select(seed=0, step=step, count=4),
+    )
+    feedback = LossFeedback(cast(GearLoader, loader))
+    probability = law.select(seed=0, step=0, count=4).probability
+    weights = 1 / probability / (1 / probability).max()
+    np.testing.assert_allclose(feedback.importance().numpy(), weights[2:], rtol=1e-6)
+    feedback.update(cast(Batch, SimpleNamespace(segments=shares[1])), losses[1])
+    oracle = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    assert isinstance(oracle, Prioritized)
+    for segment, loss in (([1, 2], 50.0), ([1, 0], 0.5), ([3, 1], 3.0), ([6, 11], 4.0)):
+        oracle.update(np.array([segment], dtype=np.int64), np.array([loss], dtype=np.float32))
+    assert law.masses.tolist() == oracle.masses.tolist()

@@ -50,6 +50,9 @@ def test_bad_options(name: str, options: Mapping[str, Any], message: str) -> Non
 
 
 def test_defaults_fit() -> None:
-    fine = {"top_k": {"k": 1}, "mixture": {"parts": [{"strategy": "corl", "weight": 1}]}}
+    fine: dict[str, dict[str, Any]] = {
+        "top_k": {"k": 1},
+        "mixture": {"parts": [{"strategy": "corl", "weight": 1}]},
+    }
     for name in selection_names():
         assert misfit(name, fine.get(name, {})) == ("", option_names(name))

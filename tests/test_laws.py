@@ -56,8 +56,11 @@ def make(name: str, options: dict[str, Any], lengths: list[int], **more: Any) ->
 
 
 def same(one: Segments, other: Segments) -> bool:
-    parts = [(one.episodes, other.episodes), (one.starts, other.starts)]
-    parts.append((one.probability, other.probability))
+    parts: list[tuple[Any, Any]] = [
+        (one.episodes, other.episodes),
+        (one.starts, other.starts),
+        (one.probability, other.probability),
+    ]
     assert (one.lengths is None) == (other.lengths is None)
     if one.lengths is not None and other.lengths is not None:
         parts.append((one.lengths, other.lengths))

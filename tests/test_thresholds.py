@@ -44,7 +44,7 @@ def test_masses_are_the_weights_to_the_last_places(weights: list[float]) -> None
 
 
 def test_twelve_orders_of_magnitude() -> None:
-    weights = 10.0 ** np.arange(-6, 7)
+    weights = np.array([10.0**exponent for exponent in range(-6, 7)])
     table = Thresholds(weights)
     found = table.probability(np.arange(13))
     np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-6)

@@ -273,7 +273,8 @@ def code_of(losses: Float32Array) -> Int64Array:
     """Return the losses' codes: float32 bits rounded to the nearest of 10 mantissa bits."""
     bits = losses.view(np.uint32) & np.uint32(0x7FFFFFFF)  # -0 is 0
     codes = (bits.astype(np.int64) + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS
-    return np.minimum(codes, np.int64(CODES - 1)).astype(np.int64)
+    found: Int64Array = np.minimum(codes, CODES - 1)
+    return found
 
 
 def _masses(priorities: Float64Array, steps: int, alpha: float, largest: float) -> UInt64Array:
