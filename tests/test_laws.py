@@ -238,3 +238,17 @@ def test_orders() -> None:
         far = law.select(seed=9, step=2**62, count=3)
         rows = (np.array([0, 2])[far.episodes] + far.starts).tolist()
         assert rows == [expected[(2**62 * 3 + slot) % 5] for slot in range(3)]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_episode_weights_tell_the_placement_what_is_likely(
+    name: str, options: dict[str, Any]
+) -> None:
+    law = make(name, options, LENGTHS)
+    weights = getattr(law, "episode_weight", None)
+    if weights is None:
+        assert name not in ("uniform_episodes", "return_weighted", "top_percent", "top_k")
+        return
+    exact = exact_law(name, facts(LENGTHS), **options)
+    share = [sum(p for (e, _, _), p in exact.items() if e == episode) for episode in range(6)]
+    np.testing.assert_allclose(weights / weights.sum(), share, rtol=1e-12, atol=1e-18)

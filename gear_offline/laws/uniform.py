@@ -76,6 +76,11 @@ class UniformEpisodes(SlotLaw):
     name = "uniform_episodes"
 
     @property
+    def episode_weight(self) -> Float64Array:
+        """(E,) float64, how likely each episode is: as any other."""
+        return np.ones(self.index.episodes)
+
+    @property
     def options(self) -> Mapping[str, Any]:
         return {}
 

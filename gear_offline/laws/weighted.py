@@ -69,6 +69,11 @@ class WeightedEpisodes(SlotLaw):
             probability=self.thresholds.probability(episodes) / lengths,
         )
 
+    @property
+    def episode_weight(self) -> Float64Array:
+        """(E,) float64, the probability of each episode: the likely ones go into GPU memory."""
+        return self.thresholds.probability(np.arange(self.index.episodes))
+
     def density(self, segments: Segments) -> Float64Array:
         """Return the probability of each segment in one slot."""
         found: Float64Array = self.thresholds.probability(segments.episodes)
