@@ -2,7 +2,7 @@
 
 The chosen item is the one whose cumulative masses enclose the number that was drawn, in the order
 of the items, so that the shape of the tree changes nothing but the speed.  Memory: 8 bytes an
-item and a fifteenth of it for the sums.
+item, and 2 for the sums.
 
 Shape legend: n items.
 """
@@ -14,30 +14,31 @@ import numpy as np
 from gear_offline.kernels.philox import UInt64Array
 from gear_offline.schema import Int64Array
 
-FAN_OUT = 16
-AT_ONCE = 16384  # draws that go down the tree together: 2 MiB of sums at a time
+GROUP = 8  # items under a leaf of the binary tree: one cache line
+AT_ONCE = 16384  # draws that go down the tree together
 
 
 class SumTree:
-    """Masses with sums over sixteens of them, of those sums, and so on.
+    """Masses, sums over eights of them, and a binary tree over those.
 
     Parameters
     ----------
     masses
         (n,) uint64, n at least 1; all together below ``2**64``.  Not copied where n is a multiple
-        of 16.
+        of 8.
     """
 
     def __init__(self, masses: UInt64Array) -> None:
         self.size = masses.size
-        self._levels = [_padded(masses)]
-        while self._levels[-1].size > FAN_OUT:
-            self._levels.append(_padded(self._levels[-1].reshape(-1, FAN_OUT).sum(axis=1)))
+        self._masses = _padded(masses, GROUP)
+        self._levels = [_padded(self._masses.reshape(-1, GROUP).sum(axis=1), 2)]
+        while self._levels[-1].size > 2:
+            self._levels.append(_padded(self._levels[-1].reshape(-1, 2).sum(axis=1), 2))
 
     @property
     def masses(self) -> UInt64Array:
         """(n,) uint64, the masses as they are; change them with `set`."""
-        view = self._levels[0][: self.size].view()
+        view = self._masses[: self.size].view()
         view.setflags(write=False)
         return view
 
@@ -49,22 +50,24 @@ class SumTree:
     @property
     def nbytes(self) -> int:
         """Bytes of masses and sums."""
-        return sum(level.nbytes for level in self._levels)
+        return self._masses.nbytes + sum(level.nbytes for level in self._levels)
 
     def set(self, items: Int64Array, masses: UInt64Array) -> None:
-        """Give items, each named once, new masses.
+        """Give items new masses.
 
         Parameters
         ----------
         items
-            (m,) int64 in ``[0, n)``.
+            (m,) int64 in ``[0, n)``, ascending, each named once.
         masses
             (m,) uint64.
         """
-        self._levels[0][items] = masses
-        for below, sums in zip(self._levels, self._levels[1:], strict=False):
-            items = np.unique(items // FAN_OUT)
-            sums[items] = below.reshape(-1, FAN_OUT)[items].sum(axis=1)
+        self._masses[items] = masses
+        below, width = self._masses, GROUP
+        for sums in self._levels:
+            items = _distinct(items // width)
+            sums[items] = below.reshape(-1, width)[items].sum(axis=1)
+            below, width = sums, 2
 
     def find(self, numbers: UInt64Array) -> Int64Array:
         """Return for each number below `total` the item in whose range it lies, int64."""
@@ -77,18 +80,26 @@ class SumTree:
 
     def _descend(self, numbers: UInt64Array) -> Int64Array:
         rest, at = numbers.copy(), np.zeros(numbers.size, dtype=np.int64)
-        lane = np.arange(numbers.size)
         for level in reversed(self._levels):
-            sums = np.cumsum(level.reshape(-1, FAN_OUT)[at], axis=1)
-            place = (rest[:, None] >= sums).sum(axis=1)
-            rest -= np.where(place > 0, sums[lane, place - 1], np.uint64(0))
-            at = at * FAN_OUT + place
-        return at
+            at *= 2
+            left = level[at]
+            right = rest >= left
+            rest -= left * right
+            at += right
+        sums = np.cumsum(self._masses.reshape(-1, GROUP)[at], axis=1)
+        return at * GROUP + (rest[:, None] >= sums).sum(axis=1)
 
 
-def _padded(masses: UInt64Array) -> UInt64Array:
-    """Return the masses with zeros up to a multiple of the fan-out."""
-    missing = -masses.size % FAN_OUT
+def _distinct(ascending: Int64Array) -> Int64Array:
+    """Return ascending numbers without repetition."""
+    if ascending.size == 0:
+        return ascending
+    return ascending[np.append(True, ascending[1:] != ascending[:-1])]
+
+
+def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:
+    """Return the masses with zeros up to a multiple of a number."""
+    missing = -masses.size % multiple
     if not missing:
         return np.ascontiguousarray(masses, dtype=np.uint64)
     return np.concatenate([masses, np.zeros(missing, dtype=np.uint64)])
