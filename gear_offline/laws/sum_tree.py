@@ -87,14 +87,16 @@ class SumTree:
             rest -= left * right
             at += right
         sums = np.cumsum(self._masses.reshape(-1, GROUP)[at], axis=1)
-        return at * GROUP + (rest[:, None] >= sums).sum(axis=1)
+        place = (rest[:, None] >= sums).sum(axis=1)
+        return np.asarray(at * GROUP + place, dtype=np.int64)
 
 
 def _distinct(ascending: Int64Array) -> Int64Array:
     """Return ascending numbers without repetition."""
     if ascending.size == 0:
         return ascending
-    return ascending[np.append(True, ascending[1:] != ascending[:-1])]
+    found: Int64Array = ascending[np.append(True, ascending[1:] != ascending[:-1])]
+    return found
 
 
 def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:
