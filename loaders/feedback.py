@@ -14,7 +14,7 @@ from torch import Tensor
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.loss import segment_losses
-from gear_offline.selection import LearnsFromLosses
+from gear_offline.selection import LearnsFromLosses, Selection, learner_of
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
@@ -114,6 +114,22 @@ def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) ->
             f"the selection has heard of {learner.updates} updates, the state of "
             f"{state.get('selection_updates')}",
             remedy="load the selection's own state first: loader.learner.load_state(...)",
+        )
+
+
+def check_planned(selection: Selection) -> None:
+    """Refuse what rows on disk or on other nodes, which are fetched ahead, cannot serve.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` for laws that learn from losses and for windows of given lengths.
+    """
+    if learner_of(selection) is not None or getattr(selection, "cuts_windows", False):
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {selection.name!r} needs the rows in the memory of every node",
+            remedy="use placement='host' and sharding='replicate', or another strategy",
         )
 
 

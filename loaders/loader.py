@@ -23,7 +23,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, make_engine
-from gear_offline.loaders.feedback import check_updates, update_count
+from gear_offline.loaders.feedback import check_planned, check_updates, update_count
 from gear_offline.loaders.options import check_options, check_state
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
@@ -235,6 +235,8 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
+        if self.disk is not None or self._spread is not None:
+            check_planned(self.selection)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()

@@ -120,6 +120,23 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     assert torch.equal(next(other).states, next(loader).states)
 
 
+@pytest.mark.parametrize("name", ["prioritized", "d3rlpy"])
+def test_rows_on_disk_are_read_ahead_and_refuse_laws_that_cannot_wait(
+    dataset: Dataset, name: str
+) -> None:
+    with pytest.raises(InputError, match="memory of every node") as caught:
+        GearLoader(
+            dataset,
+            batch_size=2,
+            context_length=CONTEXT,
+            selection=name,
+            padding="left",
+            placement="disk",
+            device="cpu",
+        )
+    assert caught.value.code == "LOADER_OPTION"
+
+
 def test_feedback_needs_a_law_that_learns(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
     with pytest.raises(InputError) as caught:

@@ -124,6 +124,7 @@ class D3rlpy(SlotLaw):
 
     name = "d3rlpy"
     padding = "left"
+    cuts_windows = True  # windows have lengths of their own
 
     def __init__(self, index: EpisodeIndex, *, terminated: BoolArray, context_length: int) -> None:
         self.index = index
