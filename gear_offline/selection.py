@@ -68,7 +68,7 @@ __all__ = [
 
 
 def selection_for(
-    selection: str | Selection, data: HasEpisodes, *, context_length: int, padding: str
+    selection: str | Selection, data: HasEpisodes, context_length: int, padding: str
 ) -> Selection:
     """Return the selection of a loader, made by name without options if it is a name.
 

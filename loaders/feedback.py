@@ -117,14 +117,16 @@ def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) ->
         )
 
 
-def check_planned(selection: Selection) -> None:
-    """Refuse what rows on disk or on other nodes, which are fetched ahead, cannot serve.
+def check_planned(selection: Selection, disk: object | None, spread: object | None) -> None:
+    """Refuse what rows on disk or spread over nodes, which are fetched ahead, cannot serve.
 
     Raises
     ------
     InputError
         ``LOADER_OPTION`` for laws that learn from losses and for windows of given lengths.
     """
+    if disk is None and spread is None:
+        return
     if learner_of(selection) is not None or getattr(selection, "cuts_windows", False):
         raise InputError(
             "LOADER_OPTION",

@@ -154,9 +154,7 @@ class GearLoader(Iterator[Batch]):
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
         self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
-        self.selection = selection_for(
-            selection, self.dataset, context_length=context_length, padding=padding
-        )
+        self.selection = selection_for(selection, self.dataset, context_length, padding)
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
         law: dict[str, Any] = {
             "gamma": float(gamma),
@@ -235,8 +233,7 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        if self.disk is not None or self._spread is not None:
-            check_planned(self.selection)
+        check_planned(self.selection, self.disk, self._spread)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
