@@ -16,6 +16,7 @@ import typer
 
 import gear_offline
 from gear_offline.cli_errors import show, tell
+from gear_offline.cli_strategies import strategies
 from gear_offline.cli_values import (
     parse_count,
     parse_list,
@@ -337,6 +338,9 @@ def doctor(as_json: Json = False) -> None:
         print_diagnosis(diagnosis)
     if not diagnosis["healthy"]:
         raise typer.Exit(1)
+
+
+app.command()(strategies)
 
 
 def main(arguments: list[str] | None = None) -> int:

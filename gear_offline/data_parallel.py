@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import action_loss
 from gear_offline.world import World, peers
@@ -34,28 +35,37 @@ def valid_steps(batch: Batch, world: World) -> Tensor | None:
 
 
 def make_loss(
-    model: DecisionTransformer, world: World, *, compiled: bool = False
+    model: DecisionTransformer,
+    world: World,
+    *,
+    compiled: bool = False,
+    feedback: LossFeedback | None = None,
 ) -> Callable[[Batch], Tensor]:
-    """Return the loss of a rank's batch; its backward averages gradients over the ranks."""
-    if world.size == 1:
+    """Return the loss of a rank's batch; its backward averages gradients over the ranks.
+
+    With `feedback` segments are weighted, and the selection hears of their losses.
+    """
+    if world.size == 1 and feedback is None:
         return torch.compile(model.loss, dynamic=False) if compiled else model.loss
+    wrapped: nn.Module = model
     device = next(model.parameters()).device
-    with peers("building the model"):
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
+    if world.size > 1:
+        with peers("building the model"):
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+            )
 
     forward: Callable[..., Any] = torch.compile(wrapped, dynamic=False) if compiled else wrapped
 
     def loss(batch: Batch) -> Tensor:
         output = forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        valid = valid_steps(batch, world)
+        if feedback is not None:
+            return feedback.loss(output.action_preds, batch, valid_steps=valid)
         return action_loss(
-            output.action_preds,
-            batch.actions,
-            batch.attention_mask,
-            valid_steps=valid_steps(batch, world),
+            output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid
         )
 
     return loss

@@ -21,6 +21,7 @@ from gear_offline.data_parallel import make_loss, random_states, restore_random,
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import build_model
@@ -110,7 +111,12 @@ class Learner:
         self.loader = GearLoader(
             dataset,
             **recipe.loader.model_dump(),
-            selection=make_selection(selection.strategy, dataset, **selection.options),
+            selection=make_selection(
+                selection.strategy,
+                dataset,
+                context_length=recipe.loader.context_length,
+                **selection.options,
+            ),
             seed=recipe.seed,
             device=device,
             world=self.world,
@@ -127,9 +133,10 @@ class Learner:
         )
         self._captured: CapturedStep | None = None  # made by the first step
         compiled = self._compiled and device.type == "cuda"
+        feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
         self._loss: Callable[[Batch], Tensor] | None = None
         if self.graph_reason:
-            self._loss = make_loss(self.model, self.world, compiled=compiled)
+            self._loss = make_loss(self.model, self.world, compiled=compiled, feedback=feedback)
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
@@ -326,6 +333,7 @@ class Learner:
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
         found["window"] = window / self.world.size
+        found |= selection_tensors(self.loader.learner)
         return found
 
     def load(
@@ -345,6 +353,7 @@ class Learner:
         """
         self.model.load_state_dict(dict(model))
         self.optimizer.load_state(tensors)
+        load_selection(self.loader.learner, tensors)
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)

@@ -15,6 +15,7 @@ from gear_offline.strict_yaml import MAX_BYTES, parse_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 MAX_BASES = 8
+_SELECTION = ("strategy", "options")  # keys of the section; others are the strategy's options
 _REPLACED_WHOLE = ("selection.options",)  # another strategy's options mean nothing to this one
 
 
@@ -95,7 +96,7 @@ def read_merged(
     merged: dict[str, Any] = {}
     chain[0][1].setdefault("name", chain[0][0].stem)
     for _, content in reversed(chain):
-        merged = _merge(merged, content)
+        merged = _merge(merged, _with_options(content))
     for override in overrides:
         _apply(merged, override)
     return merged, where
@@ -151,6 +152,22 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
+def _with_options(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe file's content with what stands beside `selection.strategy` as options.
+
+    A file that names a strategy starts without the options of its base.
+    """
+    section = content.get("selection")
+    if not isinstance(section, dict):
+        return content
+    beside = {key: value for key, value in section.items() if key not in _SELECTION}
+    options = section.get("options", {})
+    if isinstance(options, dict) and (beside or "strategy" in section):
+        rest = {key: value for key, value in section.items() if key in _SELECTION}
+        return {**content, "selection": {**rest, "options": {**options, **beside}}}
+    return content
+
+
 def _merge(base: Mapping[str, Any], top: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return `base` with the options of `top` laid over it, section by section."""
     merged = dict(base)
@@ -168,6 +185,8 @@ def _apply(merged: dict[str, Any], override: str) -> None:
     """Set one ``dotted.key=value`` in `merged`."""
     key, separator, text = override.partition("=")
     path = key.strip().split(".")
+    if path[0] == "selection" and len(path) == 2 and path[1] not in _SELECTION:
+        path.insert(1, "options")
     if not separator or not all(path):
         raise InputError(
             "RECIPE_OVERRIDE",
@@ -175,6 +194,8 @@ def _apply(merged: dict[str, Any], override: str) -> None:
             remedy="write options as key=value, e.g. train.steps=3000",
         )
     value = parse_yaml(text, where=f"override {key.strip()}")
+    if path == ["selection"]:
+        value = _with_options({"selection": value})["selection"]
     place = merged
     for part in path[:-1]:
         below = place.get(part)

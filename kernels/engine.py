@@ -23,6 +23,7 @@ from gear_offline.kernels.gather import Padding, Windows, torch_dtype
 from gear_offline.kernels.job import (
     CHOSEN,
     LAWS,
+    WEIGHTED_EPISODES,
     describe_job,
     describe_store,
     group_of,
@@ -30,7 +31,7 @@ from gear_offline.kernels.job import (
     leave_out,
 )
 from gear_offline.placement import PlacedStore, PlacedTable
-from gear_offline.selection import Segments, Selection, check_range
+from gear_offline.selection import Segments, Selection, WeightedEpisodes, check_range
 from gear_offline.table import Store
 
 THREADS = 256
@@ -48,7 +49,7 @@ class DeviceEngine:
     placed
         Where the rows lie.
     selection
-        One of the laws that the kernel knows (``uniform_steps``, ``uniform_episodes``).
+        One of the laws that the kernel knows: those of `LAWS` and `WeightedEpisodes`.
     seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`.
     first_slot
@@ -73,11 +74,12 @@ class DeviceEngine:
         padding: Padding = "right",
         first_slot: int = 0,
     ) -> None:
-        if selection.name not in LAWS or selection.options:
+        weighted = isinstance(selection, WeightedEpisodes)
+        if not weighted and (selection.name not in LAWS or selection.options):
             raise UnavailableError(
                 "ENGINE_SELECTION",
                 f"the GPU engine has no kernel for selection {selection.name!r}",
-                remedy=f"use one of {', '.join(LAWS)}, or engine='off'",
+                remedy=f"use one of {', '.join(LAWS)}, a law of weighted episodes, or engine='off'",
             )
         self.placed, self.device = placed, placed.device
         self.selection, self.seed, self.first_slot = selection, seed, first_slot
@@ -91,7 +93,7 @@ class DeviceEngine:
         self._job = describe_job(
             [self._row(store) for store in placed.stores],
             seed=seed,
-            law=LAWS[selection.name],
+            law=WEIGHTED_EPISODES if weighted else LAWS[selection.name],
             offsets=self._upload(offsets),
             guide=self._upload(table),
             shift=shift,
@@ -102,6 +104,10 @@ class DeviceEngine:
             span=context_length,
             left=int(padding == "left"),
         )
+        if isinstance(selection, WeightedEpisodes):
+            thresholds = selection.thresholds
+            self._job["thresholds"] = self._upload(thresholds.table.view(np.int64))
+            self._job["episodes"] = thresholds.last + 1  # those behind it are never drawn
         self._long = LongWindows(placed, span=context_length, padding=padding)
         self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._job["ticket"] = self._ticket.data_ptr()
@@ -137,7 +143,15 @@ class DeviceEngine:
         ------
         InputError
             ``SEGMENT_RANGE``
+        UnavailableError
+            ``ENGINE_SELECTION`` for segments with lengths of their own.
         """
+        if segments.lengths is not None:
+            raise UnavailableError(
+                "ENGINE_SELECTION",
+                "the GPU engine has no kernel for windows of given lengths",
+                remedy="use engine='off'",
+            )
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         index = self.placed.episodes
         known = (episodes >= 0) & (episodes < index.episodes) & (starts >= 0)
@@ -162,7 +176,7 @@ class DeviceEngine:
 
     def _gather(self, windows: Windows, named: Tensor, *, without: Sequence[int] = ()) -> None:
         job = self._job.copy()
-        job["law"] = CHOSEN
+        job["law"], job["episodes"] = CHOSEN, self.placed.episodes.episodes
         job["chosen_episodes"], job["chosen_starts"] = named[0].data_ptr(), named[1].data_ptr()
         self._launch(job, windows, without=without)
 

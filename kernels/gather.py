@@ -149,6 +149,8 @@ class CpuGather:
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         real = self.real_steps(episodes, starts)
+        if segments.lengths is not None:
+            real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))
         low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
         shift = 0 if self.padding == "right" else real - span
         padded = self._padded(real)

@@ -39,7 +39,11 @@ _JOB_NAMES = (
 STORE = np.dtype([(name, np.uint64) for name in _STORE_NAMES])
 JOB = np.dtype([*((name, np.uint64) for name in _JOB_NAMES), ("store", STORE, (MAX_STORES,))])
 
-LAWS: Final = {"uniform_steps": 0, "uniform_episodes": 1}
+# Laws by name; the second line draws the same segments as uniform_steps.
+LAWS: Final = {
+    **{"uniform_steps": 0, "uniform_episodes": 1},
+    **{"original": 0, "huggingface": 0, "corl": 0},
+}
 CHOSEN, WEIGHTED_EPISODES = 2, 3
 COPY = 0
 _FLOATS = ("float16", "float32", "float64")

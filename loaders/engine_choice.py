@@ -36,9 +36,17 @@ def make_engine(
     from gear_offline.kernels.engine import DeviceEngine
     from gear_offline.placement import place_table
 
+    weights = getattr(stream.selection, "episode_weight", None)
+    if weights is not None and len(weights) != table.episodes.episodes:
+        weights = None  # a node's share of the episodes
     try:
         placed = place_table(
-            table, device=device, placement=placement, hbm_budget=hbm_budget, world=world
+            table,
+            device=device,
+            placement=placement,
+            hbm_budget=hbm_budget,
+            episode_weight=weights,
+            world=world,
         )
         return DeviceEngine(
             placed,

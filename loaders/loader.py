@@ -23,12 +23,13 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, make_engine
+from gear_offline.loaders.feedback import check_planned, check_updates, update_count
 from gear_offline.loaders.options import check_options, check_state
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
-from gear_offline.selection import Segments, Selection, check_range, make_selection
+from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
 from gear_offline.world import World
@@ -153,9 +154,8 @@ class GearLoader(Iterator[Batch]):
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
         self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
-        self.selection: Selection = (
-            make_selection(selection, self.dataset) if isinstance(selection, str) else selection
-        )
+        self.selection = selection_for(selection, self.dataset, context_length, padding)
+        self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
         law: dict[str, Any] = {
             "gamma": float(gamma),
             "returns_scale": float(returns_scale),
@@ -233,6 +233,7 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
+        check_planned(self.selection, self.disk, self._spread)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -312,7 +313,8 @@ class GearLoader(Iterator[Batch]):
 
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
-        return {"format": STATE_FORMAT, "step": self._step, **self._identity()}
+        position = {"format": STATE_FORMAT, "step": self._step}
+        return position | update_count(self.learner) | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was saved.
@@ -324,6 +326,7 @@ class GearLoader(Iterator[Batch]):
             selection or shape of batch; the loader stays as it was.
         """
         step = check_state(state, self._identity(), STATE_FORMAT)
+        check_updates(self.learner, state)
         self._step = step
         self._ready = []
 
@@ -365,6 +368,8 @@ class GearLoader(Iterator[Batch]):
         }
 
     def _steps_per_block(self) -> int:
+        if self.learner is not None:
+            return 1  # the next step depends on the losses of this one
         window_bytes = sum(
             (self.context_length + store.lead)
             * store.width

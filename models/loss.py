@@ -56,14 +56,31 @@ def action_loss(
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    predictions = predictions.float()
-    if actions.is_floating_point():
-        error = F.mse_loss(predictions, actions.float(), reduction="none").mean(-1)  # (B, K)
-    else:
-        error = F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")
+    error = step_losses(predictions, actions)
     if attention_mask is None:
         return error.mean() if valid_steps is None else error.sum() / valid_steps
     real = attention_mask != 0
     # where, not a product: a padded prediction of Inf or NaN must not reach the sum.
     total = error.where(real, 0.0).sum()
     return total / (real.sum().clamp(min=1) if valid_steps is None else valid_steps)
+
+
+def step_losses(predictions: Tensor, actions: Tensor) -> Tensor:
+    """Return (B, K) float32, the loss of each step; of padded ones too."""
+    predictions = predictions.float()
+    if actions.is_floating_point():
+        return F.mse_loss(predictions, actions.float(), reduction="none").mean(-1)
+    return F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")
+
+
+def segment_losses(predictions: Tensor, actions: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return (B,) float32, the mean loss over the real steps of each window.
+
+    Parameters
+    ----------
+    predictions, actions, attention_mask
+        As `action_loss`.
+    """
+    real = attention_mask != 0
+    total = step_losses(predictions, actions).where(real, 0.0).sum(1)
+    return total / real.sum(1).clamp(min=1)

@@ -31,6 +31,7 @@ SURFACE = {
     "train": "recipe overrides out resume quiet",
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
     "bench": "name quick json",
+    "strategies": "recipe overrides strategies out json quiet",
     "doctor": "json",
 }
 

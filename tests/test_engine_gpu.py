@@ -53,7 +53,9 @@ def loaders(dataset: Any, **options: Any) -> tuple[GearLoader, GearLoader]:
     return gpu, GearLoader(dataset, device="cpu", **options)
 
 
-@pytest.mark.parametrize("law", ["uniform_steps", "uniform_episodes"])
+@pytest.mark.parametrize(
+    "law", ["uniform_steps", "uniform_episodes", "return_weighted", "top_percent"]
+)
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("placement", ["hbm", "host"])
 @pytest.mark.parametrize("layout", ["records", "columns"])
@@ -238,3 +240,24 @@ def test_off_copies_and_other_laws_say_so(dataset: Any) -> None:
     gpu, _ = loaders(dataset, batch_size=20)
     same(next(GearLoader(dataset, batch_size=20, context_length=8, seed=2**63 + 5,
                          device="cuda", engine="off")), next(gpu))  # fmt: skip
+
+
+def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
+    """The kernel searches up to the last episode with a weight; naming segments knows them all."""
+    law = make_selection("top_k", dataset, k=1)
+    gpu, cpu = loaders(dataset, selection=law)
+    assert gpu.engine is not None and isinstance(cpu.gather, CpuGather)
+    everything = make_selection("uniform_steps", dataset).select(seed=1, step=0, count=200)
+    found, expected = gpu.engine.gather(everything), cpu.gather.fill(everything)
+    gpu.engine.check()
+    for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
+def test_windows_of_given_lengths_are_refused(dataset: Any) -> None:
+    gpu, _ = loaders(dataset)
+    law = make_selection("d3rlpy", dataset, context_length=8)
+    assert gpu.engine is not None
+    with pytest.raises(UnavailableError) as caught:
+        gpu.engine.gather(law.select(seed=0, step=0, count=4))
+    assert caught.value.code == "ENGINE_SELECTION"

@@ -31,7 +31,7 @@ from gear_offline.kernels.job import (
 )
 from gear_offline.kernels.philox import draws
 from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, make_selection
+from gear_offline.selection import Facts, Segments, WeightedEpisodes, make_selection
 from gear_offline.table import Store, Table, build_table
 from tests.segment_oracle import MemoryTable
 
@@ -277,3 +277,31 @@ def test_weighted_episodes_are_those_of_a_search(
     expected = np.searchsorted(thresholds, first[0], side="right").clip(max=len(weights) - 1)
     assert np.array_equal(names[:, 0], expected)
     assert all(weights[e] for e in names[:, 0].tolist())
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 2**64 - 1), k=st.integers(1, 4))
+@settings(deadline=None, max_examples=30)
+@pytest.mark.parametrize("law", ["return_weighted", "top_k"])
+def test_weighted_laws_are_their_twins(
+    library: Any, law: str, lengths: list[int], seed: int, k: int
+) -> None:
+    """As `DeviceEngine` tells the kernel: thresholds, searched up to the last that has a mass."""
+    source = make_source(lengths, states=1, dtype="int8", actions="uint8", extra=("int8", ()))
+    table = build_table(source, context_length=3)
+    engine = Emulated(table, padding="left", span=3, per_step=16)
+    returns = np.array([(5 * e) % 7 for e in range(len(lengths))], dtype=np.float64)
+    selection = make_selection(
+        law,
+        Facts(episodes=table.episodes, returns=returns),
+        **({"k": k} if law == "top_k" else {"temperature": 0.3}),
+    )
+    assert isinstance(selection, WeightedEpisodes)
+    job = {
+        "law": WEIGHTED_EPISODES,
+        "thresholds": engine.keep(selection.thresholds.table),
+        "episodes": selection.thresholds.last + 1,
+        "seed": seed,
+    }
+    segments = selection.select_many(seed=seed, first_step=9, steps=3, count=16)
+    expected = CpuGather(table, context_length=3, padding="left").fill(segments)
+    same(engine.run(library, 48, step=9, **job), expected)

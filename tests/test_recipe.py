@@ -364,3 +364,14 @@ def test_any_values_are_accepted_or_refused_with_a_code(values: dict[str, Any]) 
         assert error.code.startswith("RECIPE_")
     else:
         assert Recipe.parse(parse_yaml(recipe.to_yaml(), where="x")) == recipe
+
+
+def test_options_may_stand_beside_their_strategy(tmp_path: Path) -> None:
+    base = write(tmp_path / "one.yaml", "base: paper\nselection: {strategy: top_k, k: 5}")
+    assert load_recipe(base).selection.options == {"k": 5}
+    assert validate_recipe(base, ["selection.k=7"]).selection.options == {"k": 7}
+    child = write(tmp_path / "two.yaml", "base: one.yaml\nselection: {strategy: return_weighted}")
+    assert load_recipe(child).selection.options == {}, "another strategy starts without options"
+    mixed = "selection: {strategy: top_percent, percent: 20, options: {of: episodes}}"
+    found = load_recipe(write(tmp_path / "three.yaml", f"base: paper\n{mixed}"))
+    assert found.selection.options == {"of": "episodes", "percent": 20}

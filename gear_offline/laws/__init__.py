@@ -1,0 +1,1 @@
+"""Selection laws; `gear_offline.selection` is the public way in and registers them all."""

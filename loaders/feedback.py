@@ -1,0 +1,148 @@
+"""From the losses of segments back to a selection that learns from them.
+
+Shape legend: B segments of this rank's share of a batch, K steps of a window, A of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.loss import segment_losses
+from gear_offline.selection import LearnsFromLosses, Selection, learner_of
+
+if TYPE_CHECKING:
+    from gear_offline.loaders.loader import GearLoader
+
+PREFIX = "selection/"  # of the selection's tensors in a checkpoint
+
+
+class LossFeedback:
+    """Weights the segments of each batch and tells the loader's selection their losses.
+
+    In a training loop of one's own::
+
+        feedback = LossFeedback(loader)
+        for batch in loader:
+            losses = ...                               # (B,), one a segment
+            (feedback.importance() * losses).mean().backward()
+            feedback.update(batch, losses)             # before the next batch is asked for
+
+    Parameters
+    ----------
+    loader
+        Its selection learns from losses.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION_PRIORITY`` if the selection does not learn.
+    """
+
+    def __init__(self, loader: GearLoader) -> None:
+        learner = loader.learner
+        if learner is None:
+            raise InputError(
+                "SELECTION_PRIORITY",
+                f"strategy {loader.selection.name!r} does not learn from losses",
+                remedy="use prioritized",
+            )
+        self._loader, self._learner = loader, learner
+
+    def importance(self) -> Tensor:
+        """Return (B,) float32 weights for the batch that was handed out last, at most 1.
+
+        They undo the law's preference; call it before `update`.
+        """
+        loader = self._loader
+        step, first = loader.step - 1, loader.world.rank * loader.share
+        weights = self._learner.importance(loader.segments_at(step).probability, step=step)
+        return torch.from_numpy(weights[first : first + loader.share]).float().to(loader.device)
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        """Tell the selection the (B,) losses of a batch's segments; waits for a GPU.
+
+        All ranks call it, and every rank's selection hears of all.
+        """
+        named, values = self._of_all_ranks(batch, losses)
+        self._learner.update(named.numpy(), values.numpy())
+
+    def _of_all_ranks(self, batch: Batch, losses: Tensor) -> tuple[Tensor, Tensor]:
+        gather = self._loader.world.gather_tensor
+        values = torch.cat(gather(losses.detach().float().reshape(-1)))
+        return torch.cat(gather(batch.segments)), values
+
+    def loss(
+        self, predictions: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
+    ) -> Tensor:
+        """Return the scalar loss, segments weighted, and tell the selection.
+
+        With weights of 1 it is that of `gear_offline.models.loss.action_loss`.  Losses that are
+        not finite are kept from the selection: training stops there anyway.
+
+        Parameters
+        ----------
+        predictions
+            (B, K, A)
+        valid_steps
+            As `gear_offline.models.loss.action_loss`.
+        """
+        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        steps = (batch.attention_mask != 0).sum(1)
+        total = (self.importance() * steps * each).sum()
+        named, values = self._of_all_ranks(batch, each)
+        if bool(torch.isfinite(values).all()):
+            self._learner.update(named.numpy(), values.numpy())
+        return total / (steps.sum().clamp(min=1) if valid_steps is None else valid_steps)
+
+
+def update_count(learner: LearnsFromLosses | None) -> dict[str, Any]:
+    """Return what a loader's state says of a selection that learns."""
+    return {} if learner is None else {"selection_updates": learner.updates}
+
+
+def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) -> None:
+    """Raise `InputError` (``LOADER_STATE``) unless the selection is where the state left it."""
+    if learner is not None and state.get("selection_updates") != learner.updates:
+        raise InputError(
+            "LOADER_STATE",
+            f"the selection has heard of {learner.updates} updates, the state of "
+            f"{state.get('selection_updates')}",
+            remedy="load the selection's own state first: loader.learner.load_state(...)",
+        )
+
+
+def check_planned(selection: Selection, disk: object | None, spread: object | None) -> None:
+    """Refuse what rows on disk or spread over nodes, which are fetched ahead, cannot serve.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` for laws that learn from losses and for windows of given lengths.
+    """
+    if disk is None and spread is None:
+        return
+    if learner_of(selection) is not None or getattr(selection, "cuts_windows", False):
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {selection.name!r} needs the rows in the memory of every node",
+            remedy="use placement='host' and sharding='replicate', or another strategy",
+        )
+
+
+def selection_tensors(learner: LearnsFromLosses | None) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps of a selection that learns, by name."""
+    state = {} if learner is None else learner.state()
+    return {PREFIX + key: torch.from_numpy(value) for key, value in state.items()}
+
+
+def load_selection(learner: LearnsFromLosses | None, tensors: Mapping[str, Tensor]) -> None:
+    """Give a selection that learns what `selection_tensors` kept."""
+    if learner is not None:
+        found = {k[len(PREFIX) :]: v for k, v in tensors.items() if k.startswith(PREFIX)}
+        learner.load_state({key: value.cpu().numpy() for key, value in found.items()})

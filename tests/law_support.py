@@ -1,0 +1,151 @@
+"""What tests of selection laws share: small tables, exact laws by definition, chi-square.
+
+Nothing here is computed as the package does: laws are enumerated with fractions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gear_offline.laws.base import Facts
+from gear_offline.schema import EpisodeIndex
+from gear_offline.selection import Segments
+
+CONTEXT = 4
+Key = tuple[int, int, int]  # episode, start, steps of the window
+
+
+def facts(
+    lengths: Sequence[int],
+    returns: Sequence[float] | None = None,
+    terminated: Sequence[bool] | None = None,
+) -> Facts:
+    count = len(lengths)
+    default = [float((7 * e + 3) % count) for e in range(count)]
+    ends = [e % 3 != 1 for e in range(count)] if terminated is None else list(terminated)
+    return Facts(
+        episodes=EpisodeIndex(np.array(lengths, dtype=np.int64)),
+        returns=np.array(default if returns is None else returns, dtype=np.float64),
+        terminated=np.array(ends, dtype=bool),
+    )
+
+
+def keys(segments: Segments, lengths: Sequence[int], context: int = CONTEXT) -> list[Key]:
+    """Return (episode, start, window steps) of each slot, in order."""
+    table = np.asarray(lengths)
+    real = np.minimum(table[segments.episodes] - segments.starts, context)
+    if segments.lengths is not None:
+        real = np.minimum(real, segments.lengths)
+    flat = (part.reshape(-1).tolist() for part in (segments.episodes, segments.starts, real))
+    return list(zip(*flat, strict=True))
+
+
+def window(length: int, start: int, context: int = CONTEXT) -> int:
+    return min(context, length - start)
+
+
+def by_episode(weights: Sequence[Fraction | float], lengths: Sequence[int]) -> dict[Key, float]:
+    """An episode by weight, then each start alike."""
+    total = sum(weights)
+    return {
+        (e, s, window(length, s)): float(weight / total / length)
+        for e, (weight, length) in enumerate(zip(weights, lengths, strict=True))
+        for s in range(length)
+        if weight
+    }
+
+
+def ranks(returns: Sequence[float]) -> list[Fraction]:
+    """1 for the best; equals share the mean of their places."""
+    order = sorted(returns, reverse=True)
+    return [
+        Fraction(sum(i + 1 for i, r in enumerate(order) if r == mine), order.count(mine))
+        for mine in returns
+    ]
+
+
+def best(returns: Sequence[float]) -> list[int]:
+    return sorted(range(len(returns)), key=lambda e: (-returns[e], e))
+
+
+def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
+    """The probability of every segment that a slot can take, from the definition in the docs."""
+    lengths = [int(n) for n in data.episodes.lengths]
+    assert data.returns is not None and data.terminated is not None
+    returns = [float(r) for r in data.returns]
+    count, total = len(lengths), sum(lengths)
+    per_step = options.get("unit", "steps") == "steps"
+    unit = [Fraction(n if per_step else 1) for n in lengths]
+    if name in (
+        *("uniform_steps", "original", "huggingface", "corl", "shuffled_epochs", "prioritized"),
+    ):
+        return by_episode([Fraction(n) for n in lengths], lengths)
+    if name == "uniform_episodes":
+        return by_episode([Fraction(1)] * count, lengths)
+    if name == "return_weighted":
+        rule = options.get("rule", "softmax")
+        heat = options.get("temperature", {"softmax": 0.1, "rank": 1.0, "percentile": 0.1}[rule])
+        spread = max(returns) - min(returns)
+        if rule == "softmax":
+            weights = [
+                math.exp(((r - min(returns)) / spread if spread else 0) / heat) for r in returns
+            ]
+        elif rule == "percentile":
+            weights = [math.exp(sum(q <= r for q in returns) / count / heat) for r in returns]
+        else:
+            weights = [float(1 / r) ** (1 / heat) for r in ranks(returns)]
+        return by_episode([w * float(u) for w, u in zip(weights, unit, strict=True)], lengths)
+    if name in ("top_percent", "top_k"):
+        order = best(returns)
+        if name == "top_k":
+            kept = order[: options["k"]]
+        elif options.get("of", "steps") == "episodes":
+            kept = order[: max(1, int(options.get("percent", 10) * count // 100))]
+        else:
+            kept, seen = order[:1], lengths[order[0]]
+            for e in order[1:]:
+                seen += lengths[e]
+                if seen * 100 > options.get("percent", 10) * total:
+                    break
+                kept.append(e)
+        return by_episode([u if e in kept else Fraction(0) for e, u in enumerate(unit)], lengths)
+    if name == "stratified_return":
+        strata = min(options.get("strata", 4), count)
+        order = best(returns)[::-1]
+        edges = [i * count // strata for i in range(strata + 1)]
+        weights_: list[Fraction] = [Fraction(0)] * count
+        for a, b in pairwise(edges):
+            whole = sum(unit[e] for e in order[a:b])
+            for e in order[a:b]:
+                weights_[e] = unit[e] / whole / strata
+        return by_episode(weights_, lengths)
+    if name == "min_dt":
+        law = {}
+        for e, length in enumerate(lengths):
+            places = max(length - CONTEXT, 0) + 1
+            for s in range(places):
+                law[e, s, window(length, s)] = 1 / count / places
+        return law
+    if name == "d3rlpy":
+        ends = [
+            (e, t)
+            for e, length in enumerate(lengths)
+            for t in range(length if data.terminated[e] else length - 1)
+        ]
+        return {(e, max(t - CONTEXT + 1, 0), min(t + 1, CONTEXT)): 1 / len(ends) for e, t in ends}
+    raise AssertionError(name)
+
+
+def p_value(counts: npt.NDArray[Any], expected: npt.NDArray[np.float64]) -> float:
+    """Upper tail of the chi-square distribution, cells minus one degrees of freedom."""
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    half = torch.tensor([max(counts.size - 1, 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))

@@ -1,0 +1,222 @@
+"""Laws in a loader and in training: windows show nothing of the future, losses come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.laws.prioritized import Prioritized
+from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import LossFeedback
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.selection import make_selection
+from gear_offline.trainer import train
+from tests.law_support import CONTEXT, facts, keys
+from tests.support import hopper_columns, make_dataset
+from tests.test_laws import ALL
+from tests.training_support import learnt, tiny_data, tiny_recipe
+
+LENGTHS = [1, 7, 2, 9, 5, 3, 12]
+PRIORITIZED = ["selection.strategy=prioritized", "selection.alpha=1.0", "selection.beta=0.5"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Each observation is its own step's number; the last episode is truncated."""
+    steps = sum(LENGTHS)
+    columns = hopper_columns(steps)
+    columns["observations"][:] = np.arange(steps, dtype=np.float32)[:, None]
+    return make_dataset(tmp_path_factory.mktemp("laws"), LENGTHS, columns=columns)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize(("name", "options"), ALL)
+def test_windows_hold_their_own_steps_and_nothing_later(
+    dataset: Dataset, name: str, options: dict[str, Any], padding: Any
+) -> None:
+    law = make_selection(name, dataset, context_length=CONTEXT, **options)
+    arguments: dict[str, Any] = {
+        "batch_size": 5,
+        "context_length": CONTEXT,
+        "selection": law,
+        "padding": padding,
+        "device": "cpu",
+    }
+    if getattr(law, "padding", padding) != padding:
+        with pytest.raises(InputError, match="padding") as caught:
+            GearLoader(dataset, **arguments)
+        assert caught.value.code == "LOADER_OPTION"
+        return
+    loader = GearLoader(dataset, **arguments)
+    for step in range(12):
+        segments, batch = loader.segments_at(step), next(loader)
+        for slot, (episode, start, steps) in enumerate(keys(segments, LENGTHS)):
+            assert batch.segments[slot].tolist() == [episode, start]
+            real = batch.attention_mask[slot].bool()
+            assert int(real.sum()) == steps
+            where = slice(0, steps) if padding == "right" else slice(CONTEXT - steps, CONTEXT)
+            assert bool(real[where].all())
+            first = sum(LENGTHS[:episode]) + start
+            seen = batch.states[slot, where, 0].tolist()
+            assert seen == [float(first + i) for i in range(steps)]
+            assert batch.timesteps[slot, where].tolist() == list(range(start, start + steps))
+            assert not batch.states[slot][~real].any() and not batch.actions[slot][~real].any()
+
+
+def test_d3rlpy_windows_end_where_the_law_says(dataset: Dataset) -> None:
+    loader = GearLoader(
+        dataset,
+        batch_size=400,
+        context_length=CONTEXT,
+        selection="d3rlpy",
+        padding="left",
+        device="cpu",
+    )
+    batch = next(loader)
+    ends = (batch.timesteps[:, -1]).tolist()
+    named = zip(batch.segments[:, 0].tolist(), ends, strict=True)
+    expected = {(e, t) for e, n in enumerate(LENGTHS) for t in range(n if e != 6 else n - 1)}
+    assert set(named) == expected, "the last step of a truncated episode ends no window"
+
+
+def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
+    """With prefetching the second batch would still follow the masses of the first."""
+    loader = GearLoader(
+        dataset, batch_size=6, context_length=CONTEXT, selection="prioritized", device="cpu"
+    )
+    feedback = LossFeedback(loader)
+    batch = next(loader)
+    assert feedback.importance().tolist() == [1.0] * 6
+    losses = torch.zeros(6)
+    losses[2] = 1000.0
+    feedback.update(batch, losses)
+    chosen = batch.segments[2].tolist()
+    before = loader.segments_at(loader.step)
+    following = next(loader)
+    assert [before.episodes[0], before.starts[0]] == following.segments[0].tolist()
+    hits = sum(row == chosen for step in range(9) for row in
+               loader.batch_at(step).segments.tolist())  # fmt: skip
+    assert hits > 9 * 6 * 0.2, "100 ** 0.6 against 33 times about 1"
+    state = loader.state_dict()
+    assert state["selection_updates"] == 1
+    other = GearLoader(
+        dataset, batch_size=6, context_length=CONTEXT, selection="prioritized", device="cpu"
+    )
+    with pytest.raises(InputError, match="updates") as caught:
+        other.load_state_dict(state)
+    assert caught.value.code == "LOADER_STATE"
+    assert loader.learner is not None and other.learner is not None
+    other.learner.load_state(loader.learner.state())
+    other.load_state_dict(state)
+    assert torch.equal(next(other).states, next(loader).states)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "d3rlpy"])
+def test_rows_on_disk_are_read_ahead_and_refuse_laws_that_cannot_wait(
+    dataset: Dataset, name: str
+) -> None:
+    with pytest.raises(InputError, match="memory of every node") as caught:
+        GearLoader(
+            dataset,
+            batch_size=2,
+            context_length=CONTEXT,
+            selection=name,
+            padding="left",
+            placement="disk",
+            device="cpu",
+        )
+    assert caught.value.code == "LOADER_OPTION"
+
+
+def test_feedback_needs_a_law_that_learns(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
+    with pytest.raises(InputError) as caught:
+        LossFeedback(loader)
+    assert caught.value.code == "SELECTION_PRIORITY"
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_segment_losses_make_up_the_batch_loss(discrete: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    predictions = torch.randn(5, 4, 3, generator=generator)
+    actions = torch.randn(5, 4, 3, generator=generator)
+    if discrete:
+        actions = torch.randint(0, 3, (5, 4), generator=generator)
+    mask = torch.tensor([[1] * n + [0] * (4 - n) for n in (4, 1, 2, 3, 4)])
+    each = segment_losses(predictions, actions, mask)
+    for row in range(5):
+        alone = action_loss(predictions[row : row + 1], actions[row : row + 1], mask[row : row + 1])
+        torch.testing.assert_close(each[row], alone)
+    steps = mask.sum(1)
+    whole = action_loss(predictions, actions, mask)
+    torch.testing.assert_close((steps * each).sum() / steps.sum(), whole)
+
+
+def test_training_updates_priorities_and_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The masses are part of a checkpoint: a run cut in two ends with the same weights."""
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    recipe = tiny_recipe(tiny_data(tmp_path), *PRIORITIZED, "evaluate.episodes=0")
+    whole = train(recipe, out=tmp_path / "whole", quiet=True)
+    half = recipe.replace(train__steps=10)
+    parts = train(half, out=tmp_path / "parts", quiet=True)
+    masses: list[Any] = []
+    original = Learner.load
+
+    def spy(self: Learner, **state: Any) -> None:
+        original(self, **state)
+        learner = self.loader.learner
+        assert learner is not None
+        masses.append((learner.updates, learner.state()["masses"]))
+
+    monkeypatch.setattr(Learner, "load", spy)
+    train(recipe, out=parts, resume=True, quiet=True)
+    ((updates, found),) = masses
+    assert updates == 10 and len(np.unique(found)) > 5
+    one, other = learnt(whole), learnt(parts)
+    assert one["model"] == other["model"] and one["training"] == other["training"]
+    plain = train(tiny_recipe(tiny_data(tmp_path / "again"), "evaluate.episodes=0"),
+                  out=tmp_path / "plain", quiet=True)  # fmt: skip
+    assert learnt(plain)["model"] != one["model"]
+
+
+def test_feedback_of_several_ranks() -> None:
+    """A rank weights its own share with the global batch's weights; all hear of all losses."""
+    law = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    assert isinstance(law, Prioritized)
+    law.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
+    shares = [torch.tensor([[1, 0], [3, 1]]), torch.tensor([[3, 1], [6, 11]])]
+    losses = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 4.0])]
+
+    def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return shares if tensor.ndim == 2 else losses
+
+    loader = SimpleNamespace(
+        learner=law,
+        selection=law,
+        step=1,
+        share=2,
+        device=torch.device("cpu"),
+        world=SimpleNamespace(rank=1, gather_tensor=gather),
+        segments_at=lambda step: law.select(seed=0, step=step, count=4),
+    )
+    feedback = LossFeedback(cast(GearLoader, loader))
+    probability = law.select(seed=0, step=0, count=4).probability
+    weights = 1 / probability / (1 / probability).max()
+    np.testing.assert_allclose(feedback.importance().numpy(), weights[2:], rtol=1e-6)
+    feedback.update(cast(Batch, SimpleNamespace(segments=shares[1])), losses[1])
+    oracle = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    assert isinstance(oracle, Prioritized)
+    for segment, loss in (([1, 2], 50.0), ([1, 0], 0.5), ([3, 1], 3.0), ([6, 11], 4.0)):
+        oracle.update(np.array([segment], dtype=np.int64), np.array([loss], dtype=np.float32))
+    assert law.masses.tolist() == oracle.masses.tolist()

@@ -1,0 +1,231 @@
+"""Prioritised selection: exact integer sums, deterministic updates, importance weights, state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError
+from gear_offline.kernels.philox import draws
+from gear_offline.laws.prioritized import Prioritized, code_of, importance_weights
+from gear_offline.laws.sum_tree import SumTree
+from gear_offline.schema import EpisodeIndex
+from gear_offline.selection import LearnsFromLosses
+from tests.law_support import p_value
+
+LENGTHS = [5, 1, 8, 3]
+STEPS = sum(LENGTHS)
+NAMES = np.array([(e, s) for e, n in enumerate(LENGTHS) for s in range(n)], dtype=np.int64)
+
+
+def make(**options: Any) -> Prioritized:
+    return Prioritized(EpisodeIndex(np.array(LENGTHS, dtype=np.int64)), **options)
+
+
+def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 2**40), min_size=1, max_size=300).filter(any),
+    st.lists(st.tuples(st.integers(0, 299), st.integers(0, 2**50)), max_size=40),
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20),
+)
+def test_the_tree_is_a_list_of_cumulative_sums(
+    masses: list[int], changes: list[tuple[int, int]], numbers: list[int]
+) -> None:
+    tree = SumTree(np.array(masses, dtype=np.uint64))
+    new = {item % len(masses): mass for item, mass in changes}
+    if new and sum(new.values()) + sum(masses) > 0:
+        named = sorted(new)
+        values = np.array([new[item] for item in named], np.uint64)
+        tree.set(np.array(named, np.int64), values)
+        masses = [new.get(item, mass) for item, mass in enumerate(masses)]
+    assert tree.masses.tolist() == masses and tree.total == sum(masses)
+    if not any(masses):
+        return
+    bounds = np.cumsum(np.array(masses, dtype=object)).tolist()
+    asked = sorted({n % bounds[-1] for n in numbers} | {0, bounds[-1] - 1})
+    asked += [b - d for b in bounds for d in (0, 1) if 0 <= b - d < bounds[-1]]
+    found = tree.find(np.array(asked, dtype=np.uint64)).tolist()
+    assert found == [next(i for i, b in enumerate(bounds) if n < b) for n in asked]
+
+
+def test_the_tree_beyond_float32_and_its_memory() -> None:
+    """2^24 + 33 items, one of mass 1 among masses of 2^38: sums are exact, it is found."""
+    count = 2**24 + 33
+    masses = np.full(count, 2**38, dtype=np.uint64)
+    masses[count - 2] = 1
+    tree = SumTree(masses)
+    assert tree.total == (count - 1) * 2**38 + 1
+    edge = (count - 2) * 2**38
+    asked = np.array([edge - 1, edge, edge + 1, tree.total - 1], dtype=np.uint64)
+    assert tree.find(asked).tolist() == [count - 3, count - 2, count - 1, count - 1]
+    tree.set(np.array([0], dtype=np.int64), np.array([3], dtype=np.uint64))
+    assert tree.total == (count - 2) * 2**38 + 4
+    assert tree.nbytes / count < 10.1
+
+
+def test_all_starts_are_alike_before_any_update() -> None:
+    law = make()
+    assert isinstance(law, LearnsFromLosses) and law.updates == 0
+    drawn = law.select_many(seed=0, first_step=0, steps=10, count=1700)
+    counts = np.bincount(np.cumsum([0, *LENGTHS])[drawn.episodes.reshape(-1)]
+                         + drawn.starts.reshape(-1), minlength=STEPS)  # fmt: skip
+    assert p_value(counts, np.full(STEPS, drawn.episodes.size / STEPS)) > 1e-4
+    np.testing.assert_allclose(drawn.probability, 1 / STEPS, rtol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_frequencies_follow_the_losses(alpha: float) -> None:
+    """Losses over twelve orders of magnitude; chi-square at 1e-4 over cells of 5 and more."""
+    law = make(alpha=alpha, epsilon=0.0, largest=1e6)
+    losses = losses_of([10.0 ** (12 * i / (STEPS - 1) - 6) for i in range(STEPS)])
+    law.update(NAMES, losses)
+    ideal = losses.astype(np.float64) ** alpha
+    ideal /= ideal.sum()
+    drawn = law.select_many(seed=3, first_step=0, steps=30, count=1000)
+    rows = np.cumsum([0, *LENGTHS])[drawn.episodes] + drawn.starts
+    np.testing.assert_allclose(drawn.probability, ideal[rows], rtol=2e-3)  # 11 significant bits
+    exact = law.masses / np.float64(law.masses.sum())
+    np.testing.assert_allclose(exact, ideal, rtol=2e-3)
+    counts = np.bincount(rows.reshape(-1), minlength=STEPS)
+    often = exact * rows.size >= 5
+    cells, expected = counts[often], exact[often] * rows.size
+    assert cells.sum() > 0.999 * rows.size
+    assert p_value(cells, expected * (cells.sum() / expected.sum())) > 1e-4
+
+
+def test_draws_are_those_of_cumulative_integer_sums() -> None:
+    """Pins the stream: floor(draw * total / 2^64) falls into a start's range of masses."""
+    law = make(alpha=1.0)
+    law.update(NAMES[[3, 9]], losses_of([7.0, 0.01]))
+    first, _ = draws(seed=21, stream=0, first_step=4, steps=1, count=64)
+    bounds = np.cumsum(law.masses.astype(object)).tolist()
+    drawn = law.select(seed=21, step=4, count=64)
+    for number, e, s in zip(first[0].tolist(), drawn.episodes, drawn.starts, strict=True):
+        value = number * bounds[-1] // 2**64
+        row = next(i for i, bound in enumerate(bounds) if value < bound)
+        assert NAMES[row].tolist() == [e, s]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, STEPS - 1), st.floats(0, 200, width=32)), min_size=1, max_size=30
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_updates_do_not_depend_on_the_order_within_a_batch(
+    pairs: list[tuple[int, float]], random: Any
+) -> None:
+    """Of a segment named twice the larger loss counts."""
+    one, other, oracle = make(), make(), make()
+    shuffled = list(pairs)
+    random.shuffle(shuffled)
+    for law, order in ((one, pairs), (other, shuffled)):
+        law.update(NAMES[[row for row, _ in order]], losses_of([loss for _, loss in order]))
+    for row, loss in {r: max(v for q, v in pairs if q == r) for r, _ in pairs}.items():
+        oracle.update(NAMES[[row]], losses_of([loss]))
+    assert one.masses.tolist() == other.masses.tolist() == oracle.masses.tolist()
+
+
+@given(st.floats(0, 2.0**100, width=32))
+def test_codes_round_to_the_nearest_of_eleven_bits(loss: float) -> None:
+    code = int(code_of(losses_of([loss]))[0])
+    value = float(np.array([code << 13], dtype=np.uint32).view(np.float32)[0])
+    assert abs(value - loss) <= max(loss * 2.0**-11, 2.0**-136)
+
+
+def test_masses_are_the_documented_formula() -> None:
+    law = make(alpha=0.7, epsilon=0.25, largest=50.0)
+    most = 2**58  # 17 of them are less than 2^63, 17 of 2^59 are not
+    for loss in (0.0, 1.0, 3.5, 49.0, 1000.0):
+        law.update(NAMES[:1], losses_of([loss]))
+        ideal = most * (min(loss + 0.25, 50.0) / 50.0) ** 0.7
+        assert int(law.masses[0]) == pytest.approx(ideal, rel=1e-3)
+    assert int(law.masses[0]) == most
+    assert int(make(alpha=16.0, largest=1e9, initial=1e-9).masses[0]) == 1, "never nothing"
+
+
+def test_importance_weights() -> None:
+    p = np.array([0.1, 0.2, 0.4])
+    np.testing.assert_allclose(importance_weights(p, segments=10), [1.0, 0.5, 0.25])
+    np.testing.assert_allclose(importance_weights(p, segments=10, beta=0.0), 1.0)
+    law = make(beta=0.5, beta_steps=100)
+    np.testing.assert_allclose(law.importance(p, step=0), [1.0, 0.5**0.5, 0.5])
+    np.testing.assert_allclose(law.importance(p, step=100), [1.0, 0.5, 0.25])
+    np.testing.assert_allclose(law.importance(p, step=10**9), [1.0, 0.5, 0.25])
+    assert make(beta=0.5).importance(p, step=10**9)[2] == pytest.approx(0.5)
+
+
+def test_state_continues_bit_for_bit() -> None:
+    law, fresh = make(), make()
+    law.update(NAMES[::2], losses_of([float(i) for i in range(len(NAMES[::2]))]))
+    fresh.load_state(law.state())
+    assert fresh.updates == 1
+    for one in (law, fresh):
+        one.update(NAMES[1:4], losses_of([0.5, 0.0, 3.0]))
+    assert law.masses.tolist() == fresh.masses.tolist()
+    a, b = (one.select(seed=1, step=5, count=100) for one in (law, fresh))
+    assert np.array_equal(a.episodes, b.episodes) and np.array_equal(a.starts, b.starts)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"masses": None},
+        {"updates": None},
+        {"masses": np.ones(3, np.int64)},
+        {"masses": np.zeros(STEPS, np.int64)},
+        {"masses": np.full(STEPS, 2**62, np.int64)},
+        {"masses": np.ones(STEPS, np.float64)},
+        {"updates": np.array([-1])},
+    ],
+)
+def test_states_that_are_none_change_nothing(change: dict[str, Any]) -> None:
+    law = make()
+    before = law.masses.tolist()
+    state = {key: v for key, v in {**law.state(), **change}.items() if v is not None}
+    with pytest.raises(InputError) as caught:
+        law.load_state(state)
+    assert caught.value.code == "SELECTION_STATE" and law.masses.tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("segments", "losses"),
+    [
+        ([[0, 0]], [math.nan]),
+        ([[0, 0]], [math.inf]),
+        ([[0, 0]], [-1.0]),
+        ([[0, 0]], [1.0, 2.0]),
+        ([[0, 5]], [1.0]),
+        ([[0, -1]], [1.0]),
+        ([[4, 0]], [1.0]),
+        ([[-1, 0]], [1.0]),
+        ([[0, 0, 0]], [1.0]),
+    ],
+)
+def test_updates_that_are_refused_change_nothing(
+    segments: list[list[int]], losses: list[float]
+) -> None:
+    law = make()
+    before = law.masses.tolist()
+    with pytest.raises(InputError) as caught:
+        law.update(np.array(segments, dtype=np.int64), losses_of(losses))
+    assert caught.value.code == "SELECTION_PRIORITY"
+    assert law.masses.tolist() == before and law.updates == 0
+
+
+def test_an_empty_update_and_minus_zero() -> None:
+    law = make()
+    law.update(np.zeros((0, 2), np.int64), losses_of([]))
+    law.update(NAMES[:1], losses_of([-0.0]))
+    assert law.updates == 2 and int(law.masses[0]) < int(law.masses[1])
