@@ -196,7 +196,7 @@ class Learner:
         row[0], row[1] = loss.detach(), norm
         self._filled += 1
         if self.device.type == "cpu":
-            self.check()
+            self._check()
         self._rate = self.optimizer.update(self.step)
         self.step += 1
         self._timed += 1
@@ -259,6 +259,11 @@ class Learner:
     def check(self) -> None:
         """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
         not finite."""
+        began = time.perf_counter()
+        self._check()
+        self._busy_seconds += time.perf_counter() - began  # a GPU's steps are done only now
+
+    def _check(self) -> None:
         rows = self._window[: self._filled]
         if self.device.type == "cpu":
             rows = rows[-1:]  # those before were checked in their own step
@@ -281,7 +286,7 @@ class Learner:
     def report(self) -> dict[str, float]:
         """Return means over the steps since the last report, and begin anew."""
         began = time.perf_counter()
-        self.check()
+        self._check()
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)  # a rank's loss is its part of the global one
         values: Float64Array = window.cpu().double().numpy() / self.world.size  # (n, 2)
