@@ -14,9 +14,10 @@ few shards, each of these is work of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol, runtime_checkable
@@ -30,10 +31,11 @@ from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
 
-PIECE_BYTES = 2 << 20  # of packed columns and their rows; what a thread works on at a time
+PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
 RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
-MAX_THREADS = 16
+MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
+SWITCH_SECONDS = 2e-4  # after which a thread gives up the lock, while tables are filled
 
 
 @runtime_checkable
@@ -99,7 +101,10 @@ def fill_stores(
         for task in tasks:
             work(task)
         return
-    with ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="gear-load") as pool:
+    with (
+        _quick_switches(),
+        ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="gear-load") as pool,
+    ):
         jobs = [pool.submit(work, task) for task in tasks]
         try:
             for each in jobs:
@@ -107,6 +112,21 @@ def fill_stores(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Let threads that return from their work take the interpreter's lock soon.
+
+    They need it for a moment, after calls that do without, and would wait five milliseconds for
+    it: 16 threads loaded 1.6 times as fast on an H200's host.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @dataclass(frozen=True)
