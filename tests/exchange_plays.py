@@ -302,3 +302,31 @@ def run_steps_on_gpu(
             for step in batch:
                 exchange.wait(step)
     return [[buffer.cpu().numpy().tobytes() for buffer in target] for target in targets]
+
+
+def before_the_cut(
+    player: Player, world: World, steps: Steps, rows: int, interfaces: Sequence[str]
+) -> list[bytes]:
+    """Open between nodes, do a step, and keep the exchange; returns its rows."""
+    exchange = player.open(world.shelf(player.rank), interface=interfaces[player.rank])
+    target = buffers(world, rows)
+    player.memory["exchange"] = exchange
+    player.memory["target"] = exchange.register(target)
+    exchange.post(0, reads_of(steps[0]), player.memory["target"])
+    exchange.wait(0)
+    return [buffer.tobytes() for buffer in target]
+
+
+def after_the_cut(player: Player, steps: Steps, seconds: float) -> tuple[str, str, float, float]:
+    """Go on; returns the error's code and text, when it came, and how long closing took."""
+    exchange: Any = player.memory["exchange"]
+    begin = time.monotonic()
+    code = text = ""
+    try:
+        exchange.post(1, reads_of(steps[0]), player.memory["target"])
+        exchange.wait(1, timeout=timedelta(seconds=seconds))
+    except GearError as error:
+        code, text = error.code, str(error)
+    elapsed = time.monotonic() - begin
+    exchange.close()
+    return code, text, elapsed, time.monotonic() - begin - elapsed

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Self
 
 import numpy as np
@@ -241,11 +242,14 @@ class CollectiveExchange:
     def _end(self) -> None:
         self._ledger.closed = True
         self._ledger.open.clear()
-        group, self._group = self._group, None
+        group, self._group = [self._group], None
         if self._ledger.error is None:
-            group.shutdown()
+            group[0].shutdown()
         else:
-            group.abort()  # nothing else ends a collective of NCCL that hangs
+            group[0].abort()  # nothing else ends a collective of NCCL that hangs
+            # Those of gloo end only by themselves, at the group's timeout, and who drops the last
+            # reference waits for them: not this thread.
+            Thread(target=group.clear, name="gear-exchange-end", daemon=True).start()
         self._mesh.close()
 
     def __enter__(self) -> Self:
