@@ -129,7 +129,7 @@ def chain_call(poster: Poster, qp: Any, reads: int) -> Callable[[], None]:
 
     def call() -> None:
         chain.fill(remote, 7, local, length, 9)
-        poster.post(qp, chain.cut(0, reads, 1), reads)
+        poster.post(qp, chain.cut([(0, reads)], (1,))[0], reads)
         chain.join()
 
     return call
@@ -170,15 +170,17 @@ def step_call(poster: Poster, qp: Any, reads: int) -> Callable[[], None]:
     def call() -> None:
         mine = step.made_by(0)
         entries = directory.find(mine, target.rows)
-        for number, part in enumerate(fill_requests(chain, mine, entries, directory, target)):
-            poster.post(qp, chain.cut(part.begin, part.end, number), part.end - part.begin)
+        parts = fill_requests(chain, mine, entries, directory, target)
+        firsts = chain.cut([(part.begin, part.end) for part in parts], range(len(parts)))
+        for part, first in zip(parts, firsts, strict=True):
+            poster.post(qp, first, part.end - part.begin)
         chain.join()
 
     return call
 
 
 def _transports() -> list[str]:
-    """Return RDMA alone where an interface is named (torch is slow to load where it is emulated)."""
+    """Return RDMA alone where an interface is named: torch is slow to load on an emulator."""
     if INTERFACE_VARIABLE in os.environ:
         return ["verbs"]
     say(f"skipped verbs: {INTERFACE_VARIABLE} names no network interface")
