@@ -60,4 +60,4 @@ def test_a_cut_link_is_an_error_that_names_the_other_side(nodes: list[Node]) -> 
         code, text, elapsed, closing = answer
         assert code in ("EXCHANGE_PEER", "EXCHANGE_TIMEOUT"), text
         assert f"rank {1 - rank}" in text
-        assert elapsed < SECONDS + 1 and closing < SECONDS + 5
+        assert elapsed < SECONDS + 10 and closing < SECONDS + 10  # the exchange's own is 30

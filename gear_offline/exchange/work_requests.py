@@ -162,22 +162,20 @@ class ObjectPoster:
 
     def post(self, qp: Any, first: int, count: int) -> None:
         requests = np.frombuffer(ctypes.string_at(first, count * REQUEST_BYTES), dtype=REQUEST)
+        data = ctypes.string_at(int(requests["sg_list"][0]), count * ELEMENT.itemsize)
+        elements = np.frombuffer(data, dtype=ELEMENT)  # those of a chain lie side by side
+        columns = [requests[name].tolist() for name in ("wr_id", "send_flags", "rkey")]
+        columns += [elements[name].tolist() for name in ("addr", "length", "lkey")]
         made: list[Any] = []
         previous = None
-        for row in requests:
-            data = ctypes.string_at(int(row["sg_list"]), ELEMENT.itemsize)
-            element = np.frombuffer(data, dtype=ELEMENT)[0]
-            sge = self._verbs.SGE(
-                int(element["addr"]), int(element["length"]), int(element["lkey"])
-            )
+        for remote, number, flags, rkey, local, length, lkey in zip(
+            requests["remote_addr"].tolist(), *columns, strict=True
+        ):
+            sge = self._verbs.SGE(local, length, lkey)
             request = self._verbs.SendWR(
-                wr_id=int(row["wr_id"]),
-                num_sge=1,
-                sg=[sge],
-                opcode=int(row["opcode"]),
-                send_flags=int(row["send_flags"]),
+                wr_id=number, num_sge=1, sg=[sge], opcode=RDMA_READ, send_flags=flags
             )
-            request.set_wr_rdma(int(row["rkey"]), int(row["remote_addr"]))
+            request.set_wr_rdma(rkey, remote)
             if previous is not None:
                 previous.next_wr = request
             previous = request
