@@ -97,20 +97,28 @@ def misuse(player: Player, world: World, rows: int) -> list[str]:
     return codes
 
 
-def wrong_read(player: Player, world: World, rows: int, read: ReadRow) -> tuple[str, str]:
-    """Post a read that the reader must refuse; then a good step still works."""
+def wrong_read(player: Player, world: World, steps: Steps, rows: int, read: ReadRow) -> Any:
+    """Post reads of which one is wrong; then a good step.
+
+    Returns the error's code, and the rows of the good step, or why that could not be.
+    """
     exchange = player.open(world.shelf(player.rank))
-    target = exchange.register(buffers(world, rows))
-    found = ("nothing", "")
-    if player.rank == read[0]:
-        try:
-            exchange.post(0, reads_of([read]), target)
-        except GearError as error:
-            found = (error.code, str(error))
-    exchange.post(1, reads_of([]), target)
-    exchange.wait(1)
+    wrong, right = buffers(world, rows), buffers(world, rows)
+    code = "nothing"
+    try:
+        exchange.post(0, reads_of([*steps[0], read]), exchange.register(wrong))
+    except GearError as error:
+        code = error.code
+    try:
+        if code == "nothing":
+            exchange.wait(0)
+        exchange.post(1, reads_of(steps[0]), exchange.register(right))
+        exchange.wait(1)
+    except GearError as error:
+        exchange.close()
+        return code, error.code, str(error)
     exchange.close()
-    return found
+    return code, [buffer.tobytes() for buffer in right], ""
 
 
 def faulty(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.exchange.contract import (
     DEPTH,
     TIMEOUT,
@@ -98,9 +98,16 @@ class CollectiveExchange:
 
     def post(self, step: int, reads: Reads, destination: Destination) -> None:
         self._ledger.begin(step)
+        reads.check(self.world)
         self._raise_news()
+        # All reads, also of others: who refuses a step must not leave the rest in a collective.
+        self._directory.find(reads, None)
         mine, served = reads.made_by(self.rank), reads.served_by(self.rank)
-        self._directory.find(mine, destination.rows)
+        try:
+            self._directory.find(mine, destination.rows)
+        except InputError as error:  # only this rank knows its destination
+            self._mesh.abort(f"{error.code}: {error}")
+            raise self._ledger.fail(error) from None
         entries = self._directory.find(served, None)
         found = _Step(reads=mine, destination=destination)
         if len(reads):

@@ -148,6 +148,7 @@ class VerbsExchange:
 
     def post(self, step: int, reads: Reads, destination: Destination) -> None:
         self._ledger.begin(step)
+        reads.check(self.world)
         self._raise_news()
         mine = reads.made_by(self.rank)
         entries = self._directory.find(mine, destination.rows)
