@@ -114,11 +114,13 @@ def _measure(
     for name, call in calls.items():
         call()
         begin = time.perf_counter()
-        call()
-        counts[name] = max(1, int(seconds / (time.perf_counter() - begin)))
+        for _ in range(3):
+            call()
+        counts[name] = max(1, int(3 * seconds / (time.perf_counter() - begin)))
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(turns):
         for name, call in calls.items():
+            call()  # the one before has had the caches
             begin = time.perf_counter()
             for _ in range(counts[name]):
                 call()
