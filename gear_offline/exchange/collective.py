@@ -279,8 +279,9 @@ def _own_group(mesh: Mesh, device: torch.device, timeout: timedelta) -> Any:
     """
     store = dist.PrefixStore(f"gear-offline/{mesh.job}", dist.distributed_c10d._get_default_store())
     if device.type == "cuda":
-        # Our own timeout comes first: this one ends the process.
-        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, timeout * 2 + MARGIN)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout * 2 + MARGIN  # ours comes first: this one ends the process
+        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=mesh.address)]
