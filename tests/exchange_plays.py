@@ -97,20 +97,28 @@ def misuse(player: Player, world: World, rows: int) -> list[str]:
     return codes
 
 
-def wrong_read(player: Player, world: World, rows: int, read: ReadRow) -> tuple[str, str]:
-    """Post a read that the reader must refuse; then a good step still works."""
+def wrong_read(player: Player, world: World, steps: Steps, rows: int, read: ReadRow) -> Any:
+    """Post reads of which one is wrong; then a good step.
+
+    Returns the error's code, and the rows of the good step, or why that could not be.
+    """
     exchange = player.open(world.shelf(player.rank))
-    target = exchange.register(buffers(world, rows))
-    found = ("nothing", "")
-    if player.rank == read[0]:
-        try:
-            exchange.post(0, reads_of([read]), target)
-        except GearError as error:
-            found = (error.code, str(error))
-    exchange.post(1, reads_of([]), target)
-    exchange.wait(1)
+    wrong, right = buffers(world, rows), buffers(world, rows)
+    code = "nothing"
+    try:
+        exchange.post(0, reads_of([*steps[0], read]), exchange.register(wrong))
+    except GearError as error:
+        code = error.code
+    try:
+        if code == "nothing":
+            exchange.wait(0)
+        exchange.post(1, reads_of(steps[0]), exchange.register(right))
+        exchange.wait(1)
+    except GearError as error:
+        exchange.close()
+        return code, error.code, str(error)
     exchange.close()
-    return found
+    return code, [buffer.tobytes() for buffer in right], ""
 
 
 def faulty(
@@ -302,3 +310,31 @@ def run_steps_on_gpu(
             for step in batch:
                 exchange.wait(step)
     return [[buffer.cpu().numpy().tobytes() for buffer in target] for target in targets]
+
+
+def before_the_cut(
+    player: Player, world: World, steps: Steps, rows: int, interfaces: Sequence[str]
+) -> list[bytes]:
+    """Open between nodes, do a step, and keep the exchange; returns its rows."""
+    exchange = player.open(world.shelf(player.rank), interface=interfaces[player.rank])
+    target = buffers(world, rows)
+    player.memory["exchange"] = exchange
+    player.memory["target"] = exchange.register(target)
+    exchange.post(0, reads_of(steps[0]), player.memory["target"])
+    exchange.wait(0)
+    return [buffer.tobytes() for buffer in target]
+
+
+def after_the_cut(player: Player, steps: Steps, seconds: float) -> tuple[str, str, float, float]:
+    """Go on; returns the error's code and text, when it came, and how long closing took."""
+    exchange: Any = player.memory["exchange"]
+    begin = time.monotonic()
+    code = text = ""
+    try:
+        exchange.post(1, reads_of(steps[0]), player.memory["target"])
+        exchange.wait(1, timeout=timedelta(seconds=seconds))
+    except GearError as error:
+        code, text = error.code, str(error)
+    elapsed = time.monotonic() - begin
+    exchange.close()
+    return code, text, elapsed, time.monotonic() - begin - elapsed

@@ -5,6 +5,7 @@ Shape legend: E episodes, N steps, S stores.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from gear_offline.exchange.mesh import THREAD_NAME
 
 SECRET = b"a secret of sixteen or more bytes"
 INTERFACE_VARIABLE = "GEAR_OFFLINE_RDMA_INTERFACE"
+CLONE_NEWNET = 0x40000000
 ANSWER_SECONDS = 90.0
 
 ReadRow = tuple[int, int, int, int, int, int]  # reader, owner, episode, start, steps, row
@@ -135,8 +137,21 @@ class Failure:
     trace: str
 
 
-def _play(pipe: Connection, rank: int, world: int, transport: str, folder: str) -> None:
+def _enter(namespace: str) -> None:
+    """Move this process into a network namespace (`os.setns` comes with Python 3.12)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns {namespace}")
+
+
+def _play(
+    pipe: Connection, rank: int, world: int, transport: str, folder: str, node: Node | None
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if node is not None:
+        _enter(node.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = node.interface
     if transport in ("collective", "nccl"):
         import torch
         import torch.distributed as dist
@@ -164,6 +179,14 @@ def _play(pipe: Connection, rank: int, world: int, transport: str, folder: str) 
     os._exit(0)  # a group with a dead member does not end in order
 
 
+@dataclass(frozen=True)
+class Node:
+    """A network namespace that plays a node, and its interface to the others."""
+
+    namespace: str
+    interface: str
+
+
 class Team:
     """The processes of all ranks; a context manager.
 
@@ -173,9 +196,11 @@ class Team:
         How many.
     transport
         ``"collective"`` (over gloo), ``"nccl"`` (the same over NCCL) or ``"verbs"``.
+    nodes
+        Where the ranks live; by default all in this network.
     """
 
-    def __init__(self, world: int, transport: str) -> None:
+    def __init__(self, world: int, transport: str, nodes: Sequence[Node] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gear-exchange-test-")
         context = multiprocessing.get_context("forkserver")
         loaded = ["torch.distributed"] if transport != "verbs" else []
@@ -187,7 +212,10 @@ class Team:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_play,
-                args=(theirs, rank, world, transport, self._folder.name),
+                args=(
+                    *(theirs, rank, world, transport, self._folder.name),
+                    nodes[rank] if nodes else None,
+                ),
                 daemon=True,
             )
             process.start()

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-LIMIT_SECONDS = 420
+LIMIT_SECONDS = 900
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "crc32_generic", "rdma_rxe", "dummy")
 KERNEL_PARTS = (
     "./boot/vmlinuz-*",

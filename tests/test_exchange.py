@@ -154,16 +154,37 @@ def test_what_the_contract_forbids_is_refused(team: Team) -> None:
 @pytest.mark.parametrize(
     "read",
     [(0, 1, 2, 4, 6, 0), (0, 1, 0, 0, 1, 0), (0, 2, 2, 0, 1, 0), (0, 1, 7, 0, 1, 0),
-     (0, 1, -1, 0, 1, 0), (0, 1, 2, -1, 2, 0), (0, 1, 2, 0, 0, 0), (0, 1, 2, 0, 9, ROWS - 8),
-     (0, 1, 2, 0, 1, -1), (0, 5, 2, 0, 1, 0)],
+     (0, 1, -1, 0, 1, 0), (0, 1, 2, -1, 2, 0), (0, 1, 2, 0, 0, 0), (0, 5, 2, 0, 1, 0)],
     ids=["past the end", "not its episode", "another's episode", "no such episode",
-         "negative episode", "negative start", "no steps", "past the destination",
-         "before the destination", "no such rank"],
+         "negative episode", "negative start", "no steps", "no such rank"],
 )  # fmt: skip
-def test_wrong_reads_are_refused_before_anything_moves(team: Team, read: ReadRow) -> None:
-    found = team.run(plays.wrong_read, SMALL, ROWS, read)
+def test_reads_of_what_nobody_holds_are_refused(team: Team, transport: str, read: ReadRow) -> None:
+    """As if the step had not been posted: the next one is whole, on every rank."""
+    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, read)
+    refused = ["EXCHANGE_RANGE"] * RANKS
+    codes = [code for code, _, _ in found]
+    assert codes == (refused if transport == "collective" else [refused[0], "nothing", "nothing"])
+    for rank, (_, rows, text) in enumerate(found):
+        assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
+
+
+@pytest.mark.parametrize("reader", [-1, RANKS])
+def test_readers_that_do_not_exist_are_refused_by_all(team: Team, reader: int) -> None:
+    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, (reader, 1, 2, 0, 1, 0))
+    for rank, (code, rows, text) in enumerate(found):
+        assert code == "EXCHANGE_RANGE"
+        assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
+
+
+@pytest.mark.parametrize("row", [-1, ROWS - 8], ids=["before", "past"])
+def test_reads_outside_the_destination_are_refused(team: Team, transport: str, row: int) -> None:
+    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, (0, 1, 2, 0, 9, row))
     assert found[0][0] == "EXCHANGE_RANGE", found
-    assert [code for code, _ in found[1:]] == ["nothing", "nothing"]
+    for rank, (code, rows, text) in enumerate(found):
+        if transport == "verbs":  # nobody else takes part
+            assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
+        elif rank:  # who waits learns who is to blame
+            assert "EXCHANGE_PEER" in (code, rows) and "rank 0" in text
 
 
 def test_nothing_is_left_behind(team: Team) -> None:
@@ -176,7 +197,7 @@ def test_closing_waits_for_the_peers(team: Team) -> None:
     assert 0.2 < times[0] < 10 and max(times[1:]) < 10
 
 
-SECONDS = 4.0
+SECONDS = 10.0
 TWO = [EVERYONE, EVERYONE]
 
 

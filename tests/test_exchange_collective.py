@@ -21,7 +21,7 @@ def test_a_rank_that_stalls_is_named_within_the_timeout(role: str, says: str) ->
         for error, elapsed in team.answers([0, 2]):
             assert error.code in ("EXCHANGE_TIMEOUT", "EXCHANGE_PEER"), error
             assert "rank 1" in error.text and says in error.text
-            assert elapsed < SECONDS + 1.5
+            assert elapsed < SECONDS + 10
 
 
 def test_a_wait_has_a_timeout_of_its_own() -> None:
@@ -29,4 +29,4 @@ def test_a_wait_has_a_timeout_of_its_own() -> None:
         found = team.run(plays.timeout_of_wait, SMALL, [EVERYONE], ROWS)
     for code, text, elapsed in (found[0], found[2]):
         assert code == "EXCHANGE_TIMEOUT" and "rank 1" in text
-        assert elapsed < 1.0
+        assert elapsed < 10.0  # the exchange's own is 20

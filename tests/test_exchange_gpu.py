@@ -55,7 +55,7 @@ def test_a_rank_that_is_gone_is_named_over_nccl(role: str) -> None:
         ((error, elapsed),) = team.answers([0])
         assert error.code in ("EXCHANGE_PEER", "EXCHANGE_TIMEOUT"), error
         assert "rank 1" in error.text
-        assert elapsed < seconds + 1
+        assert elapsed < seconds + 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -67,6 +68,33 @@ def test_modes_without_pyverbs() -> None:
     assert off == [("collective", "exchange: collective (mode='off')\n"), ("collective", "")]
     assert [code for code, _ in on] == ["VERBS_MISSING"] * 2
     assert [code for code, _ in mixed] == ["EXCHANGE_OPTION"] * 2
+
+
+def reason(player: Player, world: World) -> str:
+    """Return why `auto` finds no RDMA where pyverbs could be loaded."""
+    import io
+    from contextlib import redirect_stderr
+    from importlib import import_module
+
+    opening: Any = import_module("gear_offline.exchange.opening")
+    library: Any = import_module("gear_offline.exchange.verbs_library")
+    library.load_verbs = lambda: None
+    told = io.StringIO()
+    with redirect_stderr(told):
+        opening.open_exchange(world.shelf(player.rank), secret=SECRET).close()
+        os.environ["GEAR_OFFLINE_INTERFACE"] = "lo"
+        opening.open_exchange(world.shelf(player.rank), secret=SECRET).close()
+    return told.getvalue()
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="there is an RDMA device here")
+def test_the_interface_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEAR_OFFLINE_INTERFACE", raising=False)
+    with Team(2, "collective") as team:
+        said, _ = team.run(reason, ONE)
+    first, second = said.splitlines()
+    assert "RDMA needs the name" in first and "GEAR_OFFLINE_INTERFACE" in first
+    assert "no RDMA device" in second
 
 
 @pytest.mark.parametrize("options", [{"mode": "always"}, {"depth": 0}, {"window": 0}])

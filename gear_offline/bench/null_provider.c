@@ -22,7 +22,7 @@ struct entry {                         /* as of a queue in a card's memory */
   uint32_t rkey, lkey, length, opcode, send_flags, pad[3];
 };
 
-enum { ENTRIES = 8192, POST_SEND = 208, QP_NUMBER = 52, NUMBER = 0x7a11 };
+enum { ENTRIES = 4096, POST_SEND = 208, QP_NUMBER = 52, NUMBER = 0x7a11 };
 
 static struct entry queue[ENTRIES] __attribute__((aligned(64)));
 static uint64_t posted;

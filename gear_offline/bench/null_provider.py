@@ -19,7 +19,7 @@ ENTRY = np.dtype(
     [("wr_id", "u8"), ("remote_addr", "u8"), ("addr", "u8"), ("rkey", "u4"), ("lkey", "u4"),
      ("length", "u4"), ("opcode", "u4"), ("send_flags", "u4"), ("pad", "u4", 3)]
 )  # fmt: skip
-ENTRIES = 8192
+ENTRIES = 4096  # as a queue pair with our window has
 NUMBER = 0x7A11  # of the queue pair
 
 

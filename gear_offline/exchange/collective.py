@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.exchange.contract import (
     DEPTH,
     TIMEOUT,
@@ -97,9 +98,16 @@ class CollectiveExchange:
 
     def post(self, step: int, reads: Reads, destination: Destination) -> None:
         self._ledger.begin(step)
+        reads.check(self.world)
         self._raise_news()
+        # All reads, also of others: who refuses a step must not leave the rest in a collective.
+        self._directory.find(reads, None)
         mine, served = reads.made_by(self.rank), reads.served_by(self.rank)
-        self._directory.find(mine, destination.rows)
+        try:
+            self._directory.find(mine, destination.rows)
+        except InputError as error:  # only this rank knows its destination
+            self._mesh.abort(f"{error.code}: {error}")
+            raise self._ledger.fail(error) from None
         entries = self._directory.find(served, None)
         found = _Step(reads=mine, destination=destination)
         if len(reads):
@@ -241,11 +249,14 @@ class CollectiveExchange:
     def _end(self) -> None:
         self._ledger.closed = True
         self._ledger.open.clear()
-        group, self._group = self._group, None
+        group, self._group = [self._group], None
         if self._ledger.error is None:
-            group.shutdown()
+            group[0].shutdown()
         else:
-            group.abort()  # nothing else ends a collective of NCCL that hangs
+            group[0].abort()  # nothing else ends a collective of NCCL that hangs
+            # Those of gloo end only by themselves, at the group's timeout, and who drops the last
+            # reference waits for them: not this thread.
+            Thread(target=group.clear, name="gear-exchange-end", daemon=True).start()
         self._mesh.close()
 
     def __enter__(self) -> Self:
@@ -268,8 +279,9 @@ def _own_group(mesh: Mesh, device: torch.device, timeout: timedelta) -> Any:
     """
     store = dist.PrefixStore(f"gear-offline/{mesh.job}", dist.distributed_c10d._get_default_store())
     if device.type == "cuda":
-        # Our own timeout comes first: this one ends the process.
-        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, timeout * 2 + MARGIN)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout * 2 + MARGIN  # ours comes first: this one ends the process
+        return dist.ProcessGroupNCCL(store, mesh.rank, mesh.world, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=mesh.address)]

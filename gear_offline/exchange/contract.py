@@ -67,7 +67,9 @@ class Exchange(Protocol):
         """Begin the reads of `step`; does not wait for them.
 
         Rows of the destination that no read names are left alone.  The destination must not be
-        touched before `wait` has returned.
+        touched before `wait` has returned.  A step whose reads are outside what their owners hold
+        is refused as if it had not been posted; a read outside the destination may break the
+        exchange.
 
         Parameters
         ----------
@@ -172,6 +174,15 @@ class Reads:
 
     def __len__(self) -> int:
         return len(self.readers)
+
+    def check(self, world: int) -> None:
+        """Refuse readers that are no rank of `world`, with ``EXCHANGE_RANGE``."""
+        if len(self) and not 0 <= self.readers[0] <= self.readers[-1] < world:  # they ascend
+            raise InputError(
+                "EXCHANGE_RANGE",
+                f"readers are {self.readers[0]} to {self.readers[-1]} of {world} ranks",
+                remedy="name readers by their rank in the exchange",
+            )
 
     def made_by(self, rank: int) -> Reads:
         """Return the reads that `rank` makes; views."""

@@ -206,10 +206,6 @@ class Mesh:
                     return _lost(self.name_of(rank), why)
         return None
 
-    def has_left(self, rank: int) -> bool:
-        """Whether `rank` has closed its exchange or is lost."""
-        return rank in self._gone or rank in self._lost
-
     def gather(self, name: str, payload: bytes = b"") -> list[bytes]:
         """Return what every rank gave, by rank; all call it in the same order.
 
@@ -272,7 +268,10 @@ class Mesh:
                 f"{self.name_of(r)} (at step {self._answers[r]})" for r in sorted(behind)
             )
             return _late(names, "has not posted it", timeout, step)
-        names = ", ".join(map(self.name_of, suspects or self._peers))
+        suspects = list(suspects) or list(self._peers)
+        if closed := [rank for rank in suspects if rank in self._gone]:
+            return _lost(", ".join(map(self.name_of, closed)), "it has closed its exchange")
+        names = ", ".join(map(self.name_of, suspects))
         return _late(names, "answers, but its rows do not come", timeout, step)
 
     def abort(self, why: str) -> None:

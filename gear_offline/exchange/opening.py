@@ -18,6 +18,7 @@ from gear_offline.progress import say
 
 Mode = Literal["auto", "on", "off"]
 SECRET_VARIABLE = "GEAR_OFFLINE_SECRET"
+INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
 # Without RDMA no key is given out, and torch.distributed itself asks nobody for a secret.
 _NO_SECRET = b"gear-offline: torch.distributed has no secret either"
 
@@ -54,8 +55,9 @@ def open_exchange(
         Of the job, 16 or more random bytes, the same on every rank; by default the environment
         variable ``GEAR_OFFLINE_SECRET``.  RDMA needs one.
     interface
-        Network interface of this node to be bound to, e.g. ``"eth2"``.  RDMA needs one; otherwise
-        the one that leads to ``MASTER_ADDR``.
+        Network interface of this node to be bound to, e.g. ``"eth2"``; by default the environment
+        variable ``GEAR_OFFLINE_INTERFACE``.  RDMA needs one; otherwise it is the one that leads to
+        ``MASTER_ADDR``.
     depth
         Most steps that are posted and not yet waited for.
     timeout
@@ -84,6 +86,7 @@ def open_exchange(
         rendezvous = _group_rendezvous(group)
     if secret is None and SECRET_VARIABLE in os.environ:
         secret = os.environ[SECRET_VARIABLE].encode()
+    interface = interface or os.environ.get(INTERFACE_VARIABLE) or None
     port, why = _agree(rendezvous, mode, secret, interface, timeout)
     if port is None:
         _group_rendezvous(group)  # refuses where torch.distributed cannot be used
@@ -165,7 +168,7 @@ def _usable_port(secret: bytes | None, interface: str | None) -> Port:
         raise InputError(
             "EXCHANGE_INTERFACE",
             "RDMA needs the name of the network interface to be bound to",
-            remedy="give interface=, one of `ip link`",
+            remedy=f"set {INTERFACE_VARIABLE} (or interface=) to one of `ip link`",
         )
     port = find_port(interface)
     check_secret(secret)

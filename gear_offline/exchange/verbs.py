@@ -103,6 +103,7 @@ class VerbsExchange:
         self._number = 0
         peers = [rank for rank in range(self.world) if rank != self.rank]
         self._endpoint = Endpoint(self._verbs, port, peers, window=window)
+        self._rank_of = {int(pair.qp_num): rank for rank, pair in self._endpoint.pairs.items()}
         self._room = dict.fromkeys(peers, self._endpoint.window)
         try:
             self._connect(peers)
@@ -147,6 +148,7 @@ class VerbsExchange:
 
     def post(self, step: int, reads: Reads, destination: Destination) -> None:
         self._ledger.begin(step)
+        reads.check(self.world)
         self._raise_news()
         mine = reads.made_by(self.rank)
         entries = self._directory.find(mine, destination.rows)
@@ -187,31 +189,36 @@ class VerbsExchange:
         """Post what fits into the windows of the peers; the rest waits for completions."""
         if step.chain is None:
             return
+        now: list[Part] = []
         later: deque[Part] = deque()
-        while step.waiting:
-            part = step.waiting.popleft()
+        for part in step.waiting:
             middle = min(part.end, part.begin + self._room[part.rank])
             if middle > part.begin:
-                self._post_part(step, step.chain, Part(part.rank, part.begin, middle))
+                now.append(Part(part.rank, part.begin, middle))
+                self._room[part.rank] -= middle - part.begin
             if middle < part.end:
                 later.append(Part(part.rank, middle, part.end))
         step.waiting = later
+        if now:
+            self._post_parts(step, step.chain, now)
         if not later:  # posted requests have been copied by the provider
             step.chain.join()
             self._chains.append(step.chain)
             step.chain = None
 
-    def _post_part(self, step: _Step, chain: Chain, part: Part) -> None:
-        count = part.end - part.begin
-        self._number += 1
-        first = chain.cut(part.begin, part.end, self._number)
-        try:
-            self._poster.post(self._endpoint.pairs[part.rank], first, count)
-        except self._verbs.PyverbsError as error:
-            raise self._ledger.fail(self._fault(part.rank, f"posting failed: {error}")) from error
-        self._flights[self._number] = _Flight(step, part.rank, count)
-        self._room[part.rank] -= count
-        step.left += 1
+    def _post_parts(self, step: _Step, chain: Chain, parts: Sequence[Part]) -> None:
+        numbers = range(self._number + 1, self._number + 1 + len(parts))
+        self._number += len(parts)
+        firsts = chain.cut([(part.begin, part.end) for part in parts], numbers)
+        for part, number, first in zip(parts, numbers, firsts, strict=True):
+            count = part.end - part.begin
+            try:
+                self._poster.post(self._endpoint.pairs[part.rank], first, count)
+            except self._verbs.PyverbsError as error:
+                fault = self._fault(part.rank, f"posting failed: {error}")
+                raise self._ledger.fail(fault) from error
+            self._flights[number] = _Flight(step, part.rank, count)
+            step.left += 1
 
     def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
         found: _Step = self._ledger.work_of(step)
@@ -239,12 +246,10 @@ class VerbsExchange:
         """Take completions and post what they make room for; return whether there were any."""
         completions = self._endpoint.poll(POLL)
         for completion in completions:
-            flight = self._flights.get(int(completion.wr_id))
-            if flight is None:
-                continue  # of a chain whose end has been seen
-            if int(completion.status):
-                raise self._ledger.fail(self._status_fault(flight, int(completion.status)))
-            del self._flights[int(completion.wr_id)]
+            if int(completion.status):  # of any request, not only of the last one of a chain
+                rank = self._rank_of[int(completion.qp_num)]
+                raise self._ledger.fail(self._status_fault(rank, int(completion.status)))
+            flight = self._flights.pop(int(completion.wr_id))
             self._room[flight.rank] += flight.count
             flight.step.left -= 1
         if completions:
@@ -253,15 +258,15 @@ class VerbsExchange:
                     self._launch(step)
         return bool(completions)
 
-    def _status_fault(self, flight: _Flight, status: int) -> GearError:
+    def _status_fault(self, rank: int, status: int) -> GearError:
         what = STATUS.get(status, f"status {status}")
         if status in REFUSED:
             return GearError(
                 "EXCHANGE_REFUSED",
-                f"{self._mesh.name_of(flight.rank)} refused a read: {what}",
+                f"{self._mesh.name_of(rank)} refused a read: {what}",
                 remedy="its memory is no longer registered, or the ranks disagree about the table",
             )
-        return self._fault(flight.rank, f"a read failed: {what}")
+        return self._fault(rank, f"a read failed: {what}")
 
     def _fault(self, rank: int, what: str) -> GearError:
         """Return the error for a peer's queue pair that failed; the peer may have said why."""

@@ -13,6 +13,7 @@ once, `ObjectPoster` posts a linked list of pyverbs' objects instead.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +59,8 @@ class Chain:
         self._base = int(self.requests.ctypes.data)
         numbers = np.arange(capacity, dtype=np.uint64)
         self._links = np.uint64(self._base) + (numbers + np.uint64(1)) * np.uint64(REQUEST_BYTES)
-        self.requests["next"][:-1] = self._links[:-1]
+        self._links[-1:] = 0
+        self.requests["next"] = self._links
         self.requests["sg_list"] = np.uint64(self.elements.ctypes.data) + numbers * np.uint64(16)
         self.requests["num_sge"] = 1
         self.requests["opcode"] = RDMA_READ
@@ -94,23 +96,25 @@ class Chain:
         self.length[rows] = length
         self.lkey[rows] = lkey
 
-    def cut(self, begin: int, end: int, number: int) -> int:
-        """Make rows [begin, end) a chain of its own; return the address of its first request.
+    def cut(self, parts: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
+        """Make rows [begin, end) chains of their own; return the address of each one's first row.
 
-        Only its last request asks for a completion.  All bear `number`, which errors report too.
+        Only the last request of a chain asks for a completion, and bears the chain's number.
         """
-        last = end - 1
-        self._next[last] = 0
-        self._flags[last] = SIGNALED
-        self._ids[begin:end] = number
-        self._ends.append(last)
-        return self._base + begin * REQUEST_BYTES
+        for (_, end), number in zip(parts, numbers, strict=True):  # parts are few: as many as peers
+            last = end - 1
+            self._next[last] = 0
+            self._flags[last] = SIGNALED
+            self._ids[last] = number
+            self._ends.append(last)
+        return [self._base + begin * REQUEST_BYTES for begin, _ in parts]
 
     def join(self) -> None:
         """Undo `cut`, for the next batch; a provider has copied what was posted."""
         for last in self._ends:
-            self._next[last] = self._links[last] if last + 1 < self.capacity else 0
+            self._next[last] = self._links[last]
             self._flags[last] = 0
+            self._ids[last] = 0
         self._ends.clear()
 
 
@@ -158,22 +162,20 @@ class ObjectPoster:
 
     def post(self, qp: Any, first: int, count: int) -> None:
         requests = np.frombuffer(ctypes.string_at(first, count * REQUEST_BYTES), dtype=REQUEST)
+        data = ctypes.string_at(int(requests["sg_list"][0]), count * ELEMENT.itemsize)
+        elements = np.frombuffer(data, dtype=ELEMENT)  # those of a chain lie side by side
+        columns = [requests[name].tolist() for name in ("wr_id", "send_flags", "rkey")]
+        columns += [elements[name].tolist() for name in ("addr", "length", "lkey")]
         made: list[Any] = []
         previous = None
-        for row in requests:
-            data = ctypes.string_at(int(row["sg_list"]), ELEMENT.itemsize)
-            element = np.frombuffer(data, dtype=ELEMENT)[0]
-            sge = self._verbs.SGE(
-                int(element["addr"]), int(element["length"]), int(element["lkey"])
-            )
+        for remote, number, flags, rkey, local, length, lkey in zip(
+            requests["remote_addr"].tolist(), *columns, strict=True
+        ):
+            sge = self._verbs.SGE(local, length, lkey)
             request = self._verbs.SendWR(
-                wr_id=int(row["wr_id"]),
-                num_sge=1,
-                sg=[sge],
-                opcode=int(row["opcode"]),
-                send_flags=int(row["send_flags"]),
+                wr_id=number, num_sge=1, sg=[sge], opcode=RDMA_READ, send_flags=flags
             )
-            request.set_wr_rdma(int(row["rkey"]), int(row["remote_addr"]))
+            request.set_wr_rdma(rkey, remote)
             if previous is not None:
                 previous.next_wr = request
             previous = request
