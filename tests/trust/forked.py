@@ -57,8 +57,6 @@ def prepare(*modules: str) -> None:
 
     The first command that a process runs imports pydantic and more; `recipes ls` makes it do so.
     """
-    if importlib.import_module("gear_offline.cli").app.__class__.__name__ != "Typer":
-        return  # it was prepared before
     for module in ("cli", "convert", "inspection", "recipe", *modules):
         importlib.import_module(f"gear_offline.{module}")
     import typer.main

@@ -22,6 +22,8 @@ from tests.trust.forked import command_line, error_code, prepare, problem, run_f
 from tests.trust.mutation import mutate
 from tests.trust.seeds import hdf5_seeds, minari_seed
 
+FINDS = Path(__file__).parents[1] / "fixtures" / "fuzz_finds"  # KIND-WHAT.bin
+
 
 def try_input(raw: bytes, folder: Path, *, kind: str, scratch: Path) -> tuple[str, str, float, int]:
     """Convert `raw`; return the outcome's name, the broken promise or "", seconds, peak bytes."""
@@ -59,6 +61,11 @@ def fuzz(runs: int, *, seed: int, finds: Path | None) -> dict[str, Any]:
     slowest, highest, began = 0.0, 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gear-fuzz-") as temporary:
         scratch = Path(temporary)
+        for path in sorted(FINDS.glob("*.bin")):
+            kind = path.stem.split("-")[0]
+            found = try_input(path.read_bytes(), scratch / "case", kind=kind, scratch=scratch)
+            if found[1]:
+                broken.append({"run": path.name, "kind": kind, "problem": found[1]})
         for run in range(runs):
             generator = random.Random(f"{seed} {run}")
             kind = names[run % len(names)]

@@ -70,7 +70,12 @@ def executed(case: Case, folder: Path, environment: dict[str, str]) -> Outcome:
     )
 
 
-def judge(case: Case, found: Outcome, before: object, after: object) -> str:
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return sorted(changed)[:5]
+
+
+def judge(case: Case, found: Outcome, before: dict[str, Any], after: dict[str, Any]) -> str:
     """Return the promise that was broken, or ``""``."""
     wrong = problem(found)
     if wrong:
@@ -89,7 +94,7 @@ def judge(case: Case, found: Outcome, before: object, after: object) -> str:
     if len(line) > 1000:
         return f"a line of {len(line)} characters: {line[:100]}"
     if after != before:
-        return "left something on disk"
+        return f"left something on disk: {_differences(before, after)}"
     return ""
 
 
@@ -99,15 +104,17 @@ def run_case(case: Case, scratch: Path, *, new_interpreter: bool) -> tuple[str, 
     for made in (folder, home):
         made.mkdir()
     case.make(folder)
-    environment = {"HOME": str(home), "TMPDIR": str(home), **(case.environment or {})}
-    before = state_of(folder), state_of(home)
+    # Matplotlib's font cache and the like are not ours; a user has them already.
+    caches = {"MPLCONFIGDIR": str(Path(tempfile.gettempdir()) / "gear-corpus-matplotlib")}
+    environment = {**caches, "HOME": str(home), "TMPDIR": str(home), **(case.environment or {})}
+    before = state_of(scratch)
     if new_interpreter:
         found = executed(case, folder, environment)
     else:
         found = run_forked(
             command_line(case.arguments), scratch=scratch, folder=folder, environment=environment
         )
-    wrong = judge(case, found, before, (state_of(folder), state_of(home)))
+    wrong = judge(case, found, before, state_of(scratch))
     subprocess.run(["rm", "-rf", folder, home], check=True)
     return wrong, found
 
@@ -115,9 +122,16 @@ def run_case(case: Case, scratch: Path, *, new_interpreter: bool) -> tuple[str, 
 def run(cases: Sequence[Case], *, new_interpreter: bool) -> dict[str, Any]:
     """Run `cases`; return figures and broken promises."""
     if not new_interpreter:
-        prepare("sources.generic", "sources.minari_hdf5", "sources.minari_arrow", "scores")
+        modules = ["sources.generic", "sources.minari_hdf5", "sources.minari_arrow", "scores"]
         if any(case.needs_torch for case in cases):
-            prepare("evaluate", "checkpoint", "models.policy")
+            modules += [
+                "plots",
+                "evaluate",
+                "checkpoint",
+                "models.policy",
+                "models.decision_transformer",
+            ]
+        prepare(*modules)
     baseline = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     broken, slowest, highest = {}, ("", 0.0), ("", 0)
     began = time.monotonic()

@@ -33,7 +33,10 @@ def hostile(make: Callable[[h5py.File, Path], None]) -> Make:
     def spoil(folder: Path) -> None:
         good_hdf5(folder / FILE)
         with h5py.File(folder / FILE, "r+") as file:
-            if make.__name__ not in ("link_in_metadata", "group_cycle", "missing") or make.__name__ != "missing":
+            if (
+                make.__name__ not in ("link_in_metadata", "group_cycle", "missing")
+                or make.__name__ != "missing"
+            ):
                 del file["observations"]
             make(file, folder)
 

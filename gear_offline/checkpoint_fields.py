@@ -1,0 +1,38 @@
+"""Checks of what a checkpoint's ``state.json`` says, for files with digests that fit and lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Statistics = tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]
+
+
+def check_fields(document: Mapping[str, Any], config: Any) -> None:
+    """Raise ValueError, KeyError or TypeError unless types and ranges are those of a checkpoint."""
+    step, seconds = document["step"], document["seconds"]
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        raise ValueError(f"step {str(step)[:40]!r}")
+    if type(seconds) not in (int, float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds {str(seconds)[:40]!r}")
+    for name in ("loader", "recipe", "files"):
+        if not isinstance(document[name], dict):
+            raise ValueError(f"{name} is not an object")
+    if not isinstance(config, dict):
+        raise ValueError("the configuration is not an object")
+
+
+def read_statistics(value: Any, config: Mapping[str, Any]) -> Statistics:
+    """Return mean and standard deviation of the states, (S,) float64, or None for both."""
+    if value is None:
+        return None, None
+    mean, std = (np.array(value[key], dtype=np.float64) for key in ("mean", "std"))
+    if mean.shape != std.shape or mean.shape != (config.get("state_dim"),):
+        raise ValueError(f"statistics of shape {mean.shape}")
+    if not np.isfinite(mean).all() or not np.isfinite(std).all() or not (std > 0).all():
+        raise ValueError("statistics that are not finite, or not above 0")
+    return mean, std
