@@ -33,8 +33,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
 from gear_offline.checkpoint_fields import check_fields, read_statistics
+from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
 from gear_offline.config_text import config_text
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe

@@ -1,4 +1,4 @@
-"""The corpus of bad input: one line with code, place and remedy, and nothing else, for each case."""
+"""Bad input by name: one line with code, place and remedy, and nothing else."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _many(file: h5py.File) -> None:
 def _resizable(file: h5py.File) -> None:
     """One of each chunk index of the newest format: extensible array, fixed array, B-tree."""
     for index, (name, values) in enumerate(_columns().items()):
-        most = tuple([None, *values.shape[1:]]) if index % 2 else tuple([None] * values.ndim)
+        most = (None, *values.shape[1:]) if index % 2 else (None,) * values.ndim
         file.create_dataset(name, data=values, maxshape=most, chunks=(4, *values.shape[1:]))
 
 
