@@ -112,7 +112,7 @@ def flip_all(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flips", type=int, default=40_000, help="of the dataset")
+    parser.add_argument("--flips", type=int, default=60_000, help="of the dataset")
     parser.add_argument("--checkpoint-flips", type=int, default=15_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

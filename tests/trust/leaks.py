@@ -10,7 +10,9 @@ from typing import Any
 
 def system_objects() -> dict[str, Any]:
     """Return named shared memory and semaphores of this machine."""
-    found: dict[str, Any] = {"/dev/shm": sorted(os.listdir("/dev/shm"))}
+    # Folders there are somebody's TMPDIR; shared memory and semaphores are files.
+    files = [entry.name for entry in os.scandir("/dev/shm") if entry.is_file()]
+    found: dict[str, Any] = {"/dev/shm": sorted(files)}
     for kind in ("shm", "sem", "msg"):
         path = Path("/proc/sysvipc") / kind
         if path.exists():
