@@ -33,7 +33,8 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gear_offline.checkpoint_fields import check_fields, read_statistics
+from gear_offline.checkpoint_fields import check_fields, not_readable, read_statistics
+from gear_offline.checkpoint_fields import damaged as damaged
 from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
 from gear_offline.config_text import config_text
 from gear_offline.errors import InputError
@@ -193,25 +194,6 @@ def _measure(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def damaged(path: Path, what: str) -> InputError:
-    """Return the error ``CHECKPOINT_DAMAGED`` for the checkpoint at `path`."""
-    return InputError(
-        "CHECKPOINT_DAMAGED",
-        f"the checkpoint is damaged: {what}",
-        where=str(path),
-        remedy="use another checkpoint of the run",
-    )
-
-
-def _not_readable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        "CHECKPOINT_READ",
-        f"the checkpoint cannot be read: {error.strerror or error}",
-        where=str(path),
-        remedy="check its permissions and the disk; nothing says that it is damaged",
-    )
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Return the verified ``state.json`` of a checkpoint directory.
 
@@ -231,7 +213,7 @@ def read_state(path: Path) -> dict[str, Any]:
             remedy="give a run directory or a checkpoint in it",
         ) from error
     except OSError as error:
-        raise _not_readable(path / STATE, error) from error
+        raise not_readable(path / STATE, error) from error
     except ValueError as error:
         raise damaged(path, f"{STATE} is {error}") from error
     try:
@@ -304,7 +286,7 @@ def _read_verified(path: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     except FileNotFoundError as error:
         raise damaged(path, f"{name}: {error.strerror}") from error
     except OSError as error:
-        raise _not_readable(path / name, error) from error
+        raise not_readable(path / name, error) from error
     except ValueError as error:
         raise damaged(path, f"{name} is {error}") from error
     if len(raw) != expected["bytes"] or xxhash.xxh3_128_hexdigest(raw) != expected["xxh3_128"]:

@@ -1,13 +1,19 @@
-"""Checks of what a checkpoint's ``state.json`` says, for files with digests that fit and lies."""
+"""Checks of what a checkpoint's ``state.json`` says, for files with digests that fit and lies.
+
+And the errors of a checkpoint that cannot be used.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from gear_offline.errors import InputError
 
 Statistics = tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]
 
@@ -36,3 +42,23 @@ def read_statistics(value: Any, config: Mapping[str, Any]) -> Statistics:
     if not np.isfinite(mean).all() or not np.isfinite(std).all() or not (std > 0).all():
         raise ValueError("statistics that are not finite, or not above 0")
     return mean, std
+
+
+def damaged(path: Path, what: str) -> InputError:
+    """Return the error ``CHECKPOINT_DAMAGED`` for the checkpoint at `path`."""
+    return InputError(
+        "CHECKPOINT_DAMAGED",
+        f"the checkpoint is damaged: {what}",
+        where=str(path),
+        remedy="use another checkpoint of the run",
+    )
+
+
+def not_readable(path: Path, error: OSError) -> InputError:
+    """Return the error for a file of a checkpoint that the system refuses to read."""
+    return InputError(
+        "CHECKPOINT_READ",
+        f"the checkpoint cannot be read: {error.strerror or error}",
+        where=str(path),
+        remedy="check its permissions and the disk; nothing says that it is damaged",
+    )

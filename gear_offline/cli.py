@@ -41,7 +41,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
 WHOLE = "<int>"  # read by `parse_count`, which takes 1e5 too
-MOST_CHARACTERS = 900  # of an error line
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 
 
@@ -363,24 +362,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         return tell(error, debug)
-        message = getattr(error, "format_message", None)
-        if message is not None and type(error).__name__ == "NoArgsIsHelpError":
-            print(message(), file=sys.stderr)
-            return 2
-        if message is not None:  # typer's usage errors, whichever click it carries
-            _show("USAGE", f"{message()}; see gear-offline --help", debug)
-            return 2
-        _show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug", debug)
-        return 1
-
-
-def _show(code: str, message: str, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    line = " ".join(message.split())
-    if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
-        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
-    print(f"error[{code}]: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def kill_many(kills: int, *, workers: int, seed: int, folder: Path) -> dict[str,
             (os.killpg if _leads(child) and attempts % 4 < 2 else os.kill)(child, signal.SIGKILL)
         status = status_of(child)
         if status == 0:
-            duration = max(duration, 0.02, 0.5 * (time.monotonic() - started))
+            duration = max(0.02, 0.5 * duration + 0.3 * (time.monotonic() - started))
         killed += status == -signal.SIGKILL
         if not wait_until_gone(child):
             broken.append(f"attempt {attempts}: a process stayed")
