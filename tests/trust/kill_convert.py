@@ -141,7 +141,7 @@ def _leads(child: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=300, help="of each number of workers")
+    parser.add_argument("--kills", type=int, default=320, help="of each number of workers")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
