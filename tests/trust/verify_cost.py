@@ -1,8 +1,8 @@
 """What verification costs: ``python -m tests.trust.verify_cost [--steps N] [--rounds N]``.
 
 Loads a dataset into a table with digests compared on the way and without, in turns, from the page
-cache, on one thread; and scrubs it (`inspect --verify`) against reading the same bytes.  Prints one JSON document
-with medians of processor time over rounds, so that other programs on the machine matter little.
+cache, on one thread; and scrubs it (`inspect --verify`) against reading the same bytes.  Prints one
+JSON document with medians of processor time, so that other programs matter little.
 """
 
 from __future__ import annotations
