@@ -33,9 +33,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gear_offline.checkpoint_fields import check_fields, not_readable, read_statistics
+from gear_offline.checkpoint_fields import check_fields, measure, not_readable, read_statistics
 from gear_offline.checkpoint_fields import damaged as damaged
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
+from gear_offline.checkpoint_folder import (
+    checkpoint_name,
+    list_checkpoints,
+    remove_checkpoint,
+    sweep,
+)
 from gear_offline.config_text import config_text
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
@@ -122,6 +127,8 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
         raise write_error(told, str(folder)) from error
     except OSError as error:
         raise write_error(error, str(folder)) from error
+    finally:
+        sweep(folder)  # of a checkpoint half written
 
 
 def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
@@ -133,7 +140,7 @@ def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Pat
     partial.mkdir()
     _save_model(partial, model)
     save_file(dict(state.tensors), partial / TRAINING)
-    files = {name: _measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
+    files = {name: measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
     (partial / STATE).write_bytes(_seal(_document(state, files)))
     for path in partial.iterdir():
         with open(path, "rb+") as file:
@@ -184,14 +191,6 @@ def _seal(document: Mapping[str, Any]) -> bytes:
     digest = xxhash.xxh3_128_hexdigest(plain.encode())
     sealed = {**document, "digest": digest}
     return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()
-
-
-def _measure(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(16 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 def read_state(path: Path) -> dict[str, Any]:
