@@ -38,7 +38,8 @@ def state_of(folder: Path) -> dict[str, Any]:
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[str(path.relative_to(folder))] = (status.st_mode, status.st_size, status.st_mtime_ns)
+        times = () if path.is_dir() else (status.st_size, status.st_mtime_ns)
+        found[str(path.relative_to(folder))] = (status.st_mode, *times)
     return found
 
 

@@ -241,7 +241,7 @@ CASES: tuple[Case, ...] = (
     case("socket", "HDF5_UNREADABLE", door),
     case("device", "HDF5_UNREADABLE", link("/dev/zero")),
     case("dangling", "FILE_MISSING", link("nowhere")),
-    case("link-loop", "FILE_MISSING", link(FILE)),
+    case("link-loop", "SOURCE_READ", link(FILE)),
     case("rule-unknown", "RULE_UNKNOWN", changed(), "--rule", "sometimes", says="sometimes"),
     case("rule-zero", "RULE_UNKNOWN", changed(), "--rule", "steps=0", says="steps=0"),
     case("rule-flag", "RULE_FLAG", changed(), "--rule", "truncations"),
