@@ -59,4 +59,4 @@ def test_a_sample_through_the_installed_interpreter() -> None:
 
 def test_what_fuzzing_found_stays_found() -> None:
     assert list(FINDS.glob("*.bin"))
-    assert run("fuzz_hdf5", "--runs", "40", "--seed", "9")["broken"] == []
+    assert run("fuzz_hdf5", "--runs", "11", "--seed", "9")["broken"] == []

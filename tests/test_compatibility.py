@@ -14,7 +14,7 @@ from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.recipe import load_recipe
 from gear_offline.trainer import train
 from tests.support import failing_code
-from tests.training_support import tiny_data
+from tests.training_support import register_environment
 
 # What the fixture held on the day it was made.
 TOTAL = 33.02865979851757
@@ -52,8 +52,9 @@ def test_the_version_1_policy_still_acts_the_same() -> None:
 def test_the_version_1_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
     monkeypatch.chdir(tmp_path)
-    tiny_data(Path())
+    register_environment()
     shutil.copytree(RUN, "run")
+    shutil.copytree(RUN.with_name("run_v1_dataset"), "dataset")
     run = train(load_recipe("run", ["train.steps=6"]), out=Path("run"), resume=True, quiet=True)
     assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [3, 6]
 

@@ -235,7 +235,7 @@ CASES: tuple[Case, ...] = (
         "HDF5_LINK",
         edited(lambda f: f.__setitem__("p", h5py.ExternalLink("/etc/passwd", "x"))),
     ),
-    case("missing", "FILE_MISSING", lambda folder: None),
+    case("no-such-file", "FILE_MISSING", lambda folder: None),
     case("directory", "SOURCE_UNKNOWN", lambda folder: (folder / FILE).mkdir()),
     case("pipe", "HDF5_UNREADABLE", pipe),
     case("socket", "HDF5_UNREADABLE", door),
