@@ -5,13 +5,16 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-gpu test-rdma lint format bench clean
+.PHONY: help demo test test-gpu test-rdma fuzz trust soak lint format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
 	@echo "make test      set up and run the CPU test suite"
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
+	@echo "make fuzz      fuzz manifest, shard header, recipe and HDF5 import for about an hour"
+	@echo "make trust     bad input, bit flips, kills, leaks: the figures of docs/reliability.md"
+	@echo "make soak      loader and training for 30 minutes: memory and descriptors"
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make bench     all CPU benchmarks, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
@@ -37,6 +40,27 @@ test-rdma:
 	@$(BIN)/python $(RDMA_TESTS) --collect-only >/dev/null
 	@$(BIN)/python -m tests.soft_roce $(RDMA_OPTIONS) env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 		$(BIN)/python $(RDMA_TESTS)
+
+# Each program prints a JSON document of figures; it fails at the first broken promise.
+fuzz:
+	@.ci/setup test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_text --targets manifest header --finds build/finds
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_text --targets recipe --inputs 100000 --finds build/finds
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.fuzz_hdf5 --runs 20000 --finds build/finds
+
+trust:
+	@.ci/setup test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.run_corpus
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.run_corpus --exec
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.flip_bits
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_convert
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_train
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_tables
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.verify_cost
+
+soak:
+	@.ci/setup test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.soak
 
 lint:
 	@.ci/setup test

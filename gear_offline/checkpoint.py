@@ -26,17 +26,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, remove_checkpoint
+from gear_offline.checkpoint_fields import check_fields, measure, not_readable, read_statistics
+from gear_offline.checkpoint_fields import damaged as damaged
+from gear_offline.checkpoint_folder import (
+    checkpoint_name,
+    list_checkpoints,
+    remove_checkpoint,
+    sweep,
+)
 from gear_offline.config_text import config_text
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
-from gear_offline.run_directory import sync_directory
+from gear_offline.run_directory import read_regular, sync_directory
 from gear_offline.staging import write_error
 
 if TYPE_CHECKING:
@@ -119,6 +127,8 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
         raise write_error(told, str(folder)) from error
     except OSError as error:
         raise write_error(error, str(folder)) from error
+    finally:
+        sweep(folder)  # of a checkpoint half written
 
 
 def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
@@ -130,7 +140,7 @@ def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Pat
     partial.mkdir()
     _save_model(partial, model)
     save_file(dict(state.tensors), partial / TRAINING)
-    files = {name: _measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
+    files = {name: measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
     (partial / STATE).write_bytes(_seal(_document(state, files)))
     for path in partial.iterdir():
         with open(path, "rb+") as file:
@@ -183,33 +193,6 @@ def _seal(document: Mapping[str, Any]) -> bytes:
     return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()
 
 
-def _measure(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(16 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def damaged(path: Path, what: str) -> InputError:
-    """Return the error ``CHECKPOINT_DAMAGED`` for the checkpoint at `path`."""
-    return InputError(
-        "CHECKPOINT_DAMAGED",
-        f"the checkpoint is damaged: {what}",
-        where=str(path),
-        remedy="use another checkpoint of the run",
-    )
-
-
-def _not_readable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        "CHECKPOINT_READ",
-        f"the checkpoint cannot be read: {error.strerror or error}",
-        where=str(path),
-        remedy="check its permissions and the disk; nothing says that it is damaged",
-    )
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Return the verified ``state.json`` of a checkpoint directory.
 
@@ -220,14 +203,18 @@ def read_state(path: Path) -> dict[str, Any]:
         ``CHECKPOINT_VERSION`` for one that a newer gear-offline wrote.
     """
     try:
-        with open(path / STATE, "rb") as file:
-            raw = file.read(MAX_STATE_BYTES + 1)
+        raw = read_regular(path / STATE, most=MAX_STATE_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InputError(
-            "CHECKPOINT_MISSING", f"no checkpoint: {error.strerror}", where=str(path / STATE)
+            "CHECKPOINT_MISSING",
+            f"no checkpoint: {error.strerror}",
+            where=str(path / STATE),
+            remedy="give a run directory or a checkpoint in it",
         ) from error
     except OSError as error:
-        raise _not_readable(path / STATE, error) from error
+        raise not_readable(path / STATE, error) from error
+    except ValueError as error:
+        raise damaged(path, f"{STATE} is {error}") from error
     try:
         document = json.loads(raw)
         if document["format"] != FORMAT:
@@ -267,14 +254,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
             name: _read_verified(path, name, document["files"][name])
             for name in (CONFIG, MODEL, TRAINING)
         }
-        normalisation = document["normalisation"]
-        mean, std = (
-            np.array(normalisation[key], dtype=np.float64) if normalisation else None
-            for key in ("mean", "std")
-        )
+        config = json.loads(content[CONFIG])
+        check_fields(document, config)
+        mean, std = read_statistics(document["normalisation"], config)
         return Checkpoint(
             path=path,
-            config=json.loads(content[CONFIG]),
+            config=config,
             model=load_tensors(content[MODEL]),
             state=TrainingState(
                 step=document["step"],
@@ -286,17 +271,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 seconds=document["seconds"],
             ),
         )
-    except (KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
         raise damaged(path, f"it lacks or misnames something ({error})") from error
+    except RecursionError as error:
+        raise damaged(path, "it is nested too deep") from error
 
 
 def _read_verified(path: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     try:
-        raw = (path / name).read_bytes()
+        raw = read_regular(path / name, most=expected["bytes"])
     except FileNotFoundError as error:
         raise damaged(path, f"{name}: {error.strerror}") from error
     except OSError as error:
-        raise _not_readable(path / name, error) from error
+        raise not_readable(path / name, error) from error
+    except ValueError as error:
+        raise damaged(path, f"{name} is {error}") from error
     if len(raw) != expected["bytes"] or xxhash.xxh3_128_hexdigest(raw) != expected["xxh3_128"]:
         raise damaged(path, f"{name} does not match its digest")
     return raw
@@ -388,11 +379,21 @@ def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:
         DecisionTransformerConfig,
     )
 
-    model = DecisionTransformer(DecisionTransformerConfig.from_dict(dict(checkpoint.config)))
-    model.attention = checkpoint.state.recipe.model.attention
+    weights = dict(checkpoint.model)
     try:
-        model.load_state_dict(dict(checkpoint.model))
-    except RuntimeError as error:
+        layers = checkpoint.config["n_layer"]
+        if type(layers) is not int or layers > len(weights):
+            raise ValueError(f"{layers} layers")
+        config = DecisionTransformerConfig.from_dict(dict(checkpoint.config))
+        # Without memory first: what a configuration asks for may be more than the machine has.
+        with torch.device("meta"):
+            wanted = {name: w.shape for name, w in DecisionTransformer(config).state_dict().items()}
+        if wanted != {name: w.shape for name, w in weights.items()}:
+            raise ValueError("other shapes")
+        model = DecisionTransformer(config)
+        model.attention = checkpoint.state.recipe.model.attention
+        model.load_state_dict(weights)
+    except Exception as error:  # a library's own checks raise what they like
         raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
     model.train(False)
     return model

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from gear_offline.errors import NO_SPACE, GearError
 
+MOST_CHARACTERS = 900  # of a line
 # how torch says it, on the CPU and on a GPU
 OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflow")
 
@@ -54,4 +55,7 @@ def _tell_system_error(error: OSError) -> None:
 
 def show(code: str, message: str) -> None:
     """Print the line of an error."""
-    print(f"error[{code}]: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
+        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+    print(f"error[{code}]: {line}", file=sys.stderr)

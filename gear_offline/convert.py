@@ -117,7 +117,9 @@ def convert(
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
             from gear_offline.sources import open_source
+            from gear_offline.sources.confined import check_source
 
+            check_source(source, rule=rule)
             opened = stack.enter_context(open_source(source, rule=rule))
         else:
             opened = source

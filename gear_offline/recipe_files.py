@@ -70,7 +70,11 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
             "RECIPE_EXISTS", f"{target} exists", remedy="give another name or remove it"
         ) from None
     except OSError as error:
-        raise InputError("RECIPE_WRITE", f"cannot write {target}: {error.strerror}") from error
+        raise InputError(
+            "RECIPE_WRITE",
+            f"cannot write {target}: {error.strerror}",
+            remedy="check that the folder exists and that you may write there",
+        ) from error
     return target
 
 
@@ -84,7 +88,12 @@ def read_merged(
     while True:
         if any(os.path.samefile(path, seen) for seen, _ in chain) or len(chain) == MAX_BASES:
             names = " -> ".join([*(str(seen) for seen, _ in chain), str(path)])
-            raise InputError("RECIPE_BASE", f"bases go round or too deep: {names}", where=where)
+            raise InputError(
+                "RECIPE_BASE",
+                f"bases go round or too deep: {names}",
+                where=where,
+                remedy=f"shorten the chain: at most {MAX_BASES} files, each once",
+            )
         content = _read(path)
         base = content.pop("base", None)
         chain.append((path, content))

@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -52,6 +53,19 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(partial, path)
     sync_directory(path.parent)
+
+
+def read_regular(path: Path, *, most: int) -> bytes:
+    """Return the content of a regular file of at most `most` bytes; raises OSError, ValueError."""
+    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("not a regular file")
+        if found.st_size > most:
+            raise ValueError(f"{found.st_size} bytes long, more than {most}")
+        return file.read(most + 1)
 
 
 def default_run_path(recipe: Recipe) -> Path:

@@ -114,7 +114,11 @@ class TableSpec:
         names = [c.name for c in self.columns]
         folded = {n.casefold() for n in names}
         if len(folded) != len(names):
-            raise InputError("COLUMN_NAME", f"column names repeat or differ by case only: {names}")
+            raise InputError(
+                "COLUMN_NAME",
+                f"column names repeat or differ by case only: {names}",
+                remedy="rename one of them, or leave it out with --columns",
+            )
 
     def __iter__(self) -> Iterator[ColumnSpec]:
         return iter(self.columns)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
@@ -22,6 +22,7 @@ from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.recipe_checks import check_recipe
 from gear_offline.run_directory import RunDirectory, default_run_path
+from gear_offline.staging import write_error
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
 
@@ -95,7 +96,11 @@ def train(
         if directory is None:
             Run(path, learner).complete()
         else:
-            LeadingRun(directory, learner, dataset, quiet=quiet).complete()
+            try:
+                LeadingRun(directory, learner, dataset, quiet=quiet).complete()
+            except OSError as error:  # of the run's own files: the data's errors have codes
+                sweep(directory.checkpoints_path)
+                raise write_error(error, str(path)) from error
     return path
 
 

@@ -53,18 +53,23 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
 
         return open_minari(find_directory(name), uri=text, rule=rule)
     path = Path(uri)
-    if path.is_dir():
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError):  # too long, or not a name at all
+        is_directory = exists = False
+        text = text if len(text) <= 100 else f"{text[:100]}..."
+    if is_directory:
         from gear_offline.sources.minari import open_minari
         from gear_offline.sources.minari_metadata import data_directory
 
         if data_directory(path) is not None:
             return open_minari(path, uri=None, rule=rule)
-    elif path.exists() or path.suffix.lower() in (".hdf5", ".h5"):
+    elif exists or path.suffix.lower() in (".hdf5", ".h5"):
         from gear_offline.sources.generic import open_hdf5
 
         return open_hdf5(path, uri=path.name, name=path.name, rule=rule)
     what = f"{text!r} is not a source"
-    if path.is_dir():
+    if is_directory:
         what = f"the directory {text!r} holds no Minari dataset"
         if (path / "manifest.json").is_file():
             what += ", but looks like GEAR shards already"

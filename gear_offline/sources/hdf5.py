@@ -91,6 +91,7 @@ class Hdf5Rows:
                 "HDF5_SHAPE",
                 f"shape {fact.shape} where one number a step is expected",
                 where=f"{self.path}: {name}",
+                remedy="store one number a step, shape (steps,) or (steps, 1)",
             )
         return ColumnSpec(name=name, dtype=fact.dtype, shape=() if scalar else shape)
 
@@ -142,11 +143,22 @@ class Hdf5Rows:
         return opened
 
     def attributes(self) -> dict[str, Any]:
-        """Return the root's small scalar attributes: numbers, bools and strings."""
+        """Return the root's small scalar attributes: numbers, bools and strings.
+
+        Raises
+        ------
+        InputError
+            ``HDF5_UNREADABLE`` when they cannot be listed (damage).
+        """
         if self._file is None:
             raise ValueError(f"{self.path.name} is closed")
         found: dict[str, Any] = {}
-        for name in self._file.attrs:
+        try:
+            with no_plugins():
+                names = list(self._file.attrs)
+        except LIBRARY_ERRORS as error:
+            raise unreadable(self.path, error) from error
+        for name in names:
             try:
                 with no_plugins():
                     handle = self._file.attrs.get_id(name)

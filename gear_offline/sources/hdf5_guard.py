@@ -42,7 +42,7 @@ class Limits:
     objects: int = 20_000
     depth: int = 16
     dimensions: int = 9  # the step dimension and eight of the step's own shape
-    chunk_bytes: int = 256 << 20
+    chunk_bytes: int = 128 << 20
     unwritten_bytes: int = 16 << 20  # fill values in place of chunks that were never written
     expansion: int = 256  # total bytes of the columns over the file's bytes, ...
     allowance_bytes: int = 1 << 30  # ... beyond this many bytes (zeros compress 1,000 to 1)
@@ -140,7 +140,9 @@ def open_file(path: Path) -> h5py.File:
             ) from error
         raise source_read_error(path, error) from error
     if not stat.S_ISREG(status.st_mode):
-        raise InputError("HDF5_UNREADABLE", "not a regular file", where=str(path))
+        raise InputError(
+            "HDF5_UNREADABLE", "not a regular file", where=str(path), remedy="give a file"
+        )
     try:
         with no_plugins():
             return h5py.File(path, "r", locking="best-effort")

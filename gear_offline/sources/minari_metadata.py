@@ -156,7 +156,7 @@ def read_metadata(data_path: Path) -> MinariMetadata:
         )
     except OSError as error:
         raise source_read_error(file, error) from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise InputError(
             "MINARI_METADATA",
             f"not usable: {type(error).__name__}: {error}",

@@ -1,0 +1,183 @@
+"""Opens a foreign file in a process that may die of it, before this process opens it.
+
+HDF5's own parser can be made to loop for ever by one changed byte (docs/reliability.md), and bugs
+of its memory handling are found every year.  A child with bounded memory and processor time opens
+the source and reads a little of every column; only what it survives is opened here.  The child
+guards against hangs, crashes and exhausted memory.  It is not a sandbox: it may call what this
+process may call, and this process then parses the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.processes import die_with_parent
+
+MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
+SECONDS = 3  # of processor time for a file of any size ...
+BYTES_PER_SECOND = 1 << 20  # ... and one more for each so many bytes of it
+_KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableError)}
+_REMEDY = "the file is damaged or made to do harm: get it again from a place that you trust"
+
+
+def check_source(uri: str | Path, *, rule: str | None = None) -> None:
+    """Open `uri` in a confined child and read the ends of every column.
+
+    Parameters
+    ----------
+    uri, rule
+        As `gear_offline.sources.open_source` takes them; a ``d4rl:`` name is downloaded first.
+
+    Raises
+    ------
+    GearError
+        What `open_source` and reading raise; also ``SOURCE_READ`` when the child crashed, or
+        used up its memory or its time.
+    """
+    text = str(uri.absolute()) if isinstance(uri, Path) else uri
+    seconds = SECONDS + _source_bytes(text) // BYTES_PER_SECOND
+    # A fork takes milliseconds; beside other threads, which may hold locks, it takes a new process.
+    forks = threading.active_count() == 1
+    status, reply = (_forked if forks else _spawned)(text, rule, seconds)
+    if reply:
+        kind, code, what, where, remedy = json.loads(reply)
+        raise _KINDS[kind](code, what, where=where, remedy=remedy)
+    if status == 0:
+        return
+    what = "reading it failed in a confined process"
+    if status < 0:
+        name = signal.Signals(-status).name
+        what = f"reading it ended a confined process with {name}"
+        if -status in (signal.SIGXCPU, signal.SIGKILL):
+            what = f"reading it takes more than {seconds} s of processor time"
+    raise InputError("SOURCE_READ", what, where=text, remedy=_REMEDY)
+
+
+def _source_bytes(uri: str) -> int:
+    """Return the bytes of the files of a source, 0 when there are none."""
+    scheme, _, name = uri.partition(":")
+    path = Path(uri)
+    with suppress(OSError, ValueError, GearError):
+        if scheme == "d4rl" and name:
+            from gear_offline.sources.d4rl_files import locate
+
+            path = locate(name)
+        elif scheme == "minari" and name:
+            from gear_offline.sources.minari_metadata import find_directory
+
+            path = find_directory(name)
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    return 0
+
+
+def _forked(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads of C libraries; those hold no lock of what runs here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            die_with_parent(parent)
+            _probe(uri, rule, seconds, writer)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    status = None
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            reply = pipe.read()
+        status = os.waitpid(child, 0)[1]
+    finally:
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), reply
+
+
+def _spawned(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
+    opening = json.dumps([uri, rule, seconds, os.getpid()])
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        # Safe path: a file named like a module of ours in the working directory is not imported.
+        [sys.executable, "-P", "-m", "gear_offline.sources.confined", opening],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            reply = process.communicate()[0]
+        finally:
+            process.kill()
+    return process.returncode, reply
+
+
+def _probe(uri: str, rule: str | None, seconds: int, reply: int) -> None:
+    """Open and read in this process, under limits, and end it; errors go to `reply` as JSON."""
+    from gear_offline.sources import open_source
+
+    with open(os.devnull, "r+b") as nothing:
+        for number in (1, 2):  # what libraries print is of no use to the user
+            os.dup2(nothing.fileno(), number)
+    _confine(seconds)
+    code = 0
+    try:
+        with open_source(uri, rule=rule) as source:
+            steps = source.spec.steps
+            for column in source.spec:
+                rows = min(source.preferred_rows(column.name), steps)
+                source.read(column.name, 0, rows)
+                source.read(column.name, steps - rows, steps)
+    except GearError as error:
+        found: list[Any] = [type(error).__name__, error.code, error.what]
+        os.write(reply, json.dumps([*found, error.where, error.remedy]).encode())
+    except MemoryError:
+        what = f"reading it takes more than {MEMORY_BYTES >> 30} GiB of memory"
+        os.write(reply, json.dumps(["InputError", "SOURCE_READ", what, uri, _REMEDY]).encode())
+    except Exception:
+        code = 0  # a defect of ours: the parent meets it again and shows it
+    os._exit(code)
+
+
+def _confine(seconds: int) -> None:
+    """Limit memory and processor time of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    spent = int(used.ru_utime + used.ru_stime)
+    _lower(resource.RLIMIT_CPU, spent + seconds)
+    _lower(resource.RLIMIT_CORE, 0)
+    with suppress(OSError, ValueError, IndexError):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + MEMORY_BYTES)
+
+
+def _lower(which: int, limit: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(which, (limit, limit if which != resource.RLIMIT_CPU else limit + 1))
+
+
+def main() -> None:
+    """Probe the source that the one argument describes."""
+    uri, rule, seconds, parent = json.loads(sys.argv[1])
+    die_with_parent(parent)
+    _probe(uri, rule, seconds, os.dup(1))
+
+
+if __name__ == "__main__":
+    main()

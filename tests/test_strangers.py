@@ -1,0 +1,129 @@
+"""What other users, other jobs and other people's files can reach: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gear_offline.host_memory import HostBlock
+from tests.support import make_dataset
+
+ROOT = Path(__file__).parents[1]
+NOBODY = 65534
+ATTACH_AS_NOBODY = f"""
+import errno, json, os, sys
+from gear_offline.errors import GearError
+from gear_offline.host_memory import HostBlock, HostHandle
+handle = HostHandle.from_json(json.loads(sys.argv[1]))
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+path = f"/proc/{{handle.process}}/fd/{{handle.descriptor}}"
+for flags in (os.O_RDONLY, os.O_RDWR):
+    try:
+        os.open(path, flags)
+        print("opened")
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+try:
+    HostBlock.attach(handle)
+    print("attached")
+except GearError as error:
+    print(error.code, error.what)
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user: run as root")
+def test_another_user_cannot_reach_a_shared_table() -> None:
+    block = HostBlock.create(1 << 16)
+    found = python(ATTACH_AS_NOBODY, json.dumps(block.handle().to_json()))
+    lines = found.stdout.splitlines()
+    assert lines[:2] == ["EACCES", "EACCES"], found.stderr
+    assert lines[2].startswith("HOST_ATTACH") and "Permission denied" in lines[2]
+
+
+def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
+    """Blocks have no names that could clash: both jobs ask for the same one."""
+    first, second = (HostBlock.create(1 << 16, name="gear-table") for _ in range(2))
+    assert first.handle() != second.handle()
+    assert first.handle().inode != second.handle().inode
+    assert not [
+        entry for entry in os.scandir("/dev/shm") if entry.is_file() and "gear" in entry.name
+    ]
+
+
+TRUNCATE = """
+import os, sys
+from pathlib import Path
+from gear_offline.dataset import open_dataset
+from gear_offline.errors import InputError
+dataset = open_dataset(sys.argv[1])
+shard = Path(sys.argv[1]) / dataset.manifest.shards[0].name
+if sys.argv[2] == "mmap":
+    column = dataset.column("observations", mode="mmap")[0]
+    os.truncate(shard, 100)
+    print(float(column[-1, 0]))
+else:
+    with dataset.reader(0, ["observations"], check=True) as reader:
+        os.truncate(shard, 100)
+        import numpy as np
+        try:
+            reader.read("observations", np.empty((dataset.spec.steps, 11), np.float32))
+        except InputError as error:
+            print(error.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "said"), [("read", 0, "FILE_SIZE"), ("mmap", -signal.SIGBUS, "")]
+)
+def test_a_file_cut_short_under_a_reader(tmp_path: Path, mode: str, status: int, said: str) -> None:
+    """Tables in memory get an error.  Mapped files cannot: docs/reliability.md says so."""
+    path = make_dataset(tmp_path, [500, 500]).path
+    found = python(TRUNCATE, str(path), mode)
+    assert (found.returncode, found.stdout.strip()) == (status, said), found.stderr
+
+
+def test_no_read_path_unpickles() -> None:
+    command = [sys.executable, "-m", "tests.trust.no_pickle"]
+    for more, status in (([], 0), (["--self-test"], 1)):
+        found = subprocess.run(
+            command + more, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == status, found.stderr
+    assert "PickleUsed" in found.stderr
+
+
+def test_the_source_has_no_way_to_run_what_it_reads() -> None:
+    banned = re.compile(
+        r"import (?:pickle|marshal|shelve|dill|joblib|cloudpickle)|from (?:pickle|marshal) "
+        r"|torch\.load|torch\.save|allow_pickle=True|weights_only=False|trust_remote_code=True"
+        r"|shell=True|(?<![\w.])(?:eval|exec)\(|yaml\.(?:unsafe_|full_)?load\((?!text, Loader=_L)"
+    )
+    files = [
+        path
+        for folder in ("gear_offline", "loaders", "models", "kernels", "recipes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    assert len(files) > 80
+    assert banned.search("x = yaml.load(text)") and banned.search("torch.load(path)")
+    found = [f"{p}: {m.group()}" for p in files if (m := banned.search(p.read_text("utf-8")))]
+    assert found == []

@@ -1,0 +1,144 @@
+"""Flip single bits of a dataset and of a checkpoint: ``python -m tests.trust.flip_bits``.
+
+Every class of byte gets its share: length field, header, padding, each tensor, manifest; and of a
+checkpoint each file, headers and data apart.  A flip counts as found when opening refuses it, and
+as named when the message says which file and, in a tensor, which tensor and block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gear_offline.checkpoint import read_checkpoint
+from gear_offline.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.manifest import MANIFEST_NAME, Manifest
+from tests.trust.corpus.case import FIXTURES
+
+Span = tuple[str, Path, int, int, str]  # class, file, first byte, byte after the last, says
+
+
+def dataset_spans(path: Path) -> Iterator[Span]:
+    """Yield every class of byte of a dataset and what a message about it must contain."""
+    manifest = Manifest.read(path)
+    file = path / MANIFEST_NAME
+    size = file.stat().st_size
+    yield "manifest", file, 0, size - 60, MANIFEST_NAME
+    yield "manifest digest", file, size - 60, size, MANIFEST_NAME
+    for shard in manifest.shards:
+        file = path / shard.name
+        text = file.read_bytes()[8 : shard.header_bytes].rstrip(b" ")
+        yield "shard length field", file, 0, 8, f"{shard.name}, header"
+        yield "shard header", file, 8, 8 + len(text), f"{shard.name}, header"
+        if 8 + len(text) < shard.header_bytes:
+            padding = (8 + len(text), shard.header_bytes)
+            yield "shard padding", file, *padding, f"{shard.name}, header"
+        for tensor in manifest.tensors(shard):
+            for block, (start, stop) in enumerate(tensor.blocks(manifest.block_bytes)):
+                says = f"{shard.name}, tensor {tensor.name}, block {block}"
+                place = (shard.header_bytes + start, shard.header_bytes + stop)
+                yield f"tensor {tensor.name}", file, *place, says
+
+
+def checkpoint_spans(path: Path) -> Iterator[Span]:
+    """Yield every class of byte of a checkpoint and what a message about it must contain."""
+    for file in sorted(path.iterdir()):
+        size = file.stat().st_size
+        if file.suffix == ".safetensors":
+            head = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+            yield f"{file.name} header", file, 0, head, file.name
+            yield f"{file.name} data", file, head, size, file.name
+        else:
+            yield file.name, file, 0, size, file.name
+
+
+@contextmanager
+def flipped(file: Path, bit: int) -> Iterator[None]:
+    """Flip one bit of a file, and flip it back."""
+    handle = os.open(file, os.O_RDWR)
+    try:
+        original = os.pread(handle, 1, bit // 8)[0]
+        os.pwrite(handle, bytes([original ^ 1 << bit % 8]), bit // 8)
+        try:
+            yield
+        finally:
+            os.pwrite(handle, bytes([original]), bit // 8)
+    finally:
+        os.close(handle)
+
+
+def flip_all(
+    spans: list[Span], read: Callable[[], object], flips: int, *, seed: int
+) -> dict[str, Any]:
+    """Flip about `flips` bits, an equal share in each class; return figures."""
+    generator = random.Random(seed)
+    classes = sorted({span[0] for span in spans})
+    flipped_bits: Counter[str] = Counter()
+    silent: list[str] = []
+    unnamed: list[str] = []
+    share = -(-flips // len(classes))
+    for name in classes:
+        mine = [span for span in spans if span[0] == name]
+        bits = [(span, bit) for span in mine for bit in range(8 * span[2], 8 * span[3])]
+        for span, bit in generator.sample(bits, min(share, len(bits))):
+            with flipped(span[1], bit):
+                try:
+                    read()
+                    silent.append(f"{name}: bit {bit} of {span[1].name}")
+                except InputError as error:
+                    if span[4] not in str(error):
+                        unnamed.append(f"{name}: bit {bit} of {span[1].name}: {error}")
+            flipped_bits[name] += 1
+    read()  # everything was put back
+    return {
+        "flips": sum(flipped_bits.values()),
+        "classes": dict(flipped_bits),
+        "silent": silent,
+        "unnamed": unnamed,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flips", type=int, default=60_000, help="of the dataset")
+    parser.add_argument("--checkpoint-flips", type=int, default=15_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gear-flips-") as temporary:
+        dataset = Path(shutil.copytree(FIXTURES / "v1", Path(temporary) / "d"))
+        run = Path(shutil.copytree(FIXTURES / "run_v1", Path(temporary) / "run"))
+        checkpoint = run / "checkpoints" / "step-00000003"
+        document = {
+            "dataset": flip_all(
+                list(dataset_spans(dataset)),
+                lambda: open_dataset(dataset, threads=1),
+                arguments.flips,
+                seed=arguments.seed,
+            ),
+            "checkpoint": flip_all(
+                list(checkpoint_spans(checkpoint)),
+                lambda: read_checkpoint(checkpoint),
+                arguments.checkpoint_flips,
+                seed=arguments.seed,
+            ),
+        }
+    print(json.dumps({**document, "seconds": round(time.monotonic() - began, 1)}, indent=1))
+    lost = [found[key] for found in document.values() for key in ("silent", "unnamed")]
+    return 1 if any(lost) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
