@@ -103,7 +103,12 @@ class NodePlan:
 
 
 def plan_node(
-    sizes: Int64Array, weights: npt.NDArray[np.float64], budget_bytes: int, gpus: int
+    sizes: Int64Array,
+    weights: npt.NDArray[np.float64],
+    budget_bytes: int,
+    gpus: int,
+    *,
+    copy: bool = True,
 ) -> NodePlan:
     """Choose by time saved per byte of GPU memory, over two kinds of choices.
 
@@ -120,6 +125,8 @@ def plan_node(
         Of each GPU.
     gpus
         G.
+    copy
+        Whether an episode may be in every GPU.
     """
     density = weights / sizes
     order = np.argsort(-density, kind="stable")
@@ -131,11 +138,11 @@ def plan_node(
             (spread_cost - HBM_COST) / copies * density[order],
         ]
     )
-    costs = np.concatenate([sizes[order], copies * sizes[order]])
+    costs = np.concatenate([sizes[order], copies * sizes[order] * copy])
     ranked = np.argsort(-gains, kind="stable")
     taken = int(np.searchsorted(np.cumsum(costs[ranked]), budget_bytes * gpus, side="right"))
     chosen = ranked[:taken]
-    everywhere = int((chosen >= len(order)).sum()) if gpus > 1 else 0
+    everywhere = int((chosen >= len(order)).sum()) if copy and gpus > 1 else 0
     spread = int((chosen < len(order)).sum())
     while True:
         tiers, owners = _deal(
@@ -246,7 +253,13 @@ def place_over_peers(
     sizes = lengths * row_bytes
     budget = int(memory.free_bytes() * HBM_SHARE) if hbm_budget is None else hbm_budget
     budget = min(peers.gather(budget)) - ALIGNMENT_BYTES * len(table.stores)
-    plan = plan_node(sizes, episode_weights(episode_weight, lengths), budget, peers.count)
+    plan = plan_node(
+        sizes,
+        episode_weights(episode_weight, lengths),
+        budget,
+        peers.count,
+        copy=placement == "auto",
+    )
     if placement == "peer" and (plan.tiers == HOST).any():
         raise too_large(int(sizes.sum()), budget * peers.count, f"free on {peers.count} GPUs")
     held: list[Any] = []

@@ -190,6 +190,10 @@ def test_auto_parts_only_what_does_not_fit() -> None:
     placed, _ = place_all(table, 3, place_with, hbm_budget=budget)
     assert all(p.peer_bytes and not p.host_bytes for p in placed)
     assert "over 3 GPUs" in placed[0].reason and "from peers" in placed[0].reason
+    placed, _ = place_all(table, 3, place_with, placement="peer")  # room for copies, none asked for
+    sizes = [n * row_bytes for n in (5, 9, 3)]
+    assert sorted(p.hbm_bytes for p in placed) == sorted(sizes)
+    assert all(p.hbm_bytes + p.peer_bytes == sum(sizes) for p in placed)
     code = failing_code(lambda: place_all(table, 3, place_with, placement="peer", hbm_budget=999))
     assert code == "HBM_SHORT"
     alone = failing_code(lambda: place_all(table, 1, place_with, placement="peer"))
