@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -26,4 +27,5 @@ def main(recipe: str, out: str, steps: str, kill_at: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(150, exit=True)  # shows where a rank hangs
     main(*sys.argv[1:])

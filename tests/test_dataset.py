@@ -210,8 +210,10 @@ def test_docs_format_is_enough_to_read_the_fixture() -> None:
 def test_version_1_is_still_written_the_same(tmp_path: Path) -> None:
     from tests.fixtures.make_v1 import make
 
+    # The first fixture is read by other tests; since then histograms of lengths have whole bins.
+    written = FIXTURE.with_name("v1_written")
     make(tmp_path / "v1")
-    names = sorted(os.listdir(FIXTURE))
-    assert sorted(os.listdir(tmp_path / "v1")) == names
+    names = sorted(os.listdir(written))
+    assert sorted(os.listdir(tmp_path / "v1")) == names == sorted(os.listdir(FIXTURE))
     for name in names:
-        assert (tmp_path / "v1" / name).read_bytes() == (FIXTURE / name).read_bytes()
+        assert (tmp_path / "v1" / name).read_bytes() == (written / name).read_bytes()

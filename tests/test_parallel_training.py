@@ -55,7 +55,10 @@ def test_shares_make_up_the_global_batch(
     }
     whole = GearLoader(dataset, **options)
     nodes = tuple(range(size))  # a node each, so that nothing is shared in memory
-    parts = [GearLoader(dataset, world=World(rank=r, nodes=nodes), **options) for r in nodes]
+    parts = [
+        GearLoader(dataset, world=World(rank=r, nodes=nodes), sharding="replicate", **options)
+        for r in nodes
+    ]
     batches = [part.batch_at(step) for part in parts]
     expected = whole.batch_at(step)
     for name, tensor in (expected.model_inputs() | {"segments": expected.segments}).items():
