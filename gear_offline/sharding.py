@@ -42,7 +42,7 @@ def share_shards(weights: npt.ArrayLike, nodes: int) -> Int64Array:
         raise InputError(
             "SHARDS_FEW",
             f"{len(given)} shards cannot be shared by {nodes} nodes",
-            remedy="convert with a smaller --shard-bytes, or set loader.sharding=replicate",
+            remedy="convert with a smaller --shard-size, or set loader.sharding=replicate",
         )
     owners = np.zeros(len(given), np.int64)
     lightest = [(0.0, node) for node in range(nodes)]

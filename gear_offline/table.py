@@ -188,7 +188,7 @@ def build_table(
     bytes a step; with ``"columns"`` 4 bytes an element; fields that stand alone and extra columns
     keep their source dtype; each store has ``2 * (context_length + frame_stack - 1)`` more rows.
     With ``mode="mmap"`` only the returns-to-go (4 bytes a step) are in memory.  While reading, each
-    thread has about five megabytes more, or some ten times the rewards of the longest episode.
+    thread has up to nine megabytes more, or some ten times the rewards of the longest episode.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def build_table(
     verify
         Compare the digest of every block on the way; ``None`` does if `source` was opened verified.
     threads
-        That read at once, by default one per core up to 16.
+        That read at once, by default one per core up to 8.
 
     Raises
     ------
