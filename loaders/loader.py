@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import UnavailableError
 from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
@@ -24,7 +23,7 @@ from gear_offline.loaders.device_batches import DeviceBatches, make_batches, spl
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, make_engine
 from gear_offline.loaders.feedback import check_planned, check_updates, update_count
-from gear_offline.loaders.options import check_options, check_state
+from gear_offline.loaders.options import check_options, check_state, no_engine
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.node_table import shared_table
@@ -206,6 +205,8 @@ class GearLoader(Iterator[Batch]):
         self._law = law
         self._moves = self.device.type != "cpu"
         self.engine: DeviceEngine | None = None
+        if engine == "on" and self.device.type != "cuda":
+            raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
         if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
             self.engine = make_engine(
                 self.table,
@@ -293,11 +294,7 @@ class GearLoader(Iterator[Batch]):
             ``ENGINE_OFF`` unless the loader has a GPU engine.
         """
         if self.engine is None:
-            raise UnavailableError(
-                "ENGINE_OFF",
-                "this loader does not gather on the GPU",
-                remedy="use device='cuda' and engine='on', which says what is missing",
-            )
+            raise no_engine("this loader does not gather on the GPU")
         return make_batches(self.engine, padding=self.padding, step=self._step, ahead=ahead)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:

@@ -110,3 +110,12 @@ def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], state_for
             remedy="build the loader with the saved options, or start without the state",
         )
     return step
+
+
+def no_engine(what: str) -> UnavailableError:
+    """Return the error ``ENGINE_OFF``."""
+    return UnavailableError(
+        "ENGINE_OFF",
+        what,
+        remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
+    )

@@ -314,3 +314,10 @@ def test_cuda_batches_have_the_same_bits(dataset: Dataset, layout: Any) -> None:
     for one, other in zip(here, there, strict=False):
         assert other.device.type == "cuda"
         assert same(one, other.to("cpu"))
+
+
+def test_engine_on_fails_where_there_is_no_gpu(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [5, 9])
+    with pytest.raises(UnavailableError, match="needs a CUDA device") as caught:
+        GearLoader(dataset, batch_size=2, device="cpu", engine="on")
+    assert caught.value.code == "ENGINE_OFF"
