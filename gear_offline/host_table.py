@@ -76,6 +76,24 @@ def host_table(
     return table, block
 
 
+def table_bytes(
+    source: TableSource,
+    *,
+    context_length: int,
+    layout: str,
+    normalize_states: bool,
+    extra_columns: Sequence[str],
+) -> int:
+    """Return the bytes that `host_table` takes for windows without stacks of frames."""
+    plans = plan_stores(
+        source,
+        layout="columns" if layout == "columns" else "records",
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+    )
+    return block_bytes(plans, source.episodes.steps + 2 * context_length)
+
+
 def block_bytes(plans: Sequence[StorePlan], rows: int) -> int:
     """Return the bytes that stores of `rows` rows take, each at pages of its own."""
     return sum(pages(rows * plan.width * plan.dtype.itemsize) for plan in plans)

@@ -101,10 +101,6 @@ class World:
         sizes = zip(found, lengths, strict=True)
         return [json.loads(bytes(t[: int(n)].tolist())) for t, n in sizes]
 
-    def any(self, flag: bool) -> bool:
-        """Return whether it is true on any rank."""
-        return any(self.gather(flag))
-
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
         """Run `make` on `leader` (of each rank's choice) while the others wait for it.
 

@@ -9,11 +9,10 @@ import torch
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.host_memory import RESERVE_BYTES, available_bytes
-from gear_offline.host_table import block_bytes
+from gear_offline.host_table import table_bytes
 from gear_offline.kernels.disk_gather import DiskGather, Stream
 from gear_offline.pinning import format_bytes
 from gear_offline.progress import say
-from gear_offline.table import plan_stores
 from gear_offline.world import World
 
 
@@ -106,13 +105,13 @@ def _too_large(
     """Return why the table should not be in memory, or None."""
     if host_budget is None and world.size > 1:
         return None  # the ranks of a node build one table together, or none: none may step aside
-    plans = plan_stores(
+    needed = table_bytes(
         dataset,
-        layout="columns" if layout == "columns" else "records",
+        context_length=rows["context_length"],
+        layout=layout,
         normalize_states=rows["normalize_states"],
         extra_columns=rows["extra_columns"],
     )
-    needed = block_bytes(plans, dataset.spec.steps + 2 * rows["context_length"])
     limit = available_bytes() - RESERVE_BYTES if host_budget is None else host_budget
     if needed <= limit:
         return None

@@ -116,8 +116,9 @@ class ShardedBatches:
             padding,
         )
         self._assigner = Assigner(torch.tensor(world.nodes))
-        nodes = np.array(world.nodes)
-        self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
+        self._nodes = np.array(world.nodes)
+        self._anywhere = torch.full((batch_size,), ANYWHERE)
+        self._members = [np.flatnonzero(self._nodes == node) for node in range(world.node_count)]
         self._number = -1
         self._ahead: list[_Block] = []
         self._places: list[tuple[list[Any], Destination]] = []
@@ -131,9 +132,10 @@ class ShardedBatches:
             self._ahead = [self._post(first_step, steps)]
         block = self._ahead.pop(0)
         self._ahead.append(self._post(first_step + steps, steps))
+        near = self._is_near(block)
         local = Segments(
-            episodes=np.where(self._is_near(block), self._share.local[block.segments.episodes], 0),
-            starts=np.where(self._is_near(block), block.segments.starts, 0),
+            episodes=np.where(near, self._share.local[block.segments.episodes], 0),
+            starts=np.where(near, block.segments.starts, 0),
             probability=block.segments.probability,
         )
         windows = self._gather(local)
@@ -173,9 +175,7 @@ class ShardedBatches:
         taken = np.empty((steps, width), np.int64)
         parts = []
         for step in range(steps):
-            found = self._assigner.assign(
-                torch.full((self._batch,), ANYWHERE), torch.from_numpy(homes[step])
-            )
+            found = self._assigner.assign(self._anywhere, torch.from_numpy(homes[step]))
             slots = found.slots.numpy()
             taken[step] = slots[ranks]
             parts.append(self._moves(slots, homes[step], drawn[step], step, width))
@@ -206,8 +206,7 @@ class ShardedBatches:
         self, slots: Int64Array, homes: Int64Array, drawn: Segments, step: int, width: int
     ) -> tuple[Int64Array, ...]:
         """Return the columns of `Reads` of one step: segments that leave their node."""
-        nodes = np.array(self._world.nodes)
-        readers, places = np.nonzero(homes[slots] != nodes[:, None])
+        readers, places = np.nonzero(homes[slots] != self._nodes[:, None])
         moved = slots[readers, places]
         episodes, starts = drawn.episodes[moved], drawn.starts[moved]
         real = np.minimum(self._lengths[episodes] - starts, self._span)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.host_memory import RESERVE_BYTES, available_bytes
-from gear_offline.host_table import block_bytes
+from gear_offline.host_table import table_bytes
 from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding
 from gear_offline.pinning import format_bytes
 from gear_offline.progress import say
 from gear_offline.sharding import NodeShare, shard_weights, share_shards, take_share
-from gear_offline.table import Table, plan_stores
+from gear_offline.table import Table
 from gear_offline.world import World
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ def choose_share(
         )
     if world.node_count == 1 or sharding == "replicate" or mode != "read":
         return None
-    plans = plan_stores(
+    needed = table_bytes(
         dataset,
-        layout="columns" if rows["layout"] == "columns" else "records",
+        context_length=rows["context_length"],
+        layout=rows["layout"],
         normalize_states=rows["normalize_states"],
         extra_columns=rows["extra_columns"],
     )
-    needed = block_bytes(plans, dataset.spec.steps + 2 * rows["context_length"])
     if sharding == "auto":
         least = min(world.gather(available_bytes() - RESERVE_BYTES))
         if needed <= least:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
+from gear_offline.kernels.philox import UInt64Array, draws
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 
 SELECTION_STREAM = 0  # the generator's stream for drawing segments
@@ -312,6 +313,22 @@ def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
 def options_of(law: object, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the attributes `names` of a law as its JSON-able options."""
     return {name: getattr(law, name) for name in names}
+
+
+def slot_draws(
+    *, seed: int, first_step: int, steps: int, count: int
+) -> tuple[UInt64Array, UInt64Array]:
+    """Return the two numbers of each slot, both (steps, count) uint64, of the selection's stream.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION_RANGE``
+    """
+    check_range(seed=seed, first_step=first_step, steps=steps, count=count)
+    return draws(
+        seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
+    )
 
 
 class StepLocator:

@@ -22,6 +22,7 @@ from gear_offline.laws.base import (
     StepLocator,
     check_range,
     register,
+    slot_draws,
 )
 from gear_offline.laws.bijection import KeyedOrder
 from gear_offline.laws.ordered import places
@@ -145,10 +146,7 @@ class D3rlpy(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, _ = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         row = bounded(first, self._ends.steps)
         member = self._member_of(row)
         end = row - self._ends.offsets[member]

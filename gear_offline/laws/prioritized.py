@@ -16,16 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import UInt64Array, bounded, draws
+from gear_offline.kernels.philox import UInt64Array, bounded
 from gear_offline.laws.base import (
-    SELECTION_STREAM,
     Float64Array,
     Segments,
     Selection,
     SlotLaw,
     StepLocator,
-    check_range,
     register,
+    slot_draws,
 )
 from gear_offline.laws.options import integer, number
 from gear_offline.laws.sum_tree import SumTree
@@ -170,10 +169,7 @@ class Prioritized(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps under the masses as they are."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, _ = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         total = self._tree.total
         rows = self._tree.find(bounded(first, total).astype(np.uint64))
         episodes = self._episode_of(rows)

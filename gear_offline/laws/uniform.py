@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.philox import bounded
 from gear_offline.laws.base import (
-    SELECTION_STREAM,
     Float64Array,
     Segments,
     SlotLaw,
     StepLocator,
-    check_range,
     register,
+    slot_draws,
 )
 from gear_offline.schema import EpisodeIndex
 
@@ -47,10 +46,7 @@ class UniformSteps(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, _ = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         row = bounded(first, self.index.steps)
         episodes = self._episode_of(row)
         return Segments(
@@ -86,10 +82,7 @@ class UniformEpisodes(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, second = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, second = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         episodes = bounded(first, self.index.episodes)
         lengths = self.index.lengths[episodes]
         return Segments(

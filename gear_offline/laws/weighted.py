@@ -17,12 +17,11 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.laws.base import (
     ROTATION_STREAM,
-    SELECTION_STREAM,
     Float64Array,
     Segments,
     SlotLaw,
-    check_range,
     register,
+    slot_draws,
 )
 from gear_offline.laws.options import choice, integer, number, wrong
 from gear_offline.laws.thresholds import Thresholds
@@ -57,10 +56,7 @@ class WeightedEpisodes(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, second = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, second = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         episodes = self.thresholds.find(first)
         lengths = self.index.lengths[episodes]
         return Segments(
@@ -267,10 +263,7 @@ class StratifiedReturn(SlotLaw):
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, second = draws(
-            seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
-        )
+        first, second = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         stratum = rotated(seed, first_step, steps, count, len(self.members))
         episodes = np.empty((steps, count), dtype=np.int64)
         for group, members in enumerate(self.members):
