@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from gear_offline.recipe import OptimizerSettings
+from gear_offline.recipe_sections import OptimizerSettings
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import DeviceAdamW

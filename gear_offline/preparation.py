@@ -19,7 +19,8 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.fields import is_image, standard_fields
 from gear_offline.host_memory import available_bytes
 from gear_offline.progress import say
-from gear_offline.recipe import CollectSettings, DataSettings, Recipe
+from gear_offline.recipe import Recipe
+from gear_offline.recipe_sections import CollectSettings, DataSettings
 from gear_offline.scores import reference_scores
 from gear_offline.wording import count_text, size_text
 

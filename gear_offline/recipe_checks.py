@@ -9,8 +9,9 @@ from pathlib import Path
 
 from gear_offline.environment_ids import check_environment_id, unregistered
 from gear_offline.errors import InputError
-from gear_offline.recipe import CollectSettings, Recipe
+from gear_offline.recipe import Recipe
 from gear_offline.recipe_errors import nearest
+from gear_offline.recipe_sections import CollectSettings
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gear_offline.optimizer import Optimizer, learning_rate
-from gear_offline.recipe import OptimizerSettings
+from gear_offline.recipe_sections import OptimizerSettings
 
 
 def rates(schedule: str, *, warmup: int, steps: int) -> list[float]:
