@@ -1,0 +1,264 @@
+"""What a plan must know of the data: bytes of a step, shards and how often they are drawn from.
+
+A dataset that is there gives everything; one that does not exist yet is described by its columns,
+the length of its episodes and its bytes, so that a cluster can be planned before the data are
+collected.
+
+Shape legend: S shards, E episodes, K steps of a window.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError
+from gear_offline.fields import is_image
+from gear_offline.preparation import ModelSizes
+from gear_offline.recipe import Recipe
+from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.selection import make_selection
+from gear_offline.sharding import shard_weights
+from gear_offline.table import plan_stores
+
+Float64Array = npt.NDArray[np.float64]
+
+SHARD_BYTES = 256 << 20  # as `convert` makes them
+MOST_SHARDS = 1 << 20  # that are planned one by one
+EPISODES = 4096  # of data that are described rather than there
+DISCRETE_ACTIONS = 18  # of the Arcade Learning Environment
+_COLUMN = re.compile(r"([\w./-]+)=(\w+)(?:\[([\d,\s]*)\])?")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """The data of a recipe, as a plan sees them.
+
+    Attributes
+    ----------
+    source
+        A sentence on where this comes from.
+    steps, episodes
+        Of all data.
+    shard_bytes
+        (S,) float64: bytes of each shard as rows in memory.
+    weights
+        (S,) float64, sum 1: how often each shard is drawn from.
+    row_bytes
+        Bytes of one step in memory.
+    window_bytes
+        Bytes of the rows of one window of K steps.
+    reads
+        Reads from a tier for one window: one a store.
+    disk_bytes
+        Bytes of the shards on disk.
+    sizes
+        Of states and actions.
+    """
+
+    source: str
+    steps: float
+    episodes: float
+    shard_bytes: Float64Array
+    weights: Float64Array
+    row_bytes: int
+    window_bytes: int
+    reads: int
+    disk_bytes: float
+    sizes: ModelSizes
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes of all rows in memory."""
+        return float(self.shard_bytes.sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Described:
+    """Columns and episodes without rows: enough for the widths of stores."""
+
+    spec: TableSpec
+    episodes: EpisodeIndex
+    verified: bool = False
+
+    @property
+    def statistics(self) -> Mapping[str, Any]:
+        shapes = {column.name: column.shape for column in self.spec}
+        return {name: _Moments(np.zeros(shape), np.ones(shape)) for name, shape in shapes.items()}
+
+    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Any:
+        raise AssertionError("described data have no rows")
+
+    def column(self, name: str, *, mode: Literal["mmap"]) -> Any:
+        raise AssertionError("described data have no rows")
+
+
+@dataclass(frozen=True)
+class _Moments:
+    mean: Float64Array
+    std: Float64Array
+
+
+def make_workload(
+    recipe: Recipe,
+    *,
+    data_bytes: int | None = None,
+    columns: str | None = None,
+    episode_length: int | None = None,
+) -> Workload:
+    """Return what is known of a recipe's data.
+
+    Parameters
+    ----------
+    recipe
+        Its dataset is opened, unverified, if it exists and no `columns` are given.
+    data_bytes
+        Bytes of the data in memory; the dataset is taken as a sample of so much.
+    columns
+        ``"observations=uint8[84,84],actions=int64,rewards=float32"``, for data that do not exist.
+    episode_length
+        With `columns`: steps of an episode, 1,000 by default.
+
+    Raises
+    ------
+    InputError
+        ``PLAN_DATA``, ``PLAN_COLUMNS``, ``COLUMN_*``, ``SELECTION_*`` and those of `open_dataset`.
+    """
+    path = recipe.data.path
+    if columns is not None:
+        source: Dataset | Described = describe(columns, episode_length or 1000)
+        if data_bytes is None:
+            raise InputError(
+                "PLAN_DATA",
+                "columns alone do not say how much data there are",
+                where="--columns",
+                remedy="add the bytes of all data in memory, such as --data 100TB",
+            )
+        text = f"{columns}, episodes of {episode_length or 1000:,} steps, as described"
+    elif path is not None and Path(path).exists():
+        source, text = open_dataset(path, verify=False), f"dataset {path}"
+    else:
+        raise InputError(
+            "PLAN_DATA",
+            f"no dataset at {path}" if path else "the recipe names no data",
+            where="data.path",
+            remedy="make it, or describe it: --columns 'observations=float32[11],"
+            "actions=float32[3],rewards=float32' --data 100TB",
+        )
+    return _measure(recipe, source, text, data_bytes)
+
+
+def _measure(
+    recipe: Recipe, source: Dataset | Described, text: str, data_bytes: int | None
+) -> Workload:
+    loader = recipe.loader
+    stores = plan_stores(
+        source,
+        layout="records",
+        normalize_states=loader.normalize_states,
+        frame_stack=loader.frame_stack,
+    )
+    rows = [store.width * store.dtype.itemsize for store in stores]
+    leads = [max((f.lead for f in store.fields.values()), default=0) for store in stores]
+    spans = [(loader.context_length + lead) * row for row, lead in zip(rows, leads, strict=True)]
+    here = float(source.episodes.steps) * sum(rows)
+    scale = 1.0 if data_bytes is None else data_bytes / here
+    if data_bytes is not None:
+        text = f"{text}, taken for {data_bytes:,} bytes in memory"
+    shares, weights = _shards(recipe, source)
+    shares, weights = _multiply(shares, weights, max(here * scale, 1.0))
+    return Workload(
+        source=text,
+        steps=source.episodes.steps * scale,
+        episodes=source.episodes.episodes * scale,
+        shard_bytes=shares * here * scale,
+        weights=weights,
+        row_bytes=sum(rows),
+        window_bytes=sum(spans),
+        reads=len(rows),
+        disk_bytes=source.episodes.steps * scale * source.spec.step_bytes,
+        sizes=_sizes(source),
+    )
+
+
+def _sizes(source: Dataset | Described) -> ModelSizes:
+    """Return the model's sizes; discrete actions that are only described are taken for 18."""
+    states, actions = source.spec["observations"], source.spec["actions"]
+    discrete = actions.dtype.kind in "iub"
+    choices = DISCRETE_ACTIONS
+    if isinstance(source, Dataset) and discrete:
+        choices = int(source.statistics["actions"].max.max()) + 1
+    return ModelSizes(
+        state_dim=prod(states.shape),
+        action_dim=choices if discrete else prod(actions.shape),
+        discrete=discrete,
+        frame_shape=states.shape if is_image(states) else (),
+    )
+
+
+def _shards(recipe: Recipe, source: Dataset | Described) -> tuple[Float64Array, Float64Array]:
+    """Return (S,) shares of the bytes and of the draws."""
+    if isinstance(source, Described):
+        return np.ones(1), np.ones(1)
+    law = make_selection(
+        recipe.selection.strategy,
+        source,
+        context_length=recipe.loader.context_length,
+        **recipe.selection.options,
+    )
+    weights = shard_weights(source, getattr(law, "episode_weight", None))
+    shares = shard_weights(source)
+    return shares / shares.sum(), weights / weights.sum()
+
+
+def _multiply(
+    shares: Float64Array, weights: Float64Array, nbytes: float
+) -> tuple[Float64Array, Float64Array]:
+    """Repeat shards until each has about `SHARD_BYTES`: a dataset taken for a larger one."""
+    wanted = min(int(nbytes // SHARD_BYTES), MOST_SHARDS)
+    times = max(wanted // len(shares), 1)
+    return np.tile(shares, times) / times, np.tile(weights, times) / times
+
+
+def describe(text: str, episode_length: int) -> Described:
+    """Return the columns that a text names, in episodes of one length.
+
+    Raises
+    ------
+    InputError
+        ``PLAN_COLUMNS``, ``COLUMN_*``
+    """
+    parts = re.split(r",(?![^\[]*\])", text)
+    columns = []
+    for part in parts:
+        match = _COLUMN.fullmatch(part.strip())
+        if match is None:
+            raise InputError(
+                "PLAN_COLUMNS",
+                f"{part.strip()!r} is not a column",
+                where="--columns",
+                remedy="write it like observations=float32[11] or rewards=float32",
+            )
+        name, dtype, shape = match.groups()
+        try:
+            kind = np.dtype(dtype)
+        except TypeError:
+            raise InputError(
+                "PLAN_COLUMNS",
+                f"{dtype!r} is no NumPy dtype",
+                where="--columns",
+                remedy="use float32, uint8, int64, ...",
+            ) from None
+        sizes = tuple(int(size) for size in (shape or "").split(",") if size.strip())
+        columns.append(ColumnSpec(name=name, dtype=kind, shape=sizes))
+    spec = TableSpec(columns=tuple(columns), steps=EPISODES * episode_length, episodes=EPISODES)
+    lengths = np.full(EPISODES, episode_length, np.int64)
+    return Described(spec=spec, episodes=EpisodeIndex(lengths))
