@@ -153,7 +153,10 @@ def _read(path: Path) -> dict[str, object]:
         raise InputError(
             "PLAN_HARDWARE", f"it cannot be read ({error})", where=str(path), remedy="give a file"
         ) from None
-    found = parse_yaml(text, where=str(path))
+    try:
+        found = parse_yaml(text, where=str(path))
+    except InputError as error:
+        raise InputError("PLAN_HARDWARE", str(error)) from None
     if not isinstance(found, dict):
         raise InputError(
             "PLAN_HARDWARE",

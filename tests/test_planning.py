@@ -1,0 +1,258 @@
+"""Plans: exact expectations, sizes of real tables and models, bad input, figures measured before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.bench import plan as bench
+from gear_offline.cli import app
+from gear_offline.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.learner import Learner
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.planning.compute import model_size, step_flops
+from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardware
+from gear_offline.planning.network import crossing_share, expected_excess
+from gear_offline.planning.plan import TIERS, Cluster, lay_out, plan
+from gear_offline.planning.workload import describe, make_workload
+from gear_offline.recipe import Recipe, load_recipe
+from tests.support import failing_code
+from tests.training_support import tiny_data, tiny_recipe
+
+H200 = load_hardware("h200")
+FRAMES = "observations=uint8[84,84],actions=int64,rewards=float32"
+
+
+@given(
+    count=st.integers(1, 60),
+    share=st.floats(0.0, 1.0),
+    capacity=st.integers(0, 70),
+)
+def test_expected_excess_is_that_of_the_binomial_law(
+    count: int, share: float, capacity: int
+) -> None:
+    naive = sum(
+        math.comb(count, k) * share**k * (1 - share) ** (count - k) * max(0, k - capacity)
+        for k in range(count + 1)
+    )
+    assert expected_excess(count, share, capacity) == pytest.approx(naive, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("shares", [[0.25] * 4, [0.4, 0.3, 0.2, 0.1], [1.0], [0.9, 0.1]])
+def test_crossing_share_is_what_the_assignment_moves(shares: list[float]) -> None:
+    nodes, batch, steps = len(shares), 64 * len(shares), 400
+    generator = np.random.default_rng(0)
+    assigner = Assigner(torch.arange(nodes))
+    anyone = torch.full((batch,), ANYWHERE)
+    moved = []
+    for _ in range(steps):
+        homes = torch.from_numpy(generator.choice(nodes, batch, p=shares))
+        found = assigner.assign(anyone, homes)
+        moved.append(int(assigner.moved(found, anyone, homes)[0]) / batch)
+    error = 4 * float(np.std(moved)) / math.sqrt(steps) + 1e-12
+    assert crossing_share(shares, batch) == pytest.approx(float(np.mean(moved)), abs=error)
+
+
+def test_parameters_are_those_of_the_real_model(tmp_path: Path) -> None:
+    data = tiny_data(tmp_path)
+    recipe = tiny_recipe(data, "model.max_timestep=100")
+    workload = make_workload(recipe)
+    learner = Learner(recipe, workload.sizes, open_dataset(data), torch.device("cpu"))
+    parameters, encoding = model_size(recipe, workload.sizes)
+    assert parameters == sum(p.numel() for p in learner.model.parameters())
+    assert encoding == 0.0
+
+
+def test_flops_are_those_of_the_stated_formula() -> None:
+    layers, width, context, segments = 12, 768, 20, 512
+    tokens = 3 * segments * context
+    stated = 6 * layers * 12 * width**2 * tokens + 12 * layers * width * (3 * context) * tokens
+    found = step_flops(layers=layers, width=width, context=context, segments=segments)
+    assert found == pytest.approx(stated, rel=1e-12)
+
+
+def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
+    recipe = load_recipe("atari-pong")
+    sizes = make_workload(recipe, columns=FRAMES, data_bytes=10**9).sizes
+    _, encoding = model_size(recipe, sizes)
+    # the DQN's three layers and the linear one (Mnih et al. 2015), two operations a product
+    products = 20 * 20 * 32 * 8 * 8 * 4 + 9 * 9 * 64 * 4 * 4 * 32 + 7 * 7 * 64 * 3 * 3 * 64
+    products += 7 * 7 * 64 * recipe.model.hidden_size
+    assert encoding == 2 * products
+
+
+def test_rows_are_those_of_the_real_table(tmp_path: Path) -> None:
+    data = tiny_data(tmp_path)
+    recipe = tiny_recipe(data)
+    workload = make_workload(recipe)
+    dataset = open_dataset(data)
+    loader = GearLoader(
+        dataset,
+        batch_size=4,
+        context_length=recipe.loader.context_length,
+        normalize_states=recipe.loader.normalize_states,
+        layout="records",
+        device="cpu",
+    )
+    row = sum(store.width * store.dtype.itemsize for store in loader.table.stores)
+    assert workload.row_bytes == row
+    assert workload.window_bytes == row * recipe.loader.context_length
+    assert workload.table_bytes == row * dataset.spec.steps
+    assert workload.weights.sum() == pytest.approx(1.0)
+
+
+def test_described_data_are_like_those_that_are_there(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tiny_data(tmp_path))
+    there = make_workload(recipe)
+    states, actions = there.sizes.state_dim, there.sizes.action_dim
+    columns = f"observations=float32[{states}],actions=float32[{actions}],rewards=float32"
+    described = make_workload(recipe, columns=columns, data_bytes=int(there.table_bytes))
+    assert (described.row_bytes, described.window_bytes) == (there.row_bytes, there.window_bytes)
+    assert described.sizes == there.sizes
+    assert described.steps == pytest.approx(there.steps)
+
+
+@settings(max_examples=60)
+@given(
+    terabytes=st.floats(0.001, 200.0),
+    nodes=st.integers(1, 64),
+    gpus=st.integers(1, 8),
+    memory=st.floats(0.1, 4.0),
+    placement=st.sampled_from(["auto", "host", "disk"]),
+    sharding=st.sampled_from(["auto", "replicate", "shard"]),
+)
+def test_every_byte_and_every_read_has_one_tier(
+    terabytes: float, nodes: int, gpus: int, memory: float, placement: str, sharding: str
+) -> None:
+    recipe = load_recipe(
+        "atari-pong", (f"loader.placement={placement}", f"loader.sharding={sharding}")
+    )
+    workload = make_workload(recipe, columns=FRAMES, data_bytes=int(terabytes * 1e12))
+    cluster = Cluster(nodes=nodes, gpus=gpus, hardware=H200, host_memory=memory * 1e12)
+    layout = lay_out(recipe, workload, cluster, 100e9)
+    assert sum(layout.reads.values()) == pytest.approx(1.0)
+    assert sum(layout.node_shares) == pytest.approx(1.0)
+    held = sum(tier["bytes"] for tier in layout.tiers.values())
+    mine = np.bincount(layout.owners, workload.shard_bytes, nodes).max()
+    assert held == pytest.approx(mine if layout.spread else workload.table_bytes, rel=1e-6)
+    on_gpus = layout.tiers["hbm"]["bytes"] * gpus + layout.tiers["peer"]["bytes"]
+    assert on_gpus <= 100e9 * gpus
+    if placement == "host":
+        assert layout.tiers["hbm"]["bytes"] == layout.tiers["peer"]["bytes"] == 0
+    if layout.tiers["host"]["bytes"]:
+        assert held <= cluster.host_bytes
+    assert set(layout.reads) == set(TIERS)
+
+
+def test_predicted_hit_rates_are_those_of_draws() -> None:
+    """A skewed law over shards: the share of reads from a tier against counted draws."""
+    recipe = load_recipe("paper")
+    columns = "observations=float32[11],actions=float32[3],rewards=float32"
+    workload = make_workload(recipe, columns=columns, data_bytes=400 * (256 << 20))
+    generator = np.random.default_rng(1)
+    skewed = generator.permutation(np.arange(1, 401) ** -1.0)
+    workload.weights[:] = skewed / skewed.sum()
+    cluster = Cluster(nodes=1, gpus=1, hardware=H200)
+    layout = lay_out(recipe, workload, cluster, 50 * (256 << 20) / 0.6)
+    drawn = generator.choice(400, 200_000, p=workload.weights)
+    hottest = np.argsort(-workload.weights)[: int(layout.tiers["hbm"]["shards"])]
+    counted = np.isin(drawn, hottest).mean()
+    assert 0.5 < counted < 0.9
+    assert layout.reads["hbm"] == pytest.approx(counted, abs=0.005)
+
+
+def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
+    recipe = load_recipe("atari-pong", ("loader.batch_size=4096", "loader.sharding=shard"))
+    workload = make_workload(recipe, columns=FRAMES, data_bytes=10**13)
+    found = [
+        plan(recipe, workload, Cluster(nodes=n, gpus=8, hardware=H200, host_memory=2e13))
+        for n in (2, 8, 32)
+    ]
+    held = [document["placement"]["host_bytes_of_a_node"] for document in found]
+    sent = [document["step"]["network_bytes"] for document in found]
+    assert held == sorted(held, reverse=True) and sent == sorted(sent)
+    assert all(d["step"]["network_bytes"] < d["step"]["fixed_slots_network_bytes"] for d in found)
+    assert all(json.loads(json.dumps(d, allow_nan=False)) == d for d in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--gpus", "3"], "BATCH_SHARE"),
+        (["--hardware", "abacus"], "PLAN_HARDWARE"),
+        (["--columns", FRAMES], "PLAN_DATA"),
+        (["--columns", "observations", "--data", "1TB"], "PLAN_COLUMNS"),
+        (["--columns", "observations=float33", "--data", "1TB"], "PLAN_COLUMNS"),
+        (["--columns", "observations=float32", "--data", "1TB"], "COLUMN_MISSING"),
+        (["model.hidden_size=8192", "model.layers=64"], "PLAN_MEMORY"),
+        (["--data", "lots"], "SIZE"),
+        (["data.path=nowhere"], "PLAN_DATA"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], code: str) -> None:
+    path = tiny_data(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "paper", f"data.path={path}", *arguments])
+    assert isinstance(result.exception, InputError) and result.exception.code == code
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "h200: 3", "h200: {}", "h200: {gpu: {memory: -1}}", "a: [1"]
+)
+def test_a_hardware_file_that_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(text)
+    assert failing_code(lambda: load_hardware(str(path))) == "PLAN_HARDWARE"
+
+
+def test_a_hardware_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "machine.yaml"
+    path.write_text(HARDWARE.read_text().replace("h200:", "mine:"))
+    assert load_hardware(str(path)) == H200
+    assert hardware_names() == ["h200"]
+
+
+def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
+    data = tiny_data(tmp_path)
+    shown = CliRunner().invoke(app, ["plan", "paper", f"data.path={data}", "--nodes", "2"])
+    assert shown.exit_code == 0 and "segments/s" in shown.stdout
+    result = CliRunner().invoke(app, ["plan", "paper", f"data.path={data}", "--json"])
+    document = json.loads(result.stdout)
+    assert document["step"]["seconds"] > 0 and document["placement"]["sharding"] == "replicate"
+
+
+def test_columns_may_have_several_dimensions() -> None:
+    found = describe(FRAMES, 10)
+    assert [column.shape for column in found.spec] == [(84, 84), (), ()]
+    assert found.episodes.steps == found.spec.steps
+
+
+def _measured() -> list[tuple[str, int, dict[str, Any]]]:
+    folder = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("plan*.json"))]
+    return [(row["name"], d["gpus"], row) for d in documents for row in d["results"]]
+
+
+def test_predictions_are_within_fifteen_percent_of_what_was_measured(tmp_path: Path) -> None:
+    data, rows = tiny_data(tmp_path), _measured()
+    assert {gpus for _, gpus, _ in rows} >= {1, 2, 4}
+    for name, gpus, row in rows:
+        recipe: Recipe = bench.make_recipe(name, path=str(data), ranks=gpus)
+        workload = make_workload(
+            recipe,
+            columns="observations=float32[11],actions=float32[3],rewards=float32",
+            data_bytes=10**7,
+        )
+        found = plan(recipe, workload, Cluster(nodes=1, gpus=gpus, hardware=H200))
+        ratio = found["step"]["seconds"] * 1e3 / row["milliseconds"]
+        assert 0.85 <= ratio <= 1.15, (name, gpus, ratio)
