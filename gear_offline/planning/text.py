@@ -25,8 +25,8 @@ def print_plan(document: dict[str, Any]) -> None:
         f"(predicted)"
     )
     table = Table(title=title, show_header=False)
-    table.add_column()
-    table.add_column()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in (*_size_rows(document), *_time_rows(document)):
         table.add_row(name, value)
     console.print(table)
