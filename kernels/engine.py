@@ -129,7 +129,6 @@ class DeviceEngine:
         job["first_step"] = first_step
         self._launch(job, windows, source=self._source, without=self._long.numbers)
         if self._long.numbers:
-            last = self.first_slot + self.batch_size
             found = self.selection.select_many(
                 seed=self.seed, first_step=first_step, steps=steps, count=self.global_batch
             )
@@ -335,9 +334,7 @@ class StaticFill:
         self.counter = self._state[:1]
         source = engine._source
         if chances:
-            self.chances = torch.empty(
-                engine.batch_size, dtype=torch.float64, device=engine.device
-            )
+            self.chances = torch.empty(engine.batch_size, dtype=torch.float64, device=engine.device)
             self._job["chances"], source = self.chances.data_ptr(), LAWS
             engine._load(LAWS)
         kernel, self._blocks = engine._fix(self._job, self.windows)

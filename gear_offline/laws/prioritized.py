@@ -150,9 +150,7 @@ class Prioritized(SlotLaw):
         codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
         losses = codes.view(np.float32).astype(np.float64)
         self.mass_of_code = _masses(losses + epsilon, index.steps, alpha, largest)
-        self.first_mass = int(
-            _masses(np.array([float(initial)]), index.steps, alpha, largest)[0]
-        )
+        self.first_mass = int(_masses(np.array([float(initial)]), index.steps, alpha, largest)[0])
         self._device: DevicePriorities | None = None  # then it has the masses, not this
         self._updates = 0
 
