@@ -61,7 +61,8 @@ class DeviceSelect:
         context_length: int | None = None,
     ) -> None:
         self.device, self.batch_size = device, batch_size
-        span = context_length or getattr(selection, "context_length", 1)
+        made_for: int = getattr(selection, "context_length", 1)
+        span = made_for if context_length is None else context_length
         law = law_number(selection)
         if law == MIN_DT:  # raises where there are too few episodes
             selection.select(seed=0, step=0, count=batch_size)

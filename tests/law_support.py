@@ -20,7 +20,7 @@ from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import Segments
 
 CONTEXT = 4
-MIXED = [
+MIXED: list[dict[str, Any]] = [
     {"strategy": "uniform_steps"},
     {"strategy": "top_k", "k": 2},
     {"strategy": "stratified_return", "strata": 3},

@@ -123,9 +123,10 @@ def _on_gpu(items: Sequence[int] | None, count: int, *, quick: bool) -> dict[str
     if items is None:
         items = QUICK_GPU_SIZES if quick else GPU_SIZES
     turns = 3 if quick else 9
+    device = torch.device("cuda", torch.cuda.current_device())
     return {
         "name": torch.cuda.get_device_name(),
-        "results": [select_gpu.measure(size, count, turns=turns) for size in items],
+        "results": [select_gpu.measure(size, count, turns=turns, device=device) for size in items],
         "batches": select_gpu.batches(quick=quick, turns=turns),
     }
 

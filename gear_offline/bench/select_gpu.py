@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,8 @@ LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def measure(items: int, count: int, *, turns: int) -> dict[str, Any]:
+def measure(items: int, count: int, *, turns: int, device: torch.device) -> dict[str, Any]:
     """Return the figures of `items` priorities, `count` draws or updates a call."""
-    device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.synchronize()
     began = time.perf_counter()
     index = EpisodeIndex(np.full(-(-items // EPISODE_STEPS), EPISODE_STEPS, np.int64))
@@ -73,7 +73,7 @@ def measure(items: int, count: int, *, turns: int) -> dict[str, Any]:
     for own in (1024, 64):
         small = _Calls(law, device, own)
         calls[f"draw {own:,}"] = small.next
-        calls[f"update {own:,}"] = lambda m=own: tree.update(names[0][:m], losses[0, :m])
+        calls[f"update {own:,}"] = partial(tree.update, names[0][:own], losses[0, :own])
     calls["shuffled"] = _Calls(ShuffledEpochs(index), device, count).next
     torch.cuda.set_sync_debug_mode("error")  # a call that waits for the GPU raises
     try:
@@ -106,7 +106,8 @@ def fill_masses(masses: Tensor) -> None:
     most = min(2.0**62 / (len(masses) * share), 2.0**61)
     if len(masses) < 1000:
         most = 2.0**62 / len(masses)
-    for part in masses.split(AT_ONCE):
+    for begin in range(0, len(masses), AT_ONCE):
+        part = masses[begin : begin + AT_ONCE]
         exponents = torch.rand(
             len(part), generator=generator, device=masses.device, dtype=torch.float64
         )
