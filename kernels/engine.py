@@ -28,6 +28,7 @@ from gear_offline.kernels.rules import (
     PLAIN,
     WEIGHTED_EPISODES,
     describe_rule,
+    index_of,
     law_number,
 )
 from gear_offline.kernels.select import upload
@@ -106,7 +107,7 @@ class DeviceEngine:
         )
         self._source = FILL if law in PLAIN else LAWS
         # A node's part of a spread dataset is gathered from by name only.
-        if selection.index.steps == placed.episodes.steps:  # type: ignore[attr-defined]
+        if index_of(selection).steps == placed.episodes.steps:
             self._tell_law(law)
         self._long = LongWindows(placed, span=context_length, padding=padding)
         self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)

@@ -101,7 +101,7 @@ def describe_rule(selection: Any, *, keep: Keep, make_tree: MakeTree, context_le
     UnavailableError
         ``ENGINE_SELECTION``, also for a law that was made for another K.
     """
-    number, index = law_number(selection), _index_of(selection)
+    number, index = law_number(selection), index_of(selection)
     rule = np.zeros((), RULE)
     rule["law"] = number
     rule["lengths"] = rule["offsets"] = keep(index.offsets)
@@ -136,9 +136,10 @@ def describe_rule(selection: Any, *, keep: Keep, make_tree: MakeTree, context_le
     return rule
 
 
-def _index_of(selection: Any) -> EpisodeIndex:
+def index_of(selection: Any) -> EpisodeIndex:
+    """Return the episodes that a law draws from."""
     if isinstance(selection, Mixture):
-        return _index_of(selection.parts[0])
+        return index_of(selection.parts[0])
     index: EpisodeIndex = selection.index
     return index
 

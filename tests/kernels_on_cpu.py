@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from gear_offline.kernels import engine, priorities, select
 from gear_offline.kernels.job import JOB
 from gear_offline.kernels.rules import RULE
 from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
+from gear_offline.placement import PlacedStore, PlacedTable
+from gear_offline.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
@@ -65,6 +68,32 @@ class _Processor:
 
 class _Stream:
     cuda_stream = 0
+
+
+def place(table: Table) -> PlacedTable:
+    """Return the rows of a table where they are, for an engine on the CPU."""
+    stores = []
+    for store in table.stores:
+        assert store.rows is not None
+        first = table.margin + table.episodes.offsets[:-1]
+        row_bytes = store.rows.strides[0]
+        stores.append(
+            PlacedStore(
+                store=store,
+                addresses=store.rows.ctypes.data + first * row_bytes,
+                row_bytes=row_bytes,
+                tiers=np.zeros(table.episodes.episodes, np.uint8),
+            )
+        )
+    return PlacedTable(
+        episodes=table.episodes,
+        stores=tuple(stores),
+        device=torch.device("cpu"),
+        hbm_bytes=1,
+        host_bytes=0,
+        reason="a test",
+        _held=[table],
+    )
 
 
 @contextmanager

@@ -11,6 +11,8 @@ import torch
 
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.laws.prioritized import Prioritized
+from gear_offline.loaders.device_feedback import DeviceFeedback
+from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import WeightedEpisodes, make_selection
@@ -153,3 +155,49 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
     expected = law.select_many(seed=11, first_step=0, steps=1, count=100_000)
     assert np.array_equal(found.episodes, expected.episodes)
     assert found.probability.tobytes() == expected.probability.tobytes()
+
+
+@pytest.mark.parametrize("name", ["prioritized", "mixture"])
+def test_feedback_in_a_graph(dataset: Any, name: str) -> None:
+    """Select, gather, weigh and update, replayed: batches and masses are those of the CPU."""
+    options: dict[str, Any] = {"beta_steps": 20}
+    if name == "mixture":
+        parts = [
+            {"strategy": "uniform_steps", "weight": 1},
+            {"strategy": "prioritized", "weight": 3},
+        ]
+        options = {"parts": parts}
+    law, twin = (make_selection(name, dataset, context_length=8, **options) for _ in range(2))
+    shape: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5}
+    gpu = GearLoader(dataset, device="cuda", engine="on", selection=law, **shape)
+    cpu = GearLoader(dataset, device="cpu", selection=twin, **shape)
+    batches = gpu.device_batches(ahead=True)
+    feedback, host = DeviceFeedback(gpu, batches), LossFeedback(cpu)
+
+    def losses_of(batch: Any) -> torch.Tensor:
+        return (batch.segments[:, 0] * 7 + batch.segments[:, 1] * 3 + 1).remainder(23) / 8
+
+    def step() -> None:
+        batches.begin()
+        feedback.importance()
+        feedback.update(batches.batch, losses_of(batches.batch))
+        batches.end()
+
+    with feedback.paused():
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    batches.set_step(0)
+    for _ in range(100):
+        graph.replay()
+        batch = next(cpu)
+        same(batches.batch, batch)
+        np.testing.assert_array_max_ulp(
+            feedback._weights.cpu().numpy(), host.importance().numpy(), maxulp=1
+        )
+        host.update(batch, losses_of(batch))
+    assert gpu.learner is not None and cpu.learner is not None
+    assert gpu.learner.updates == cpu.learner.updates == 100
+    mine, theirs = gpu.learner.state(), cpu.learner.state()
+    assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
