@@ -175,7 +175,8 @@ def test_feedback_in_a_graph(dataset: Any, name: str) -> None:
     feedback, host = DeviceFeedback(gpu, batches), LossFeedback(cpu)
 
     def losses_of(batch: Any) -> torch.Tensor:
-        return (batch.segments[:, 0] * 7 + batch.segments[:, 1] * 3 + 1).remainder(23) / 8
+        names: torch.Tensor = batch.segments
+        return (names[:, 0] * 7 + names[:, 1] * 3 + 1).remainder(23) / 8
 
     def step() -> None:
         batches.begin()
