@@ -9,18 +9,19 @@ Shape legend: n rows of the window of losses and gradient norms.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from gear_offline.data_parallel import make_loss
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.optimizer import Optimizer
+from gear_offline.world import World
 
 if TYPE_CHECKING:
-    from gear_offline.loaders.batch import Batch
     from gear_offline.loaders.device_batches import DeviceBatches
+    from gear_offline.loaders.device_feedback import DeviceFeedback
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
@@ -61,6 +62,8 @@ class CapturedStep:
         Autocast type, ``None`` for float32.
     compiled
         Compile forward and loss.
+    feedback
+        Of those batches, for selections that learn from losses.
 
     Attributes
     ----------
@@ -79,17 +82,17 @@ class CapturedStep:
         filled: int,
         precision: torch.dtype | None,
         compiled: bool,
+        feedback: DeviceFeedback | None = None,
     ) -> None:
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._window, self._precision = window, precision
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        self._loss: Callable[[Batch], Tensor] = model.loss
-        if compiled:
-            self._loss = torch.compile(model.loss, dynamic=False)
+        self._loss = make_loss(model, World(), compiled=compiled, feedback=feedback)
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
-        self._warm_up(step, filled)
+        with contextlib.nullcontext() if feedback is None else feedback.paused():
+            self._warm_up(step, filled)
         optimizer.zero_gradients()
         with torch.cuda.graph(self._graph):
             self._run()

@@ -308,6 +308,9 @@ def evaluate(
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="Benchmark name; `list` shows them.")],
+    sizes: Annotated[
+        list[str] | None, typer.Argument(help="Sizes of some benchmarks, as items=1e6,1e8.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -318,7 +321,7 @@ def bench(
         for known, what in BENCHES.items():
             print(f"{known:12} {what}")
         return
-    document = run_bench(name, quick=quick)
+    document = run_bench(name, quick=quick, sizes=sizes or ())
     if os.environ.get("RANK", "0") != "0":
         return  # torchrun: the first of us speaks
     if as_json:

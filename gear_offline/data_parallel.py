@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.feedback import LossFeedback
+from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import action_loss
 from gear_offline.world import World, peers
@@ -39,7 +39,7 @@ def make_loss(
     world: World,
     *,
     compiled: bool = False,
-    feedback: LossFeedback | None = None,
+    feedback: SegmentFeedback | None = None,
 ) -> Callable[[Batch], Tensor]:
     """Return the loss of a rank's batch; its backward averages gradients over the ranks.
 

@@ -21,6 +21,7 @@ from gear_offline.data_parallel import make_loss, random_states, restore_random,
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
@@ -237,15 +238,18 @@ class Learner:
     def _replay(self) -> None:
         began = time.perf_counter()
         if self._captured is None:
+            batches = self.loader.device_batches(ahead=True)
+            learns = self.loader.learner is not None
             self._captured = CapturedStep(
                 self.model,
                 self.optimizer,
-                self.loader.device_batches(ahead=True),
+                batches,
                 self._window,
                 step=self.step,
                 filled=self._filled,
                 precision=self.precision,
                 compiled=self._compiled,
+                feedback=DeviceFeedback(self.loader, batches) if learns else None,
             )
             began = time.perf_counter()  # not a part of this step
         self._captured.replay()

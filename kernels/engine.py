@@ -20,24 +20,27 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.copy_engine import LongWindows
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.kernels.job import (
+from gear_offline.kernels.guide import guide
+from gear_offline.kernels.job import describe_job, describe_store, group_of, leave_out
+from gear_offline.kernels.rules import (
     CHOSEN,
-    LAWS,
+    MIN_DT,
+    PLAIN,
     WEIGHTED_EPISODES,
-    describe_job,
-    describe_store,
-    group_of,
-    guide,
-    leave_out,
+    describe_rule,
+    index_of,
+    law_number,
 )
+from gear_offline.kernels.select import upload
 from gear_offline.placement import PlacedStore, PlacedTable
-from gear_offline.selection import Segments, Selection, WeightedEpisodes, check_range
+from gear_offline.selection import Segments, Selection, check_range
 from gear_offline.table import Store
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
-KERNELS = {8: "fill_8", 16: "fill_16", 32: "fill_32"}
-MANY = "fill_many"
+KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
+MANY = "many"
+FILL, LAWS = "fill", "laws"  # sources: the plain laws; all of them, and probabilities
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 
@@ -49,11 +52,13 @@ class DeviceEngine:
     placed
         Where the rows lie.
     selection
-        One of the laws that the kernel knows: those of `LAWS` and `WeightedEpisodes`.
+        A law that the kernels know: those of the package, and laws of weighted episodes.
     seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`.
     first_slot
         Of the global batch; `batch_size` slots from here on are filled.
+    global_batch
+        Slots of the global batch; by default those up to the last one that is filled.
 
     Raises
     ------
@@ -73,27 +78,22 @@ class DeviceEngine:
         context_length: int,
         padding: Padding = "right",
         first_slot: int = 0,
+        global_batch: int | None = None,
     ) -> None:
-        weighted = isinstance(selection, WeightedEpisodes)
-        if not weighted and (selection.name not in LAWS or selection.options):
-            raise UnavailableError(
-                "ENGINE_SELECTION",
-                f"the GPU engine has no kernel for selection {selection.name!r}",
-                remedy=f"use one of {', '.join(LAWS)}, a law of weighted episodes, or engine='off'",
-            )
+        law = law_number(selection)
         self.placed, self.device = placed, placed.device
         self.selection, self.seed, self.first_slot = selection, seed, first_slot
         self.batch_size, self.context_length = batch_size, context_length
-        self._kernels: dict[str, Function] = load(
-            "fill.cu", (*KERNELS.values(), MANY), device=self.device.index or 0
-        )
+        self.global_batch = global_batch or first_slot + batch_size
+        self._kernels: dict[str, Function] = {}
+        self._load(FILL)
         self._kept: list[Tensor] = []  # what addresses in the job point to
         offsets = placed.episodes.offsets
         table, shift = guide(offsets)
         self._job = describe_job(
             [self._row(store) for store in placed.stores],
             seed=seed,
-            law=WEIGHTED_EPISODES if weighted else LAWS[selection.name],
+            law=law,
             offsets=self._upload(offsets),
             guide=self._upload(table),
             shift=shift,
@@ -101,13 +101,14 @@ class DeviceEngine:
             steps=placed.episodes.steps,
             per_step=batch_size,
             first_slot=first_slot,
+            whole=self.global_batch,
             span=context_length,
             left=int(padding == "left"),
         )
-        if isinstance(selection, WeightedEpisodes):
-            thresholds = selection.thresholds
-            self._job["thresholds"] = self._upload(thresholds.table.view(np.int64))
-            self._job["episodes"] = thresholds.last + 1  # those behind it are never drawn
+        self._source = FILL if law in PLAIN else LAWS
+        # A node's part of a spread dataset is gathered from by name only.
+        if index_of(selection).steps == placed.episodes.steps:
+            self._tell_law(law)
         self._long = LongWindows(placed, span=context_length, padding=padding)
         self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._job["ticket"] = self._ticket.data_ptr()
@@ -127,11 +128,10 @@ class DeviceEngine:
         windows = self.allocate((steps, self.batch_size))
         job = self._job.copy()
         job["first_step"] = first_step
-        self._launch(job, windows, without=self._long.numbers)
+        self._launch(job, windows, source=self._source, without=self._long.numbers)
         if self._long.numbers:
-            last = self.first_slot + self.batch_size
             found = self.selection.select_many(
-                seed=self.seed, first_step=first_step, steps=steps, count=last
+                seed=self.seed, first_step=first_step, steps=steps, count=self.global_batch
             )
             self._long.copy(windows, found[:, self.first_slot :])
         return windows
@@ -217,9 +217,30 @@ class DeviceEngine:
         """Numbers of the stores that the copy engine serves where the host knows the segments."""
         return self._long.numbers
 
-    def static(self) -> StaticFill:
-        """Return a fill of one step with memory and a step counter of its own."""
-        return StaticFill(self)
+    def static(self, *, chances: bool = False) -> StaticFill:
+        """Return a fill of one step with memory and a step counter of its own.
+
+        With `chances` it also writes the probability of each segment.
+        """
+        return StaticFill(self, chances=chances)
+
+    def _tell_law(self, law: int) -> None:
+        """Describe the law to the kernels."""
+        if law == MIN_DT:  # raises where there are too few episodes
+            self.selection.select(seed=0, step=0, count=self.global_batch)
+        self._job["rule"] = rule = describe_rule(
+            self.selection,
+            keep=self._upload,
+            make_tree=lambda prioritized: prioritized.on_device(self.device).tree,
+            context_length=self.context_length,
+        )
+        if law == WEIGHTED_EPISODES:  # as the plain kernels find it
+            self._job["thresholds"], self._job["episodes"] = rule["thresholds"], rule["size"]
+        self._load(self._source)
+
+    def _load(self, source: str) -> None:
+        names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
+        self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
 
     def _row(self, placed: PlacedStore) -> Any:
         field = placed.store.fields[0]
@@ -235,7 +256,7 @@ class DeviceEngine:
 
     def _upload(self, values: npt.NDArray[Any]) -> int:
         """Copy to the device for as long as this engine lives; return the address."""
-        tensor = torch.from_numpy(np.array(values)).to(self.device)
+        tensor = upload(values, self.device)
         self._kept.append(tensor)
         return int(tensor.data_ptr())
 
@@ -267,13 +288,18 @@ class DeviceEngine:
         return KERNELS[self._lanes], blocks
 
     def _launch(
-        self, job: npt.NDArray[Any], windows: Windows, *, without: Sequence[int] = ()
+        self,
+        job: npt.NDArray[Any],
+        windows: Windows,
+        *,
+        source: str = FILL,
+        without: Sequence[int] = (),
     ) -> None:
         kernel, blocks = self._fix(job, windows)
         if without:
             leave_out(job, without)
         if blocks:
-            self._enqueue(kernel, blocks, Parameters(job.ctypes.data))
+            self._enqueue(f"{source}_{kernel}", blocks, Parameters(job.ctypes.data))
 
     def _enqueue(self, kernel: str, blocks: int, parameters: Parameters) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -290,18 +316,30 @@ class StaticFill:
     ----------
     windows
         (B, K, ...), overwritten by each fill.
+    chances
+        (B,) float64, the probability of each segment in its slot; None if not asked for.
+    counter
+        (1,) int64, the step that the next fill takes.
     """
 
-    def __init__(self, engine: DeviceEngine) -> None:
+    def __init__(self, engine: DeviceEngine, *, chances: bool = False) -> None:
         self._engine = engine
         self.windows = engine.allocate((engine.batch_size,))
+        self.chances: Tensor | None = None
         # counter, and tickets of its own: two of these may run on two streams
         self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
         self._job = engine._job.copy()
         self._job["counter"] = self._state.data_ptr()
         self._job["ticket"] = self._state.data_ptr() + 8
         self._job["wrong"] = self._state.data_ptr() + 16
-        self._kernel, self._blocks = engine._fix(self._job, self.windows)
+        self.counter = self._state[:1]
+        source = engine._source
+        if chances:
+            self.chances = torch.empty(engine.batch_size, dtype=torch.float64, device=engine.device)
+            self._job["chances"], source = self.chances.data_ptr(), LAWS
+            engine._load(LAWS)
+        kernel, self._blocks = engine._fix(self._job, self.windows)
+        self._kernel = f"{source}_{kernel}"
         self._parameters = Parameters(self._job.ctypes.data)
 
     def limit_blocks(self, blocks: int) -> None:
@@ -311,7 +349,7 @@ class StaticFill:
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
         check_range(seed=0, first_step=step, steps=0, count=1)
-        self._state[:1].fill_(step)
+        self.counter.fill_(step)
 
     def enqueue(self) -> None:
         """Fill the windows of the counter's step and advance it by one."""

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
+from gear_offline.kernels.rules import RULE
 from gear_offline.table import Store
 
 MAX_STORES: Final = 24
@@ -35,16 +36,16 @@ _JOB_NAMES = (
         "left",
     ),
     *("tasks", "stores", "group", "timesteps", "mask", "names", "ticket", "wrong"),
+    *("whole", "chances"),
 )
 STORE = np.dtype([(name, np.uint64) for name in _STORE_NAMES])
-JOB = np.dtype([*((name, np.uint64) for name in _JOB_NAMES), ("store", STORE, (MAX_STORES,))])
-
-# Laws by name; the second line draws the same segments as uniform_steps.
-LAWS: Final = {
-    **{"uniform_steps": 0, "uniform_episodes": 1},
-    **{"original": 0, "huggingface": 0, "corl": 0},
-}
-CHOSEN, WEIGHTED_EPISODES = 2, 3
+JOB = np.dtype(
+    [
+        *((name, np.uint64) for name in _JOB_NAMES),
+        ("rule", RULE),
+        ("store", STORE, (MAX_STORES,)),
+    ]
+)
 COPY = 0
 _FLOATS = ("float16", "float32", "float64")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -138,16 +139,3 @@ def group_of(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
     )
     group = min(32, segments // (2 * warps)) if short else 0
     return 1 << group.bit_length() - 1 if group else 0
-
-
-def guide(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the episode of every ``1 << shift``-th step, one entry more, and the shift.
-
-    The episode of step `i` lies in ``guide[i >> shift] .. guide[(i >> shift) + 1]``; about 16
-    entries an episode leave one or two candidates.
-    """
-    episodes, steps = offsets.size - 1, int(offsets[-1])
-    shift = max((steps // min(16 * episodes, steps)).bit_length() - 1, 0)
-    firsts = np.arange(((steps - 1) >> shift) + 1, dtype=np.int64) << shift
-    found = np.searchsorted(offsets, firsts, side="right") - 1
-    return np.concatenate([found, [episodes - 1]]).astype(np.int64), shift

@@ -14,6 +14,7 @@ from torch import Tensor
 from gear_offline.fields import EXTRA
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.batch import Batch
+from gear_offline.selection import learner_of
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine, StaticFill
@@ -84,6 +85,16 @@ class DeviceBatches:
             ]
         self.set_step(step)
 
+    @property
+    def chances(self) -> Tensor | None:
+        """(B,) float64, the probability of each segment; None unless the selection learns."""
+        return self._fill.chances
+
+    @property
+    def counter(self) -> Tensor:
+        """(1,) int64 on the GPU, the step that the next `begin` takes."""
+        return self._fill.counter
+
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
         self._fill.set_step(step)
@@ -133,9 +144,14 @@ class DeviceBatches:
 def make_batches(
     engine: DeviceEngine, *, padding: Padding, step: int, ahead: bool
 ) -> DeviceBatches:
-    """Return the batches of an engine, a step ahead if asked for and where that pays."""
-    fill = engine.static()
+    """Return the batches of an engine, a step ahead if asked for and where that pays.
+
+    Those of a selection that learns are never ahead, and have probabilities.
+    """
+    learns = learner_of(engine.selection) is not None
+    fill = engine.static(chances=learns)
     batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
+    ahead = ahead and not learns
     ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
     if ahead:
         fill.limit_blocks(AHEAD_BLOCKS)

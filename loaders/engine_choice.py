@@ -56,6 +56,7 @@ def make_engine(
             context_length=context_length,
             padding=padding,
             first_slot=stream.first_slot,
+            global_batch=stream.batch_size,
         )
     except GearError as error:
         if engine == "on" or placement != "auto":

@@ -5,6 +5,7 @@ Shape legend: B segments of this rank's share of a batch, K steps of a window, A
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,44 @@ if TYPE_CHECKING:
 PREFIX = "selection/"  # of the selection's tensors in a checkpoint
 
 
-class LossFeedback:
+class SegmentFeedback(ABC):
+    """Weights the losses of a batch's segments, and takes them."""
+
+    @abstractmethod
+    def importance(self) -> Tensor:
+        """Return (B,) float32 weights for the batch that was handed out last, at most 1."""
+
+    @abstractmethod
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        """Tell the selection the (B,) losses of a batch's segments."""
+
+    def _tell(self, batch: Batch, losses: Tensor) -> None:
+        """`update`, but losses that are not finite are kept from the selection."""
+        self.update(batch, losses)
+
+    def loss(
+        self, predictions: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
+    ) -> Tensor:
+        """Return the scalar loss, segments weighted, and tell the selection.
+
+        With weights of 1 it is that of `gear_offline.models.loss.action_loss`.  Losses that are
+        not finite are kept from the selection: training stops there anyway.
+
+        Parameters
+        ----------
+        predictions
+            (B, K, A)
+        valid_steps
+            As `gear_offline.models.loss.action_loss`.
+        """
+        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        steps = (batch.attention_mask != 0).sum(1)
+        total = (self.importance() * steps * each).sum()
+        self._tell(batch, each)
+        return total / (steps.sum().clamp(min=1) if valid_steps is None else valid_steps)
+
+
+class LossFeedback(SegmentFeedback):
     """Weights the segments of each batch and tells the loader's selection their losses.
 
     In a training loop of one's own::
@@ -77,28 +115,10 @@ class LossFeedback:
         values = torch.cat(gather(losses.detach().float().reshape(-1)))
         return torch.cat(gather(batch.segments)), values
 
-    def loss(
-        self, predictions: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
-    ) -> Tensor:
-        """Return the scalar loss, segments weighted, and tell the selection.
-
-        With weights of 1 it is that of `gear_offline.models.loss.action_loss`.  Losses that are
-        not finite are kept from the selection: training stops there anyway.
-
-        Parameters
-        ----------
-        predictions
-            (B, K, A)
-        valid_steps
-            As `gear_offline.models.loss.action_loss`.
-        """
-        each = segment_losses(predictions, batch.actions, batch.attention_mask)
-        steps = (batch.attention_mask != 0).sum(1)
-        total = (self.importance() * steps * each).sum()
-        named, values = self._of_all_ranks(batch, each)
+    def _tell(self, batch: Batch, losses: Tensor) -> None:
+        named, values = self._of_all_ranks(batch, losses)
         if bool(torch.isfinite(values).all()):
             self._learner.update(named.numpy(), values.numpy())
-        return total / (steps.sum().clamp(min=1) if valid_steps is None else valid_steps)
 
 
 def update_count(learner: LearnsFromLosses | None) -> dict[str, Any]:

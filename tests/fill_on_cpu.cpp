@@ -4,7 +4,7 @@
 template <int LANES>
 static void all(const gear::Job& job, gear::u64 step) {
     for (gear::i64 task = 0; task < job.segments * job.tasks; ++task)
-        for (int lane = 0; lane < LANES; ++lane) gear::run_task<LANES>(job, step, task, lane);
+        for (int lane = 0; lane < LANES; ++lane) gear::run_task<gear::PlainLaw, LANES>(job, step, task, lane);
 }
 
 extern "C" void fill(const gear::Job* job, gear::u64 step, int lanes) {

@@ -20,6 +20,34 @@ from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import Segments
 
 CONTEXT = 4
+MIXED: list[dict[str, Any]] = [
+    {"strategy": "uniform_steps"},
+    {"strategy": "top_k", "k": 2},
+    {"strategy": "stratified_return", "strata": 3},
+    {"strategy": "prioritized"},
+    {"strategy": "uniform_episodes"},
+]
+SCHEDULED = [
+    [{"step": 0, "weights": [1, 0, 0, 0, 0]}, {"step": 50, "weights": [0, 3, 1e-12, 2, 1]}],
+    [{"step": 3, "weights": [1, 2, 3, 4, 5]}],
+    [
+        {"step": 7, "weights": [0, 0, 0, 0, 1]},
+        {"step": 2**40, "weights": [1, 0, 0, 0, 0]},
+        {"step": 2**53, "weights": [1, 1, 1, 1, 0]},
+    ],
+]
+LAW_CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("uniform_steps", "original", "huggingface", "corl", "d3rlpy")),
+    *((name, {}) for name in ("uniform_episodes", "fifo", "lifo", "shuffled_epochs", "min_dt")),
+    *((name, {}) for name in ("return_weighted", "top_percent", "prioritized")),
+    ("top_k", {"k": 1}),
+    ("return_weighted", {"temperature": 0.01}),
+    ("stratified_return", {}),
+    ("stratified_return", {"strata": 2, "unit": "episodes"}),
+    ("stratified_return", {"strata": 1024}),
+    ("mixture", {"parts": [{**part, "weight": 10.0 ** (-4 * i)} for i, part in enumerate(MIXED)]}),
+    *(("mixture", {"parts": MIXED, "schedule": schedule}) for schedule in SCHEDULED),
+]
 Key = tuple[int, int, int]  # episode, start, steps of the window
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from gear_offline.bench import select as bench
+from gear_offline.bench import select_gpu
+from tests.kernels_on_cpu import compile_laws, on_cpu
 
 
 def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,5 +25,33 @@ def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(seconds > 0 for seconds in small["seconds"].values())
     assert 0 < small["updates"] <= 50 and large["priority_bytes_per_item"] < 10.2
     header, *rows = bench.table(document)
-    assert {len(row) for row in rows} == {len(header)} and len(rows) == 2
-    assert rows[1][-1] == "-"
+    assert {len(row) for row in rows} == {len(header)}
+    assert [row[4] for row in rows if row[0] == "CPU: weighted"] == [
+        *("torch.multinomial", "numpy choice")
+    ]
+
+
+def test_the_gpu_part_with_kernels_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it computes and that its own checks pass; no figure of it means anything."""
+
+    def seconds(call: Any, *, turns: int, calls: int) -> float:
+        call()
+        return 1.0
+
+    monkeypatch.setattr(select_gpu, "event_seconds", seconds)
+    monkeypatch.setattr(select_gpu, "_graph_is_exact", lambda *_: True)
+    for name in ("synchronize", "set_sync_debug_mode", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    with on_cpu(compile_laws(tmp_path)) as device:
+        results = [
+            select_gpu.measure(items, 9000, turns=1, device=device) for items in (1000, 70_000)
+        ]
+    for result in results:
+        assert result["draws_exact"] and result["sums_exact_after_updates"]
+        assert result["bytes_per_item"] < 12
+    gpu = {"results": results, "batches": [{"law": "fifo", "microseconds, B=64": 3.0}]}
+    header, *rows = bench.table({"results": [], "gpu": gpu})
+    assert {len(row) for row in rows} == {len(header)} and len(rows) == 2 * 7 + 1
+    json.dumps(results)

@@ -30,7 +30,7 @@ SURFACE = {
     "recipes validate": "recipe overrides",
     "train": "recipe overrides out resume quiet",
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
-    "bench": "name quick json",
+    "bench": "name sizes quick json",
     "strategies": "recipe overrides strategies out json quiet",
     "doctor": "json",
 }
@@ -97,6 +97,9 @@ def test_wrong_usage_is_one_line_and_exit_2(
         (["train", "nothing"], "RECIPE_NOT_FOUND"),
         (["evaluate", "nothing"], ""),
         (["bench", "nothing"], "BENCH_NAME"),
+        (["bench", "select", "items=none"], "BENCH_SIZE"),
+        (["bench", "select", "draws="], "BENCH_SIZE"),
+        (["bench", "disk", "items=5"], "BENCH_SIZE"),
         (["recipes", "validate", "nothing"], "RECIPE_NOT_FOUND"),
         (["recipes", "cp", "nothing"], "RECIPE_NOT_FOUND"),
     ],

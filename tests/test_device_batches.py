@@ -119,9 +119,11 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
 ) -> None:
     class Engine:
         placed = type("Placed", (), {"host_bytes": host_bytes})
+        selection = object()
         fill = Fill(log)
 
-        def static(self) -> Fill:
+        def static(self, *, chances: bool) -> Fill:
+            assert not chances
             return self.fill
 
     monkeypatch.setattr(module, "AHEAD_BYTES", least)

@@ -19,23 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, torch_dtype
-from gear_offline.kernels.job import (
-    CHOSEN,
-    JOB,
-    LAWS,
-    TYPES,
-    WEIGHTED_EPISODES,
-    describe_job,
-    describe_store,
-    guide,
-)
+from gear_offline.kernels.guide import guide
+from gear_offline.kernels.job import JOB, TYPES, describe_job, describe_store
 from gear_offline.kernels.philox import draws
+from gear_offline.kernels.rules import CHOSEN, WEIGHTED_EPISODES, law_number
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import Facts, Segments, WeightedEpisodes, make_selection
 from gear_offline.table import Store, Table, build_table
 from tests.segment_oracle import MemoryTable
 
 ROOT = Path(__file__).resolve().parents[1]
+LAWS = ("uniform_steps", "uniform_episodes", "original", "huggingface", "corl")
 DTYPES = [*(str(dtype) for dtype in TYPES if dtype != np.bool_), "bool"]
 
 
@@ -188,7 +182,8 @@ def test_the_kernel_gives_the_bits_of_its_twin(
     selection = make_selection(law, EpisodeIndex(lengths=np.asarray(lengths, np.int64)))
     segments = selection.select_many(seed=seed, first_step=step, steps=3, count=5)
     expected = CpuGather(table, context_length=span, padding=padding).fill(segments)
-    same(engine.run(library, 15, step=step, lanes=lanes, law=LAWS[law], seed=seed), expected)
+    job = {"law": law_number(selection), "seed": seed}
+    same(engine.run(library, 15, step=step, lanes=lanes, **job), expected)
 
 
 @settings(deadline=None, max_examples=60)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from importlib import import_module
@@ -28,7 +30,8 @@ BENCHES = {
     "load": "shards to shared host memory, against the same threads reading files into it",
     "exchange": "ns a read to build and post RDMA requests; rates of gloo and, if there, RDMA",
     "disk": "batches of data four times the memory budget, against reading the files in order",
-    "select": "weighted choice, priorities and shuffles on the CPU, against torch.multinomial",
+    "select": "choosing among up to 10^9 items on CPU and GPU, and a batch by each strategy, "
+    "against torch.multinomial",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
 _PACKAGES = (
@@ -67,23 +70,52 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run_bench(name: str, *, quick: bool = False) -> dict[str, Any]:
+def run_bench(name: str, *, quick: bool = False, sizes: Sequence[str] = ()) -> dict[str, Any]:
     """Run one benchmark and return its JSON document.
+
+    Parameters
+    ----------
+    sizes
+        ``NAME=NUMBER,NUMBER...`` for arguments of the benchmark's `run` besides `quick`.
 
     Raises
     ------
     InputError
-        ``BENCH_NAME`` if there is no benchmark `name`.
+        ``BENCH_NAME`` if there is no benchmark `name`; ``BENCH_SIZE``.
     """
     if name not in BENCHES:
         raise InputError(
             "BENCH_NAME", f"no benchmark {name!r}", remedy=f"choose one of {', '.join(BENCHES)}"
         )
     module = import_module(f"gear_offline.bench.{name}")
+    given = _sizes(name, module.run, sizes)
     with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
-        document: dict[str, Any] = module.run(quick=quick)
-    command = f"gear-offline bench {name}" + (" --quick" if quick else "")
+        document: dict[str, Any] = module.run(quick=quick, **given)
+    command = " ".join(["gear-offline bench", name, *sizes, *(["--quick"] if quick else [])])
     return {"benchmark": name, "command": command, "machine": machine(), **document}
+
+
+def _sizes(name: str, run: Callable[..., object], texts: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments that `texts` give, whole numbers or lists of them."""
+    parameters = inspect.signature(run).parameters
+    known = [key for key in parameters if key != "quick"]
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        try:
+            if key not in known:
+                raise ValueError(key)
+            numbers = [int(float(part)) for part in value.split(",") if part]
+            if any(number < 1 for number in numbers):
+                raise ValueError(value)
+            found[key] = numbers if "Sequence" in str(parameters[key].annotation) else numbers[0]
+        except (ValueError, OverflowError, IndexError) as error:
+            raise InputError(
+                "BENCH_SIZE",
+                f"{text!r} is no size of benchmark {name!r}",
+                remedy=f"give NAME=1e6,1e9 with NAME of {', '.join(known) or 'none: it has none'}",
+            ) from error
+    return found
 
 
 def print_document(document: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Selecting on the CPU: weighted choice, priorities, shuffled epochs, over 10^4 to 10^8 items.
+"""Selecting: weighted choice, priorities, shuffled epochs, over 10^4 to 10^8 items on the CPU, and
+priorities up to 10^9 items and every law's batches on a GPU (`gear_offline.bench.select_gpu`).
 
 One call draws `DRAWS` items, or changes as many priorities.  Random numbers and the search for the
 episode are part of a strategy and left out here: the draws are given, this is the choice alone.
@@ -10,7 +11,7 @@ build theirs in every call.  Rounds take turns; figures are medians.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,7 @@ from gear_offline.laws.thresholds import Thresholds
 
 SIZES, QUICK_SIZES = (10**4, 10**5, 10**6, 10**7, 10**8), (10**4, 10**5)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000
+GPU_SIZES, QUICK_GPU_SIZES = (1 << 24, 10**8, 10**9), (10**5, 10**6)
 MULTINOMIAL_MOST = 1 << 24
 Array = npt.NDArray[Any]
 
@@ -86,21 +88,85 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     }
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """Measure all sizes.  Needs 8 GB of memory, with `quick` next to none."""
-    sizes, draws = (QUICK_SIZES, QUICK_DRAWS) if quick else (SIZES, DRAWS)
-    return {"results": [measure(items, draws, rounds=2 if quick else 5) for items in sizes]}
+def run(
+    *,
+    quick: bool = False,
+    items: Sequence[int] | None = None,
+    gpu_items: Sequence[int] | None = None,
+    draws: int | None = None,
+) -> dict[str, Any]:
+    """Measure all sizes, on the GPU as well if there is one.
+
+    Parameters
+    ----------
+    quick
+        Small sizes.
+    items
+        Sizes on the CPU; 10^8 needs 8 GB of memory.
+    gpu_items
+        Sizes on the GPU; 10^9 needs 40 GB of GPU memory with the peers.
+    draws
+        And updates, of a call.
+    """
+    sizes = tuple(items) if items is not None else (QUICK_SIZES if quick else SIZES)
+    count = draws or (QUICK_DRAWS if quick else DRAWS)
+    document: dict[str, Any] = {}
+    if torch.cuda.is_available():
+        document["gpu"] = _on_gpu(gpu_items, count, quick=quick)
+    results = [measure(size, count, rounds=2 if quick else 5) for size in sizes]
+    return {"results": results} | document
+
+
+def _on_gpu(items: Sequence[int] | None, count: int, *, quick: bool) -> dict[str, Any]:
+    from gear_offline.bench import select_gpu
+
+    if items is None:
+        items = QUICK_GPU_SIZES if quick else GPU_SIZES
+    turns = 3 if quick else 9
+    device = torch.device("cuda", torch.cuda.current_device())
+    return {
+        "name": torch.cuda.get_device_name(),
+        "results": [select_gpu.measure(size, count, turns=turns, device=device) for size in items],
+        "batches": select_gpu.batches(quick=quick, turns=turns),
+    }
 
 
 def table(document: dict[str, Any]) -> list[list[str]]:
-    """Return header and rows: milliseconds a call, and the ratio of a peer to `weighted`."""
-    names = list(document["results"][0]["seconds"])
-    rows = [["items", "draws", *(f"{name} (ms)" for name in names), "build (ms)", "multinomial /"]]
+    """Return header and rows: milliseconds a call, and the ratio of a peer to ours."""
+    head = ["what", "items", "draws", "ms", "peer", "peer, ms", "ratio"]
+    rows: list[list[str]] = []
     for result in document["results"]:
         seconds = result["seconds"]
-        peer = seconds.get("torch.multinomial")
-        ratio = "-" if peer is None else f"{peer / seconds['weighted']:.2f}"
-        cells = [f"{1e3 * seconds[n]:.1f}" if n in seconds else "-" for n in names]
-        counts = [f"{result['items']:,}", f"{result['draws']:,}"]
-        rows.append([*counts, *cells, f"{1e3 * result['build_seconds']:.0f}", ratio])
-    return rows
+        peers = {"weighted": "torch.multinomial" if "torch.multinomial" in seconds else ""}
+        peers["weighted"] = peers["weighted"] or "numpy choice"
+        for name, value in seconds.items():
+            if name not in ("torch.multinomial", "numpy choice"):
+                rows.append(_row(f"CPU: {name}", result, value, peers.get(name), seconds))
+    gpu = document.get("gpu", {"results": [], "batches": []})
+    for result in gpu["results"]:
+        seconds = result["seconds"]
+        for name in ("draw", "update", "draw 1,024", "update 1,024", "shuffled"):
+            rows.append(_row(f"GPU: {name}", result, seconds[name], f"cumsum: {name}", seconds))
+        if "torch.multinomial" in seconds:
+            rows.append(_row("GPU: draw", result, seconds["draw"], "torch.multinomial", seconds))
+        rows.append(_row("GPU: build", result, result["build_seconds"], None, seconds))
+    for row in gpu["batches"]:
+        for key, value in row.items():
+            if key != "law":
+                cells = ["", "", f"{value / 1e3:.4f}", "", "", ""]
+                rows.append([f"GPU batch, {row['law']}, {key.split(', ')[1]}", *cells])
+    return [head, *rows]
+
+
+def _row(
+    name: str,
+    result: dict[str, Any],
+    value: float,
+    peer: str | None,
+    seconds: dict[str, float],
+) -> list[str]:
+    count = result.get("count", result.get("draws", 0))
+    cells = [name, f"{result['items']:,}", f"{count:,}", f"{1e3 * value:.3f}"]
+    if peer is None or peer not in seconds:
+        return [*cells, "", "", ""]
+    return [*cells, peer, f"{1e3 * seconds[peer]:.2f}", f"{seconds[peer] / value:.2f}"]

@@ -69,7 +69,7 @@ class MinDecisionTransformer(SlotLaw):
     padding = "right"
 
     def __init__(self, index: EpisodeIndex, *, context_length: int) -> None:
-        self.index = index
+        self.index, self.context_length = index, context_length
         self._starts = np.maximum(index.lengths - context_length, 0) + 1  # where windows can begin
         self._order = KeyedOrder(index.episodes)
 
@@ -121,6 +121,11 @@ class D3rlpy(SlotLaw):
 
     A window is the up to K steps that end there; none of the episode's later steps is in it.  The
     last step of an episode that the environment did not end is no transition and ends no window.
+
+    Attributes
+    ----------
+    members, ends
+        Episodes that have transitions, and the index of their transitions.
     """
 
     name = "d3rlpy"
@@ -128,17 +133,16 @@ class D3rlpy(SlotLaw):
     cuts_windows = True  # windows have lengths of their own
 
     def __init__(self, index: EpisodeIndex, *, terminated: BoolArray, context_length: int) -> None:
-        self.index = index
-        self._span = context_length
+        self.index, self.context_length = index, context_length
         ends = index.lengths - ~np.asarray(terminated, dtype=bool)
-        self._members = np.flatnonzero(ends)
-        if self._members.size == 0:
+        self.members = np.flatnonzero(ends)
+        if self.members.size == 0:
             raise InputError(
                 "SELECTION_EMPTY",
                 "no episode has a transition: all have one step and none was terminated",
             )
-        self._ends = EpisodeIndex(ends[self._members])
-        self._member_of = StepLocator(self._ends)
+        self.ends = EpisodeIndex(ends[self.members])
+        self._member_of = StepLocator(self.ends)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -147,13 +151,13 @@ class D3rlpy(SlotLaw):
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
         first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
-        row = bounded(first, self._ends.steps)
+        row = bounded(first, self.ends.steps)
         member = self._member_of(row)
-        end = row - self._ends.offsets[member]
-        starts = np.maximum(end - self._span + 1, 0)
+        end = row - self.ends.offsets[member]
+        starts = np.maximum(end - self.context_length + 1, 0)
         return Segments(
-            episodes=self._members[member],
+            episodes=self.members[member],
             starts=starts,
-            probability=np.broadcast_to(np.float64(1.0 / self._ends.steps), row.shape),
+            probability=np.broadcast_to(np.float64(1.0 / self.ends.steps), row.shape),
             lengths=end - starts + 1,
         )

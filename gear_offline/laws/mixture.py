@@ -133,6 +133,11 @@ class Mixture(SlotLaw):
     def options(self) -> Mapping[str, Any]:
         return self._options
 
+    @property
+    def points(self) -> tuple[list[int], list[list[int]]]:
+        """Steps of the schedule, and the (P,) cumulative masses of the parts at each."""
+        return self._steps, self._sums
+
     def cumulative(self, step: int) -> list[int]:
         """Return (P,) cumulative masses of the parts at a step; the last one is ``2**64``."""
         after = int(np.searchsorted(self._steps, step, side="right"))

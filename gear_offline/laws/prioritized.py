@@ -10,12 +10,13 @@ Shape legend: N steps, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.philox import UInt64Array, bounded
 from gear_offline.laws.base import (
     Float64Array,
@@ -23,12 +24,18 @@ from gear_offline.laws.base import (
     Selection,
     SlotLaw,
     StepLocator,
+    check_range,
     register,
     slot_draws,
 )
 from gear_offline.laws.options import integer, number
 from gear_offline.laws.sum_tree import SumTree
 from gear_offline.schema import EpisodeIndex, Int64Array
+
+if TYPE_CHECKING:
+    import torch
+
+    from gear_offline.kernels.priorities import DevicePriorities
 
 DROPPED_BITS = 13  # of a float32's mantissa of 23: 10 stay
 CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
@@ -143,10 +150,43 @@ class Prioritized(SlotLaw):
         codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
         losses = codes.view(np.float32).astype(np.float64)
         self.mass_of_code = _masses(losses + epsilon, index.steps, alpha, largest)
-        first = _masses(np.array([float(initial)]), index.steps, alpha, largest)
-        self._episode_of = StepLocator(index)
-        self._tree = SumTree(np.full(index.steps, first[0], dtype=np.uint64))
+        self.first_mass = int(_masses(np.array([float(initial)]), index.steps, alpha, largest)[0])
+        self._device: DevicePriorities | None = None  # then it has the masses, not this
         self._updates = 0
+
+    @cached_property
+    def _episode_of(self) -> StepLocator:
+        return StepLocator(self.index)
+
+    @cached_property
+    def _tree(self) -> SumTree:
+        return SumTree(np.full(self.index.steps, self.first_mass, dtype=np.uint64))
+
+    def on_device(self, device: torch.device) -> DevicePriorities:
+        """Move the masses to a GPU, where draws and updates are done from then on; return them.
+
+        Raises
+        ------
+        UnavailableError
+            ``ENGINE_SELECTION`` if they are on another GPU; what `DevicePriorities` raises.
+        """
+        from gear_offline.kernels.priorities import DevicePriorities
+
+        if self._device is None:
+            moved = DevicePriorities(
+                self.index, self.mass_of_code, device=device, first=self.first_mass
+            )
+            if "_tree" in self.__dict__:
+                moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
+                del self._tree
+            self._device = moved
+        if self._device.device != device:
+            raise UnavailableError(
+                "ENGINE_SELECTION",
+                f"the priorities are in the memory of {self._device.device}, not of {device}",
+                remedy="make a selection for each device",
+            )
+        return self._device
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -155,20 +195,30 @@ class Prioritized(SlotLaw):
     @property
     def masses(self) -> UInt64Array:
         """(N,) uint64, the mass of each start."""
+        if self._device is not None:
+            return np.asarray(self._device.state()["masses"].view(np.uint64))
         return self._tree.masses
 
     @property
     def nbytes(self) -> int:
         """Bytes of masses and sums."""
-        return self._tree.nbytes
+        return (self._device or self._tree).nbytes
 
     @property
     def updates(self) -> int:
-        """Updates so far."""
-        return self._updates
+        """Updates so far; waits for a GPU that has the masses."""
+        return self._updates if self._device is None else self._device.updates
+
+    @property
+    def beta(self) -> tuple[float, int | None]:
+        """Exponent of importance weights, and the steps over which it rises to 1."""
+        return self._beta, self._beta_steps
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
         """Return the segments of `steps` consecutive steps under the masses as they are."""
+        if self._device is not None:
+            check_range(seed=seed, first_step=first_step, steps=steps, count=count)
+            return self._select_on_device(seed, first_step, steps, count)
         first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         total = self._tree.total
         rows = self._tree.find(bounded(first, total).astype(np.uint64))
@@ -182,7 +232,18 @@ class Prioritized(SlotLaw):
     def density(self, segments: Segments) -> Float64Array:
         """Return the probability of each segment in one slot, under the masses as they are."""
         rows = self.index.offsets[segments.episodes] + segments.starts
-        return np.asarray(self._tree.masses[rows] / np.float64(self._tree.total))
+        if self._device is not None:
+            masses, total = self._device.masses_of(rows), self._device.total
+        else:
+            masses, total = self._tree.masses[rows], self._tree.total
+        return np.asarray(masses / np.float64(total))
+
+    def _select_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        from gear_offline.kernels.select import DeviceSelect
+
+        assert self._device is not None
+        select = DeviceSelect(self, device=self._device.device, batch_size=count)
+        return select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the losses of segments.  Of a segment that is named twice the larger one counts.
@@ -205,6 +266,9 @@ class Prioritized(SlotLaw):
                 "SELECTION_PRIORITY",
                 "priorities are one finite loss of at least 0 for each segment",
             )
+        if self._device is not None:
+            self._device.update_from_host(np.asarray(segments), found)
+            return
         masses = self.mass_of_code[code_of(found)]
         order = np.lexsort((masses, rows))
         rows, masses = rows[order], masses[order]
@@ -232,6 +296,8 @@ class Prioritized(SlotLaw):
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return masses (N,) int64 and the number of updates (1,) int64."""
+        if self._device is not None:
+            return self._device.state()
         return {
             "masses": self._tree.masses.view(np.int64).copy(),
             "updates": np.array([self._updates], dtype=np.int64),
@@ -261,6 +327,9 @@ class Prioritized(SlotLaw):
                 f"not the state of priorities over {self.index.steps} steps",
                 remedy="load what state() of the same strategy over the same data returned",
             )
+        if self._device is not None:
+            self._device.load_state(masses.copy(), int(updates[0]))
+            return
         self._tree = SumTree(masses.copy().view(np.uint64))
         self._updates = int(updates[0])
 

@@ -238,6 +238,13 @@ class StratifiedReturn(SlotLaw):
 
     Slot b of a step takes stratum ``(b + r) % strata``; r is drawn once a step, so that every
     stratum is equally likely in every slot whatever the batch size.
+
+    Attributes
+    ----------
+    members, thresholds
+        Episodes of each stratum, ascending, and the weighted choice among them.
+    chances
+        (E,) float64, the probability of each episode in one slot.
     """
 
     name = "stratified_return"
@@ -253,9 +260,9 @@ class StratifiedReturn(SlotLaw):
         weights = in_unit(np.ones(index.episodes), index, unit)
         self.members = [np.sort(order[a:b]) for a, b in pairwise(edges)]
         self.thresholds = [Thresholds(weights[members]) for members in self.members]
-        self._chance = np.empty(index.episodes)
+        self.chances = np.empty(index.episodes)
         for members, thresholds in zip(self.members, self.thresholds, strict=True):
-            self._chance[members] = thresholds.probability(np.arange(members.size)) / count
+            self.chances[members] = thresholds.probability(np.arange(members.size)) / count
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -273,12 +280,12 @@ class StratifiedReturn(SlotLaw):
         return Segments(
             episodes=episodes,
             starts=bounded(second, lengths),
-            probability=self._chance[episodes] / lengths,
+            probability=self.chances[episodes] / lengths,
         )
 
     def density(self, segments: Segments) -> Float64Array:
         """Return the probability of each segment in one slot."""
-        return np.asarray(self._chance[segments.episodes] / self.index.lengths[segments.episodes])
+        return np.asarray(self.chances[segments.episodes] / self.index.lengths[segments.episodes])
 
 
 def rotated(seed: int, first_step: int, steps: int, count: int, groups: int) -> Int64Array:

@@ -1,136 +1,15 @@
-// One launch: select and gather.  See fill.cuh; here is only how threads share the tasks.
-#include "fill.cuh"
-
-namespace gear {
-
-enum { IN_FLIGHT = 8 };  // loads of a lane; fewer leave memory idle, more cost registers
-
-// Every block reads the step before it takes a ticket, so whoever takes the last one knows that
-// nobody will read the old step any more.  The next launch finds the counter one further.
-GEAR_CODE u64 read_step(const Job& job) {
-    __shared__ u64 shared_step;
-    if (threadIdx.x == 0) {
-        if (job.counter) {
-            u64 step = *(const volatile u64*)job.counter;
-            __threadfence();
-            if (atomicAdd(job.ticket, 1ull) == gridDim.x - 1) {
-                *(volatile u64*)job.ticket = 0;
-                *(volatile u64*)const_cast<u64*>(job.counter) = step + 1;
-            }
-            shared_step = step;
-        } else {
-            shared_step = job.first_step;
-        }
-    }
-    __syncthreads();
-    return shared_step;
-}
-
-template <int LANES>
-GEAR_CODE void run(const Job& job) {
-    u64 step = read_step(job);
-    i64 groups = (i64)gridDim.x * (blockDim.x / LANES), tasks = job.segments * job.tasks;
-    i64 first = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
-    for (i64 task = first; task < tasks; task += groups)
-        run_task<LANES>(job, step, task, threadIdx.x % LANES);
-}
-
-// Copy the windows of `count` consecutive segments as one run of units: the outputs lie side by
-// side, so lanes are never idle however short a window is.  Lane i holds the address and the real
-// steps of segment i.
-template <typename Unit>
-GEAR_CODE void copy_run(const Job& job, const Store& store, i64 base, int count, u64 address,
-                        int real, int lane) {
-    int row = (int)(store.row_bytes / store.unit), wide = (int)job.span * row;
-    int all = count * wide, number = lane / wide, at = lane - number * wide;
-    Unit* out = (Unit*)store.out + base * wide;
-    for (int first = 0; first < all; first += 32 * IN_FLIGHT) {
-        Unit found[IN_FLIGHT];
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-            int from = number < count ? number : 0;
-            const Unit* source = (const Unit*)__shfl_sync(0xFFFFFFFFu, address, from);
-            int units = __shfl_sync(0xFFFFFFFFu, real, from) * row;
-            int low = job.left ? wide - units : 0;
-            bool inside = number < count && at >= low && at < low + units;
-            found[i] = inside ? source[at - low] : nothing<Unit>();
-            at += 32;
-            while (at >= wide) {
-                at -= wide;
-                ++number;
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-            int here = first + i * 32 + lane;
-            if (here < all) save(out + here, found[i]);
-        }
-    }
-}
-
-GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine, int lane) {
-    int span = (int)job.span, all = count * span, number = lane / span, k = lane - number * span;
-    if (lane < count) {
-        job.names[2 * (base + lane)] = mine.episode;
-        job.names[2 * (base + lane) + 1] = mine.start;
-    }
-    for (int first = 0; first < all; first += 32) {
-        int from = number < count ? number : 0;
-        i64 start = __shfl_sync(0xFFFFFFFFu, mine.start, from);
-        int real = (int)__shfl_sync(0xFFFFFFFFu, mine.real, from);
-        int low = job.left ? span - real : 0;
-        bool inside = k >= low && k < low + real;
-        if (first + lane < all) {
-            job.timesteps[base * span + first + lane] = inside ? start + k - low : 0;
-            job.mask[base * span + first + lane] = inside ? 1 : 0;
-        }
-        k += 32;
-        while (k >= span) {
-            k -= span;
-            ++number;
-        }
-    }
-}
-
-// For many short windows without leads: a warp takes `group` segments (up to 32), each drawn by a lane of its
-// own, so that the chain of loads behind a draw is waited for once for all of them.
-GEAR_CODE void run_many(const Job& job) {
-    u64 step = read_step(job);
-    int lane = threadIdx.x % 32, group = (int)job.group;
-    i64 warps = (i64)gridDim.x * (blockDim.x / 32);
-    i64 warp = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    for (i64 base = warp * group; base < job.segments; base += warps * group) {
-        int count = job.segments - base < group ? (int)(job.segments - base) : group;
-        Segment mine = {0, 0, 0};
-        if (lane < count) mine = choose(job, step, base + lane);
-        for (i64 s = 0; s < job.stores; ++s) {
-            const Store& store = job.store[s];
-            u64 address = mine.real ? (u64)store.addresses[mine.episode] +
-                                          (u64)(mine.start * store.row_bytes)
-                                    : 0;
-            int real = (int)mine.real;
-            if (store.unit == 16)
-                copy_run<Unit16>(job, store, base, count, address, real, lane);
-            else if (store.unit == 8)
-                copy_run<u64>(job, store, base, count, address, real, lane);
-            else
-                copy_run<u32>(job, store, base, count, address, real, lane);
-        }
-        name_run(job, base, count, mine, lane);
-    }
-}
-
-}  // namespace gear
+// One launch: select by one of the plain laws, and gather.
+#include "fill_run.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) fill_many(const __grid_constant__ gear::Job job) {
-    gear::run_many(job);
+    gear::run_many<gear::PlainLaw>(job);
 }
 extern "C" __global__ void __launch_bounds__(256) fill_8(const __grid_constant__ gear::Job job) {
-    gear::run<8>(job);
+    gear::run<gear::PlainLaw, 8>(job);
 }
 extern "C" __global__ void __launch_bounds__(256) fill_16(const __grid_constant__ gear::Job job) {
-    gear::run<16>(job);
+    gear::run<gear::PlainLaw, 16>(job);
 }
 extern "C" __global__ void __launch_bounds__(256) fill_32(const __grid_constant__ gear::Job job) {
-    gear::run<32>(job);
+    gear::run<gear::PlainLaw, 32>(job);
 }

@@ -6,11 +6,10 @@
 //
 // B segments a step, K steps of a window, E episodes.  All sizes are 64-bit.
 #pragma once
-#include "philox.cuh"
+#include "rule.cuh"
 
 namespace gear {
 
-enum Law { UNIFORM_STEPS = 0, UNIFORM_EPISODES = 1, CHOSEN = 2, WEIGHTED_EPISODES = 3 };
 enum Type { COPY = 0, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64 };
 enum { MAX_STORES = 24, SELECTION_STREAM = 0 };
 
@@ -55,6 +54,9 @@ struct Job {
     i64* names;             // (segments, 2)
     u64* ticket;            // blocks that have read the counter
     i64* wrong;             // set to 1 + segment if a chosen segment is not in the table
+    i64 whole;              // slots of the global batch
+    double* chances;        // (segments,) or null: the probability of each segment in its slot
+    Rule rule;              // of laws.cuh
     Store store[MAX_STORES];
 };
 
@@ -87,7 +89,8 @@ GEAR_CODE i64 first_above(const u64* table, i64 count, u64 value) {
     return low;
 }
 
-GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
+// The laws of kernels that draw with few registers; laws.cuh has all of them.
+GEAR_CODE Segment choose_plain(const Job& job, u64 first_step, i64 segment) {
     Segment found;
     if (job.law == CHOSEN) {
         found.episode = job.chosen_episodes[segment];
@@ -125,6 +128,13 @@ GEAR_CODE Segment choose(const Job& job, u64 first_step, i64 segment) {
     found.real = left < job.span ? left : job.span;
     return found;
 }
+
+struct PlainLaw {
+    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
+        return choose_plain(job, first_step, segment);
+    }
+    GEAR_MEMBER void note(const Job&, u64, i64, const Segment&) {}
+};
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 typedef ulonglong2 Unit16;  // one load of 16 bytes
@@ -298,10 +308,10 @@ GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, 
     }
 }
 
-template <int LANES>
+template <typename Law, int LANES>
 GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
     i64 number = task / job.tasks, part = task - number * job.tasks;
-    Segment segment = choose(job, first_step, number);
+    Segment segment = Law::choose(job, first_step, number);
     for (i64 s = 0; s < job.stores; ++s) {
         const Store& store = job.store[s];
         if (part < store.pieces) {
@@ -314,6 +324,7 @@ GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
         part -= store.pieces;
     }
     name_segment<LANES>(job, segment, number, lane);
+    if (lane == 0) Law::note(job, first_step, number, segment);
 }
 
 }  // namespace gear

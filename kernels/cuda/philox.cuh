@@ -3,8 +3,10 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define GEAR_CODE __device__ __forceinline__
+#define GEAR_MEMBER static GEAR_CODE  // of a structure
 #else  // the tests compile the same text for the CPU
 #define GEAR_CODE static inline
+#define GEAR_MEMBER static inline
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned long long)(((unsigned __int128)a * b) >> 64);
 }

@@ -1,0 +1,234 @@
+"""Priorities in GPU memory: masses, their sums, updates from losses, importance weights.
+
+The CPU twin is `gear_offline.laws.sum_tree.SumTree` with `gear_offline.laws.prioritized`; masses,
+sums and draws are the same bits.  Nothing here waits for the GPU but `state` and `total`.
+
+Shape legend: N steps (items), E episodes, B segments of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.kernels.cuda_module import Function, Parameters, load
+from gear_offline.kernels.tree_job import (
+    IMPORTANCE,
+    PAUSED,
+    REFUSED,
+    STATE_WORDS,
+    SUMS,
+    UPDATE,
+    UPDATES,
+    describe_tree,
+    job_of,
+    level_sizes,
+)
+from gear_offline.schema import EpisodeIndex
+
+THREADS, BLOCK = 256, 1024
+SMALL = 8192  # updates that one block does in one launch
+BLOCKS_PER_SM = 4
+KERNELS = ("tree_sums", "tree_update", "tree_check", "tree_apply", "tree_release", "tree_weigh")
+
+
+class DevicePriorities:
+    """The masses of N items in GPU memory, 8.53 bytes each with their sums.
+
+    Parameters
+    ----------
+    index
+        Whose N steps have the masses.
+    mass_of_code
+        (CODES,) uint64, as `gear_offline.laws.prioritized.Prioritized`.
+    device
+        The GPU.
+    first
+        The mass of every step; others are set by `set_masses`.
+
+    Raises
+    ------
+    UnavailableError
+        ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
+
+    Attributes
+    ----------
+    tree
+        A `TREE` row; its addresses never change.
+    """
+
+    def __init__(
+        self,
+        index: EpisodeIndex,
+        mass_of_code: npt.NDArray[np.uint64],
+        *,
+        device: torch.device,
+        first: int,
+    ) -> None:
+        self.index, self.device = index, device
+        self._kernels: dict[str, Function] = load("tree.cu", KERNELS, device=device.index or 0)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_blocks = BLOCKS_PER_SM * processors
+        self._levels = [
+            torch.zeros(size, dtype=torch.int64, device=device) for size in level_sizes(index.steps)
+        ]
+        self.tree = describe_tree([level.data_ptr() for level in self._levels])
+        self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
+        self._offsets = torch.from_numpy(np.array(index.offsets)).to(device)
+        self._mass_of_code = torch.from_numpy(mass_of_code.view(np.int64)).to(device)
+        self._job = job_of(
+            UPDATE,
+            tree=self.tree,
+            offsets=self._offsets.data_ptr(),
+            episodes=index.episodes,
+            masses=self._mass_of_code.data_ptr(),
+            state=self._state.data_ptr(),
+        )
+        self.masses.fill_(first)
+        self.add_up()
+
+    @property
+    def masses(self) -> Tensor:
+        """(N,) int64, a view; call `add_up` after writing to it.  All together below ``2**63``."""
+        return self._levels[0][: self.index.steps]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of masses and sums."""
+        return sum(level.nbytes for level in self._levels)
+
+    @property
+    def updates(self) -> int:
+        """Updates so far; waits for the GPU."""
+        return int(self._state[UPDATES])
+
+    @property
+    def refused(self) -> int:
+        """Updates that were not done for a loss or a name in them; waits for the GPU."""
+        return int(self._state[REFUSED])
+
+    @property
+    def total(self) -> int:
+        """Sum of all masses; waits for the GPU."""
+        return int(self._levels[-1].sum())
+
+    def add_up(self) -> None:
+        """Compute all sums anew."""
+        for below, sums in zip(self._levels, self._levels[1:], strict=False):
+            count = len(below) // 16
+            job = job_of(SUMS, below=below.data_ptr(), sums=sums.data_ptr(), count=count)
+            self._launch("tree_sums", job, items=count)
+
+    def update(self, names: Tensor, losses: Tensor) -> None:
+        """Take the losses of segments.  Of a segment that is named twice the larger one counts.
+
+        Without host synchronisation, on torch's current stream, in one launch for small batches.
+        If a loss is not finite or negative, or a segment not in the table, nothing is changed and
+        `refused` counts it.
+
+        Parameters
+        ----------
+        names
+            (B, 2) int64 on the GPU, contiguous: episode, start.
+        losses
+            (B,) float32 on the GPU, contiguous.
+        """
+        count = losses.numel()
+        assert names.numel() == 2 * count and names.is_contiguous() and losses.is_contiguous()
+        assert names.dtype == torch.int64 and losses.dtype == torch.float32
+        job = self._job.copy()
+        job["names"], job["losses"], job["count"] = names.data_ptr(), losses.data_ptr(), count
+        if count <= SMALL:
+            self._launch("tree_update", job, items=1, threads=_threads(count))
+            return
+        for kernel in ("tree_check", "tree_apply", "tree_release"):
+            self._launch(kernel, job, items=count)
+
+    def update_from_host(
+        self, segments: npt.NDArray[np.int64], losses: npt.NDArray[np.float32]
+    ) -> None:
+        """`update` of (B, 2) int64 segments and (B,) float32 losses in host memory."""
+        names = torch.from_numpy(np.array(segments, dtype=np.int64))
+        values = torch.from_numpy(np.array(losses, dtype=np.float32))
+        self.update(names.to(self.device), values.to(self.device))
+
+    def masses_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the masses of rows, of any shape; waits for the GPU."""
+        found = self.masses[torch.from_numpy(np.array(rows)).to(self.device)]
+        return np.asarray(found.cpu().numpy())
+
+    def importance(
+        self,
+        probability: Tensor,
+        *,
+        counter: Tensor,
+        beta: float,
+        beta_steps: int | None,
+        out: Tensor,
+    ) -> None:
+        """Write (B,) float32 weights of losses; within a unit in the last place of the CPU's.
+
+        Parameters
+        ----------
+        probability
+            (B,) float64 on the GPU, of the batch's slots.
+        counter
+            (1,) int64 on the GPU: one more than the batch's step.
+        beta, beta_steps
+            As `gear_offline.laws.prioritized.Prioritized`.
+        out
+            (B,) float32 on the GPU.
+        """
+        count = out.numel()
+        assert probability.dtype == torch.float64 and out.dtype == torch.float32
+        job = job_of(
+            IMPORTANCE,
+            probability=probability.data_ptr(),
+            weights=out.data_ptr(),
+            count=count,
+            size=self.index.steps,
+            counter=counter.data_ptr(),
+            beta=beta,
+            beta_steps=beta_steps or 0,
+        )
+        self._launch("tree_weigh", job, items=1, threads=_threads(count))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out updates that are enqueued inside; those in captured graphs, too."""
+        self._state[PAUSED].fill_(1)
+        try:
+            yield
+        finally:
+            self._state[PAUSED].fill_(0)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return masses (N,) int64 and the number of updates (1,) int64; waits for the GPU."""
+        return {
+            "masses": self.masses.cpu().numpy(),
+            "updates": self._state[UPDATES : UPDATES + 1].cpu().numpy(),
+        }
+
+    def load_state(self, masses: npt.NDArray[np.int64], updates: int) -> None:
+        """Take over masses and the number of updates; addresses stay."""
+        self.masses.copy_(torch.from_numpy(masses))
+        self._state.zero_()
+        self._state[UPDATES].fill_(updates)
+        self.add_up()
+
+    def _launch(
+        self, kernel: str, job: npt.NDArray[Any], *, items: int, threads: int = THREADS
+    ) -> None:
+        blocks = max(1, min(-(-items // threads), self._most_blocks))
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._kernels[kernel].launch(blocks, threads, stream, Parameters(job.ctypes.data))
+
+
+def _threads(count: int) -> int:
+    return min(BLOCK, -(-max(count, 1) // 32) * 32)

@@ -1,0 +1,113 @@
+"""The package's GPU classes on the CPU: launches call the kernels' own text, compiled for the CPU.
+
+What is left to the GPU tests is how threads share the work, and the compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.kernels import engine, priorities, select
+from gear_offline.kernels.job import JOB
+from gear_offline.kernels.rules import RULE
+from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
+from gear_offline.placement import PlacedStore, PlacedTable
+from gear_offline.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
+
+
+def compile_library(folder: Path, name: str) -> Any:
+    """Return ``tests/NAME_on_cpu.cpp`` as a library; skips the test without a compiler."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    target = folder / f"{name}.so"
+    source = str(ROOT / "tests" / f"{name}_on_cpu.cpp")
+    include = f"-I{ROOT / 'kernels' / 'cuda'}"
+    subprocess.run([compiler, *FLAGS, include, source, "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def compile_laws(folder: Path) -> Any:
+    """Return the library of laws and trees, whose structures are those of the package."""
+    library = compile_library(folder, "laws")
+    library.size_of.restype = ctypes.c_longlong
+    sizes = [library.size_of(number) for number in range(5)]
+    assert sizes == [d.itemsize for d in (JOB, RULE, UPDATE, IMPORTANCE, TREE)]
+    return library
+
+
+class _Kernel:
+    """A function of the library in the place of a kernel; one call does all blocks."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def launch(self, blocks: int, threads: int, stream: int, parameters: Any) -> None:
+        assert blocks > 0 and threads > 0
+        address = ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0]
+        self._function(ctypes.c_void_p(address))
+
+
+class _Processor:
+    multi_processor_count = 2
+
+
+class _Stream:
+    cuda_stream = 0
+
+
+def place(table: Table) -> PlacedTable:
+    """Return the rows of a table where they are, for an engine on the CPU."""
+    stores = []
+    for store in table.stores:
+        assert store.rows is not None
+        first = table.margin + table.episodes.offsets[:-1]
+        row_bytes = store.rows.strides[0]
+        stores.append(
+            PlacedStore(
+                store=store,
+                addresses=store.rows.ctypes.data + first * row_bytes,
+                row_bytes=row_bytes,
+                tiers=np.zeros(table.episodes.episodes, np.uint8),
+            )
+        )
+    return PlacedTable(
+        episodes=table.episodes,
+        stores=tuple(stores),
+        device=torch.device("cpu"),
+        hbm_bytes=1,
+        host_bytes=0,
+        reason="a test",
+        _held=[table],
+    )
+
+
+@contextmanager
+def on_cpu(library: Any) -> Iterator[torch.device]:
+    """Within it kernels run on the CPU; gives the device to name."""
+
+    def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, _Kernel]:
+        return {name: _Kernel(getattr(library, f"run_{name}")) for name in names}
+
+    with (
+        mock.patch.object(priorities, "load", load),
+        mock.patch.object(select, "load", load),
+        mock.patch.object(engine, "load", load),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda _: _Processor),
+        mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream),
+    ):
+        yield torch.device("cpu")

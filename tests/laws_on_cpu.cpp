@@ -1,0 +1,89 @@
+// The kernels of laws, trees and fills for the CPU: what their threads do, one after the other.
+#include "laws.cuh"
+
+using namespace gear;
+
+// The step of a launch; a counter on the device goes on by one.
+static u64 step_of_launch(const Job& job) {
+    if (!job.counter) return job.first_step;
+    u64 step = *job.counter;
+    *const_cast<u64*>(job.counter) = step + 1;
+    return step;
+}
+
+template <typename Law>
+static void fill(const Job& job) {
+    u64 step = step_of_launch(job);
+    for (i64 task = 0; task < job.segments * job.tasks; ++task)
+        for (int lane = 0; lane < 8; ++lane) run_task<Law, 8>(job, step, task, lane);
+}
+
+#define FILLS(name, Law)                                              \
+    extern "C" void run_##name##_8(const Job* job) { fill<Law>(*job); }  \
+    extern "C" void run_##name##_16(const Job* job) { fill<Law>(*job); } \
+    extern "C" void run_##name##_32(const Job* job) { fill<Law>(*job); } \
+    extern "C" void run_##name##_many(const Job* job) { fill<Law>(*job); }
+FILLS(fill, PlainLaw)
+FILLS(laws, AnyLaw)
+
+extern "C" void run_laws_select(const Job* job) {
+    u64 step = step_of_launch(*job);
+    for (i64 i = 0; i < job->segments; ++i) {
+        Segment mine = AnyLaw::choose(*job, step, i);
+        job->names[2 * i] = mine.episode;
+        job->names[2 * i + 1] = mine.start;
+        if (job->mask) job->mask[i] = mine.real;
+        AnyLaw::note(*job, step, i, mine);
+    }
+}
+
+extern "C" void run_tree_sums(const SumsJob* job) {
+    for (i64 at = 0; at < job->count; ++at) job->sums[at] = sum_of(*job, at);
+}
+
+extern "C" void run_tree_update(const UpdateJob* job) {
+    if (job->state[PAUSED]) return;
+    bool good = true;
+    for (i64 i = 0; i < job->count; ++i) good = good && usable(*job, i);
+    if (good) {
+        for (i64 i = 0; i < job->count; ++i)
+            spread(job->tree, change(*job, i), 1, job->tree.levels);
+        for (i64 i = 0; i < job->count; ++i) release(*job, i);
+    }
+    job->state[good ? UPDATES : REFUSED] += 1;
+}
+
+// A large batch: the last of three launches does all.
+extern "C" void run_tree_check(const UpdateJob*) {}
+extern "C" void run_tree_apply(const UpdateJob*) {}
+extern "C" void run_tree_release(const UpdateJob* job) { run_tree_update(job); }
+
+extern "C" void run_tree_weigh(const ImportanceJob* job) {
+    double beta = beta_of(*job), largest = 0.0;
+    for (i64 i = 0; i < job->count; ++i) {
+        double weight = weight_of(*job, beta, i);
+        largest = weight > largest ? weight : largest;
+    }
+    for (i64 i = 0; i < job->count; ++i)
+        job->weights[i] = (float)(weight_of(*job, beta, i) / largest);
+}
+
+extern "C" void tree_find(const Tree* tree, const u64* numbers, i64 count, i64* items) {
+    for (i64 i = 0; i < count; ++i) items[i] = find(*tree, numbers[i]);
+}
+
+extern "C" void divide_wide(u64 high, u64 low, u64 by, u64* found) {
+    Division division = divide(high, low, by);
+    found[0] = division.quotient;
+    found[1] = division.rest;
+}
+
+extern "C" i64 size_of(int which) {
+    switch (which) {
+        case 0: return sizeof(Job);
+        case 1: return sizeof(Rule);
+        case 2: return sizeof(UpdateJob);
+        case 3: return sizeof(ImportanceJob);
+        default: return sizeof(Tree);
+    }
+}

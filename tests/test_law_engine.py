@@ -1,0 +1,197 @@
+"""The GPU engine with its kernels on the CPU: batches and priorities of every law, step by step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.errors import InputError
+from gear_offline.kernels.engine import DeviceEngine
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.laws.prioritized import Prioritized
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.device_batches import make_batches
+from gear_offline.loaders.device_feedback import DeviceFeedback, prioritized_parts
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.loss import action_loss
+from gear_offline.selection import make_selection
+from gear_offline.table import Table, build_table
+from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.law_support import LAW_CASES, facts
+from tests.segment_oracle import MemoryTable
+
+LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
+SPAN, BATCH = 5, 7
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_laws(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    total, generator = sum(LENGTHS), np.random.default_rng(1)
+    columns: dict[str, Any] = {
+        "observations": generator.normal(size=(total, 3)).astype(np.float32),
+        "actions": generator.normal(size=(total, 2)).astype(np.float32),
+        "rewards": generator.normal(size=total),
+    }
+    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN)
+
+
+def make(name: str, options: dict[str, Any]) -> Any:
+    data = facts(LENGTHS, terminated=[True] * len(LENGTHS))
+    return make_selection(name, data, context_length=SPAN, **options)
+
+
+def engine_of(table: Table, law: Any, padding: Padding = "right", **options: Any) -> DeviceEngine:
+    shape: dict[str, Any] = {"batch_size": BATCH, "context_length": SPAN, **options}
+    return DeviceEngine(place(table), law, seed=9, padding=padding, **shape)
+
+
+def bits(windows: Any) -> list[bytes]:
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+def test_fills_are_those_of_the_cpu(
+    library: Any, table: Table, name: str, options: dict[str, Any]
+) -> None:
+    law, twin = make(name, options), make(name, options)
+    padding: Padding = getattr(law, "padding", "right")
+    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    with on_cpu(library):
+        engine = engine_of(table, law, padding)
+        for step in (0, 3, 2**33 - 1):
+            drawn = twin.select_many(seed=9, first_step=step, steps=3, count=BATCH)
+            assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
+        fill = engine.static(chances=True)
+        fill.set_step(2**32 - 2)
+        for step in range(2**32 - 2, 2**32 + 2):
+            fill.enqueue()
+            drawn = twin.select(seed=9, step=step, count=BATCH)
+            assert bits(fill.windows) == bits(gather.fill(drawn))
+            assert fill.chances is not None and int(fill.counter) == step + 1
+            assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
+
+
+@pytest.mark.parametrize("name", ["fifo", "shuffled_epochs", "min_dt", "stratified_return"])
+def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, name: str) -> None:
+    law = make(name, {})
+    gather = CpuGather(table, context_length=SPAN)
+    with on_cpu(library):
+        engine = engine_of(table, law, batch_size=3, first_slot=3, global_batch=8)
+        drawn = law.select_many(seed=9, first_step=40, steps=2, count=8)
+        assert bits(engine.fill(first_step=40, steps=2)) == bits(gather.fill(drawn[:, 3:6]))
+
+
+MIXTURE = {
+    "parts": [{"strategy": "uniform_steps"}, {"strategy": "prioritized", "alpha": 0.9}],
+    "schedule": [{"step": 0, "weights": [1, 1]}, {"step": 30, "weights": [0, 1]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("prioritized", {"beta_steps": 25}), ("mixture", MIXTURE)]
+)
+def test_feedback_without_the_host(
+    library: Any, table: Table, name: str, options: dict[str, Any]
+) -> None:
+    """Batches, weights and masses over many steps are those of the CPU's law and feedback."""
+    law, twin = make(name, options), make(name, options)
+    gather = CpuGather(table, context_length=SPAN)
+    loader = cast(GearLoader, SimpleNamespace(selection=law))
+    with on_cpu(library):
+        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=True)
+        feedback = DeviceFeedback(loader, batches)
+        for step in range(40):
+            batches.begin()
+            drawn = twin.select(seed=9, step=step, count=BATCH)
+            assert bits(batches._fill.windows) == bits(gather.fill(drawn))
+            expected = twin.importance(drawn.probability, step=step).astype(np.float32)
+            np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
+            losses = batches.batch.rewards[:, 0, 0].abs() * 10
+            feedback.update(batches.batch, losses)
+            with feedback.paused():
+                feedback.update(batches.batch, losses * 9)
+            named = np.stack([drawn.episodes, drawn.starts], 1)
+            twin.update(named, losses.numpy())
+            batches.end()
+        for mine, theirs in zip(prioritized_parts(law), prioritized_parts(twin), strict=True):
+            assert np.array_equal(mine.masses, theirs.masses)
+        assert law.updates == twin.updates == 40
+        state = law.state()
+        assert {key: value.tobytes() for key, value in state.items()} == {
+            key: value.tobytes() for key, value in twin.state().items()
+        }
+        again = make(name, options)
+        again.load_state(state)
+        law.load_state(twin.state())
+        one, other = (some.select(seed=4, step=50, count=200) for some in (law, again))
+        assert one.starts.tolist() == other.starts.tolist()
+        assert one.probability.tobytes() == other.probability.tobytes()
+
+
+def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Table) -> None:
+    law = make("prioritized", {})
+    loader = cast(GearLoader, SimpleNamespace(selection=law))
+    with on_cpu(library):
+        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
+        feedback = DeviceFeedback(loader, batches)
+        batches.begin()
+        batch = batches.batch
+        predictions = torch.zeros_like(batch.actions)
+        loss = feedback.loss(predictions, batch)
+        plain = action_loss(predictions, batch.actions, batch.attention_mask)
+        assert float(loss) == pytest.approx(float(plain)), "all weights are 1 before any loss"
+        assert law.updates == 1 and len(np.unique(law.masses)) > 1
+        predictions[0, 0] = torch.nan
+        before = law.masses
+        feedback.loss(predictions, batch)
+        assert law.updates == 1 and np.array_equal(law.masses, before)
+        assert law.on_device(torch.device("cpu")).refused == 1
+
+
+def test_laws_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
+    law = make("uniform_steps", {})
+    with on_cpu(library):
+        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
+        with pytest.raises(InputError) as caught:
+            DeviceFeedback(cast(GearLoader, SimpleNamespace(selection=law)), batches)
+    assert caught.value.code == "SELECTION_PRIORITY"
+
+
+def test_priorities_move_with_what_they_learned(library: Any) -> None:
+    law, twin = (Prioritized(facts(LENGTHS).episodes) for _ in range(2))
+    names, losses = np.array([[2, 5], [0, 1]]), np.array([3.0, 0.5], np.float32)
+    for some in (law, twin):
+        some.update(names, losses)
+    with on_cpu(library) as device:
+        tree = law.on_device(device)
+        assert law.updates == 1 and law.on_device(device) is tree
+        assert law.nbytes == tree.nbytes < 12 * 112
+        for some in (law, twin):
+            some.update(names[::-1], losses)
+        assert np.array_equal(law.masses, twin.masses)
+        with pytest.raises(InputError):
+            law.update(names, -losses)
+        with pytest.raises(Exception, match="not of cuda"):
+            law.on_device(torch.device("cuda", 1))
+
+
+def test_batches_name_what_they_are(library: Any, table: Table) -> None:
+    with on_cpu(library):
+        law = make("fifo", {})
+        batches = make_batches(engine_of(table, law), padding="right", step=2, ahead=False)
+        batches.enqueue()
+        assert isinstance(batches.batch, Batch) and batches.chances is None
+        rows = [2 * BATCH + slot for slot in range(BATCH)]
+        offsets = np.cumsum([0, *LENGTHS])
+        found = batches.batch.segments.numpy()
+        assert (offsets[found[:, 0]] + found[:, 1]).tolist() == rows
