@@ -244,7 +244,8 @@ class LeadingRun(Run):
         )
         self.evaluations.begin(self._due_so_far(step))
         self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
-        self._steps_began = self._logged
+        self._steps_began = self._steps_ended = self._logged
+        self._first_step = step
 
     def _due_so_far(self, step: int) -> list[int]:
         """Return the steps up to `step` after which an evaluation was due."""
@@ -253,6 +254,7 @@ class LeadingRun(Run):
         return [done for done in sorted(candidates) if self._evaluation_due(done)]
 
     def _finish(self) -> None:
+        self._steps_ended = time.perf_counter()
         self.evaluations.finish()
         self.saves.prune(self._what_stays())
         self.saves.wait()
@@ -345,14 +347,15 @@ class LeadingRun(Run):
         evaluations = self.metrics.evaluations
         best = self.metrics.best
         spec, returns = self.dataset.spec, self.dataset.manifest.returns
+        steps_seconds = max(self._steps_ended - self._steps_began, 1e-9)
         summary = {
             "recipe": self.recipe.name,
             "seed": self.recipe.seed,
             "steps": self.learner.step,
             "seconds": round(self.seconds, 3),
             "data_wait_share": self.learner.data_wait_share,
-            "save_wait_share": self.saves.held_seconds
-            / max(time.perf_counter() - self._steps_began, 1e-9),
+            "steps_per_second": (self.learner.step - self._first_step) / steps_seconds,
+            "save_wait_share": self.saves.held_seconds / steps_seconds,
             "evaluation": self.evaluations.summary(),
             "parameters": sum(p.numel() for p in self.learner.model.parameters()),
             "device": str(self.learner.device),

@@ -60,7 +60,7 @@ def test_strided_tensors_and_large_ones(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_the_format_has_not_and_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="odd has the type torch.complex64"):
+    with pytest.raises(ValueError, match="odd has the type"):
         write_tensors(tmp_path / "f", {"odd": torch.zeros(2, dtype=torch.complex64)})
     write_tensors(tmp_path / "f", {"x": torch.zeros(2)})
     with pytest.raises(FileExistsError):

@@ -27,6 +27,8 @@ BENCHES = {
     "load": "shards to shared host memory, against the same threads reading files into it",
     "exchange": "ns a read to build and post RDMA requests; rates of gloo and, if there, RDMA",
     "disk": "batches of data four times the memory budget, against reading the files in order",
+    "save": "seconds of training lost to a checkpoint, against torch.save and torch's async_save",
+    "beside": "training steps a second with evaluations beside training, in place and without",
     "select": "weighted choice, priorities and shuffles on the CPU, against torch.multinomial",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
