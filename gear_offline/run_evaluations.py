@@ -136,9 +136,10 @@ class RunEvaluations:
     def _policy(self) -> Policy:
         """Return the learner's policy, or a copy of it where it acts on another device."""
         policy, device = self._learner.policy(), self._choice.device
-        if device.type == policy.device.type:
+        if same_device(device, policy.device):
             return policy
-        model = type(policy.model)(policy.model.config)
+        with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
+            model = type(policy.model)(policy.model.config)
         model.attention = policy.model.attention
         model.load_state_dict(policy.model.state_dict())
         loader = self._learner.recipe.loader
@@ -226,3 +227,8 @@ class RunEvaluations:
             "staleness_steps_max": max(steps, default=None),
             "staleness_seconds_max": max(seconds, default=None),
         }
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Return whether a policy on `other` is where `one` says."""
+    return one.type == other.type and one.index in (None, other.index)
