@@ -7,8 +7,9 @@ libraries may time several and keep the fastest.  Here only kernels with one ord
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
     benchmark, one_order, tf32 = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
     precision = torch.get_float32_matmul_precision()
     efficient, by_cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    stack = ExitStack()
     try:
+        # `make_loss` asks for unused parameters for the sake of something else
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         torch.use_deterministic_algorithms(True)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = False, True, False
         torch.set_float32_matmul_precision("highest")
@@ -44,6 +49,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         cuda.enable_cudnn_sdp(False)
         yield
     finally:
+        stack.close()
         torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
         cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = benchmark, one_order, tf32
         torch.set_float32_matmul_precision(precision)
