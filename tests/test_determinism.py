@@ -1,4 +1,4 @@
-"""``train.deterministic``: the same weights bit for bit after a resume, on one rank and on several."""
+"""``train.deterministic``: the same weights bit for bit after a resume, on one rank or more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations beside training: the same returns, later; lost workers cost nothing and leave nothing.
+"""Evaluations beside training: the same returns, later; lost workers leave nothing behind.
 
 Real workers take seconds to start, so most tests use one that plays in this process.
 """
