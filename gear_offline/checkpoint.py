@@ -15,12 +15,8 @@ and a ``.partial-...`` directory that the next run removes.  No file is unpickle
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,60 +26,30 @@ import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
 from torch import Tensor
 
-from gear_offline.checkpoint_fields import check_fields, measure, not_readable, read_statistics
+from gear_offline.checkpoint_fields import check_fields, not_readable, read_statistics
 from gear_offline.checkpoint_fields import damaged as damaged
-from gear_offline.checkpoint_folder import (
-    checkpoint_name,
-    list_checkpoints,
-    remove_checkpoint,
-    sweep,
+from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.checkpoint_saving import (
+    CONFIG,
+    FORMAT,
+    FORMAT_VERSION,
+    MODEL,
+    STATE,
+    TRAINING,
+    seal,
 )
-from gear_offline.config_text import config_text
+from gear_offline.checkpoint_saving import TrainingState as TrainingState
+from gear_offline.checkpoint_saving import save_checkpoint as save_checkpoint
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
-from gear_offline.run_directory import read_regular, sync_directory
-from gear_offline.staging import write_error
+from gear_offline.run_directory import read_regular
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
 
-FORMAT = "gear-offline checkpoint"
-FORMAT_VERSION = 1
-CONFIG, MODEL = "config.json", "model.safetensors"
-TRAINING, STATE = "training.safetensors", "state.json"
 MAX_STATE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingState:
-    """What a checkpoint holds besides the model.
-
-    Attributes
-    ----------
-    step
-        Optimiser steps done.
-    recipe
-        The resolved recipe.
-    tensors
-        Optimiser moments, random-number states and unlogged losses, by name.
-    loader
-        `GearLoader.state_dict` after `step` batches.
-    state_mean, state_std
-        (S,) float64 statistics the observations were normalised with; None when they were not.
-    seconds
-        Wall time of the run so far.
-    """
-
-    step: int
-    recipe: Recipe
-    tensors: Mapping[str, Tensor] = field(repr=False)
-    loader: Mapping[str, Any]
-    state_mean: npt.NDArray[np.float64] | None
-    state_std: npt.NDArray[np.float64] | None
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,91 +72,6 @@ class Checkpoint:
     config: Mapping[str, Any]
     model: Mapping[str, Tensor] = field(repr=False)
     state: TrainingState
-
-
-def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
-    """Write a checkpoint into `folder` and return its directory.
-
-    An existing checkpoint of the same step is replaced.  When this returns, the checkpoint
-    survives a power loss; if it is killed, what was there before is still there.
-
-    Raises
-    ------
-    GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; earlier checkpoints are still there.
-    """
-    try:
-        return _save(folder, model, state)
-    except SafetensorError as error:
-        number = re.search(r"os error ([0-9]+)", str(error))
-        told = OSError(int(number.group(1)), str(error)) if number else OSError(str(error))
-        raise write_error(told, str(folder)) from error
-    except OSError as error:
-        raise write_error(error, str(folder)) from error
-    finally:
-        sweep(folder)  # of a checkpoint half written
-
-
-def _save(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / checkpoint_name(state.step)
-    partial = folder / f".partial-{final.name}"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    _save_model(partial, model)
-    save_file(dict(state.tensors), partial / TRAINING)
-    files = {name: measure(partial / name) for name in (CONFIG, MODEL, TRAINING)}
-    (partial / STATE).write_bytes(_seal(_document(state, files)))
-    for path in partial.iterdir():
-        with open(path, "rb+") as file:
-            os.fchmod(file.fileno(), 0o666 & ~_umask())  # safetensors makes files private
-            os.fsync(file.fileno())
-    sync_directory(partial)
-    if final.exists():  # a damaged one that a resumed run has passed again
-        remove_checkpoint(final)
-    os.rename(partial, final)
-    sync_directory(folder)
-    return final
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # there is no way to read it alone
-    os.umask(mask)
-    return mask
-
-
-def _save_model(folder: Path, model: DecisionTransformer) -> None:
-    """Write what ``save_pretrained`` writes, without its progress bar."""
-    (folder / CONFIG).write_text(config_text(model))
-    save_file(model.state_dict(), folder / MODEL, metadata={"format": "pt"})
-
-
-def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
-    normalisation = None
-    if state.state_mean is not None and state.state_std is not None:
-        normalisation = {"mean": state.state_mean.tolist(), "std": state.state_std.tolist()}
-    return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "step": state.step,
-        "loader": dict(state.loader),
-        "normalisation": normalisation,
-        "returns_scale": state.recipe.loader.returns_scale,
-        "context_length": state.recipe.loader.context_length,
-        "seconds": state.seconds,
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
-        "recipe": state.recipe.to_dict(),
-        "files": dict(files),
-    }
-
-
-def _seal(document: Mapping[str, Any]) -> bytes:
-    """Return the one spelling of `document` that is valid, its digest in it."""
-    plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
-    digest = xxhash.xxh3_128_hexdigest(plain.encode())
-    sealed = {**document, "digest": digest}
-    return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -220,7 +101,7 @@ def read_state(path: Path) -> dict[str, Any]:
         if document["format"] != FORMAT:
             raise damaged(path, f"{STATE} is not a checkpoint's")
         document.pop("digest")
-        if _seal(document) != raw:
+        if seal(document) != raw:
             raise damaged(path, f"{STATE} does not match its digest")
         if document["format_version"] > FORMAT_VERSION:
             raise InputError(
@@ -238,10 +119,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
     """Read a checkpoint directory and verify every byte of it.
 
     Files are read once into memory; what was verified is what is used.
+
+    Parameters
+    ----------
+    training
+        False: leave out ``training.safetensors``, which acting does not need.
 
     Raises
     ------
@@ -252,7 +138,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = {
             name: _read_verified(path, name, document["files"][name])
-            for name in (CONFIG, MODEL, TRAINING)
+            for name in (CONFIG, MODEL, *((TRAINING,) if training else ()))
         }
         config = json.loads(content[CONFIG])
         check_fields(document, config)
@@ -264,7 +150,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             state=TrainingState(
                 step=document["step"],
                 recipe=Recipe.parse(document["recipe"], where=str(path / STATE)),
-                tensors=load_tensors(content[TRAINING]),
+                tensors=load_tensors(content[TRAINING]) if training else {},
                 loader=document["loader"],
                 state_mean=mean,
                 state_std=std,

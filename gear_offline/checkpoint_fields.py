@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from gear_offline.errors import InputError
 
@@ -63,12 +62,3 @@ def not_readable(path: Path, error: OSError) -> InputError:
         where=str(path),
         remedy="check its permissions and the disk; nothing says that it is damaged",
     )
-
-
-def measure(path: Path) -> dict[str, Any]:
-    """Return size and digest of a file, as ``state.json`` lists them."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(16 << 20):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from gear_offline.errors import InputError
@@ -37,8 +38,10 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def prune(folder: Path, *, keep: int, best: int | None) -> None:
-    """Keep the newest `keep` checkpoints and that of step `best`; point the link ``best`` to it."""
+def prune(
+    folder: Path, *, keep: int, best: int | None, pinned: Collection[int] = frozenset()
+) -> None:
+    """Keep the newest `keep` checkpoints, `pinned` steps and `best`, which ``best`` links to."""
     found = list_checkpoints(folder)
     steps = {step for step, _ in found}
     if best in steps:
@@ -47,7 +50,7 @@ def prune(folder: Path, *, keep: int, best: int | None) -> None:
         link.symlink_to(checkpoint_name(int(best or 0)))
         os.replace(link, folder / "best")
     for step, path in found[:-keep]:
-        if step != best:
+        if step != best and step not in pinned:
             remove_checkpoint(path)
 
 

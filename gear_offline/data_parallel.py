@@ -40,10 +40,15 @@ def make_loss(
     *,
     compiled: bool = False,
     feedback: SegmentFeedback | None = None,
+    fixed_buckets: bool = False,
 ) -> Callable[[Batch], Tensor]:
     """Return the loss of a rank's batch; its backward averages gradients over the ranks.
 
     With `feedback` segments are weighted, and the selection hears of their losses.
+
+    With `fixed_buckets` gradients are grouped by the order of parameters in every step.  Otherwise
+    the first step of a process groups them so and later ones by the order in which they were
+    ready; with three ranks or more the place in a group decides the order of the sums.
     """
     if world.size == 1 and feedback is None:
         return torch.compile(model.loss, dynamic=False) if compiled else model.loss
@@ -55,6 +60,7 @@ def make_loss(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
+                find_unused_parameters=fixed_buckets,  # only so are groups never made anew
             )
 
     forward: Callable[..., Any] = torch.compile(wrapped, dynamic=False) if compiled else wrapped

@@ -137,7 +137,13 @@ class Learner:
         feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
         self._loss: Callable[[Batch], Tensor] | None = None
         if self.graph_reason:
-            self._loss = make_loss(self.model, self.world, compiled=compiled, feedback=feedback)
+            self._loss = make_loss(
+                self.model,
+                self.world,
+                compiled=compiled,
+                feedback=feedback,
+                fixed_buckets=recipe.train.deterministic,
+            )
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
@@ -233,7 +239,8 @@ class Learner:
     @property
     def _compiled(self) -> bool:
         train = self.recipe.train
-        return train.compile == "on" or (train.compile == "auto" and train.steps >= COMPILED_FROM)
+        pays = train.steps >= COMPILED_FROM and not train.deterministic  # it times kernels
+        return train.compile == "on" or (train.compile == "auto" and pays)
 
     def _replay(self) -> None:
         began = time.perf_counter()

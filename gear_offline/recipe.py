@@ -78,6 +78,12 @@ class Recipe(Section):
                 remedy=f"a run of {self.train.steps} steps would never reach its learning rate: "
                 f"try optimizer.warmup_steps={max(1, self.train.steps // 10)}",
             )
+        if self.train.deterministic and self.train.compile == "on":
+            raise InputError(
+                "RECIPE_VALUE",
+                "train.compile=on and train.deterministic exclude each other",
+                remedy="compiled kernels are chosen by timing them: use train.compile=auto",
+            )
         if model.max_timestep is not None and model.max_timestep < self.loader.context_length:
             raise InputError(
                 "RECIPE_VALUE",

@@ -178,6 +178,10 @@ class TrainSettings(Section):
     """Newest checkpoints that are kept; the best one stays too."""
     evaluate_every: Positive | None = 10_000
     """Steps between two evaluations; null: at the end only."""
+    save: Literal["async", "sync"] = "async"
+    """Write checkpoints beside the next steps, or let training wait for the disk."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     tensorboard: bool = True
     """Write TensorBoard event files beside metrics.jsonl."""
 
@@ -197,3 +201,9 @@ class EvaluateSettings(Section):
     """Environments that step together."""
     seed: Seed = 1000
     """Seed of the first evaluation environment."""
+    beside: Literal["auto", "on", "off"] = "auto"
+    """Evaluate in other processes while training goes on; auto: where cores are free for it."""
+    device: Annotated[str, StringConstraints(pattern=DEVICE_PATTERN)] = "auto"
+    """Where the policy runs; auto: the CPU when beside training, else where training runs."""
+    workers: Positive | None = None
+    """Processes that evaluate beside training; null: by the cores that training leaves."""

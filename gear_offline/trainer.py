@@ -15,6 +15,7 @@ import torch
 
 from gear_offline.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.determinism import deterministic
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
 from gear_offline.loaders.loader import resolve_device
@@ -43,6 +44,10 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.tensorboard",
+    "train.save",
+    "evaluate.beside",
+    "evaluate.device",
+    "evaluate.workers",
 )
 
 
@@ -153,7 +158,8 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 def _torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Set torch's threads and random numbers; give the caller's back at the end."""
     threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with random, deterministic(recipe.train.deterministic):
         torch.manual_seed(recipe.seed)
         if recipe.train.threads is not None:
             torch.set_num_threads(recipe.train.threads)

@@ -8,30 +8,28 @@ steps; the first one alone writes, speaks and evaluates, and its word decides.
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from gear_offline.checkpoint import (
-    Checkpoint,
-    TrainingState,
-    damaged,
-    newest_checkpoint,
-    save_checkpoint,
-)
-from gear_offline.checkpoint_folder import list_checkpoints, prune, sweep
+from gear_offline.checkpoint import Checkpoint, TrainingState, damaged, newest_checkpoint
+from gear_offline.checkpoint_folder import sweep
+from gear_offline.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.config_text import config_text
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.interruption import Aborted, StopRequest
+from gear_offline.evaluation_choice import choose_evaluation
+from gear_offline.interruption import StopRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory, default_run_path
+from gear_offline.run_evaluations import RunEvaluations
 from gear_offline.training_display import TrainingDisplay
 from gear_offline.wording import count_text
 
@@ -77,6 +75,7 @@ class Run:
             while self.learner.step < self.settings.steps:
                 self.learner.advance()
                 self._look(self.learner.step)
+            self._finish()
 
     def _restore(self) -> None:
         """Take over the newest whole checkpoint, if there is one."""
@@ -133,6 +132,7 @@ class Run:
         if saving or stopped_by is not None:
             self._save(step)
         if stopped_by is not None and not last:
+            self._settle()
             out = "" if self.path == default_run_path(self.recipe) else f" --out {self.path}"
             raise TrainingInterrupted(
                 "TRAIN_INTERRUPTED",
@@ -148,6 +148,12 @@ class Run:
 
     def _begin(self) -> None:
         """Open what is written to."""
+
+    def _settle(self) -> None:
+        """Wait until what was saved is on the disk."""
+
+    def _finish(self) -> None:
+        """Wait for what the last step left under way."""
 
     def _end(self) -> None:
         """Close it, whatever happened."""
@@ -222,13 +228,53 @@ class LeadingRun(Run):
         )
         self.display.__enter__()
 
+        self.saves = CheckpointWriter(
+            self.directory.checkpoints_path,
+            beside=self.settings.save == "async",
+            before=self.metrics.sync,
+        )
+        self.evaluations = RunEvaluations(
+            self.path,
+            self.learner,
+            self.choice,
+            saves=self.saves,
+            metrics=self.metrics,
+            display=self.display,
+            stop=self.stop,
+        )
+        self.evaluations.begin(self._due_so_far(step))
+        self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
+        self._steps_began = self._steps_ended = self._logged
+        self._first_step = step
+
+    def _due_so_far(self, step: int) -> list[int]:
+        """Return the steps up to `step` after which an evaluation was due."""
+        every = self.settings.evaluate_every or self.settings.steps
+        candidates = {*range(every, step + 1, every), step}
+        return [done for done in sorted(candidates) if self._evaluation_due(done)]
+
+    def _finish(self) -> None:
+        self._steps_ended = time.perf_counter()
+        self.evaluations.finish()
+        self.saves.prune(self._what_stays())
+        self.saves.wait()
+
+    def _settle(self) -> None:
+        self.saves.wait()
+
     def _end(self) -> None:
+        self.evaluations.close()
+        # a second Ctrl-C waits for nothing
+        self.saves.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
         self.display.__exit__(None, None, None)
         self.metrics.close()
 
     def _announce(self) -> None:
         learner, spec = self.learner, self.dataset.spec
         parameters = sum(p.numel() for p in learner.model.parameters())
+        self.choice = choose_evaluation(
+            self.recipe, learner.device, self.world, parameters=parameters
+        )
         ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
         say(
             f"{self.recipe.name}: {count_text(spec.episodes, 'episode')}, "
@@ -238,63 +284,40 @@ class LeadingRun(Run):
             f"run directory {self.path}",
             quiet=self.quiet,
         )
+        if self._evaluation_due(self.settings.steps):
+            place = "beside training" if self.choice.beside else "in place of training"
+            say(f"evaluations: {place}, {self.choice.reason}", quiet=self.quiet)
         if learner.step:
             say(f"resuming after step {learner.step:,}", quiet=self.quiet)
 
     def _look(self, step: int) -> None:
         self.display.step(step)
+        self.saves.check()
+        if self.evaluations.collect():
+            self.saves.prune(self._what_stays())
         super()._look(step)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
+        now, held = time.perf_counter(), self.saves.held_seconds
+        values = {**values, "save_wait_share": (held - self._held) / (now - self._logged)}
+        for steps, seconds in self.evaluations.staleness[self._stale :][-1:]:
+            values |= {"evaluation_stale_steps": steps, "evaluation_stale_seconds": seconds}
+        self._logged, self._held = now, held
+        self._stale = len(self.evaluations.staleness)
         self.metrics.log(step, values)
         self.display.log(step, values["loss"])
 
     def _evaluate(self, step: int) -> bool:
-        if self.metrics.evaluated(step):
-            return False
-        try:
-            self._play(step)
-        except Aborted:
-            return False  # the resumed run makes up for it
-        best = self.metrics.best
-        return best is not None and best["step"] == step
+        return self.evaluations.evaluate(step)
 
-    def _play(self, step: int) -> None:
-        from gear_offline.evaluate import evaluate_policy
-
-        settings = self.recipe.evaluate
-        assert settings.environment is not None, "evaluations are due only with one"
-        self.learner.check()
-        began = time.monotonic()
-        self.display.evaluating()
-        with self.stop.abortable(), torch.random.fork_rng(devices=[]):
-            try:
-                report = evaluate_policy(
-                    self.learner.policy(),
-                    environment_id=settings.environment,
-                    targets=settings.targets or (),
-                    episodes=settings.episodes,
-                    environments=min(settings.environments, settings.episodes),
-                    seed=settings.seed,
-                    reference=settings.reference,
-                    quiet=True,
-                )
-            finally:
-                self.learner.resume_training()
-                self.display.evaluating(time.monotonic() - began)
-        report = replace(report, run=self.path.name, step=step, device=str(self.learner.device))
-        document = {"score": report.best.mean, **finite(report.to_json())}
-        self.metrics.evaluation(step, document)
-        score = report.normalized(report.best)
-        text = f"return {report.best.mean:,.4g}" + ("" if score is None else f", score {score:.1f}")
-        self.display.score(text)
-        pairs = (f"asked {r.target:,.4g}, got {r.mean:,.4g}" for r in report.results)
-        self.display.say(f"step {step:,}: {'; '.join(pairs)}; best {text}")
+    def _save(self, step: int) -> None:
+        with self.saves.holding():
+            super()._save(step)
 
     def _is_saved(self, step: int) -> bool:
-        saved = step in (found for found, _ in list_checkpoints(self.directory.checkpoints_path))
+        saved = self.saves.has(step)
         if saved:
-            self._prune()
+            self.saves.prune(self._what_stays())
         return saved
 
     def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
@@ -308,16 +331,15 @@ class LeadingRun(Run):
             state_std=learner.state_std,
             seconds=self.seconds,
         )
-        self.metrics.sync()
-        save_checkpoint(self.directory.checkpoints_path, learner.model, state)
-        self._prune()
+        model = learner.model
+        self.saves.save(config_text(model), model.state_dict(), state, self._what_stays())
 
-    def _prune(self) -> None:
+    def _what_stays(self) -> Prune:
         best = self.metrics.best
-        prune(
-            self.directory.checkpoints_path,
+        return Prune(
             keep=self.settings.keep_checkpoints,
             best=None if best is None else int(best["step"]),
+            pinned=self.evaluations.outstanding,
         )
 
     def _sum_up(self) -> None:
@@ -325,12 +347,16 @@ class LeadingRun(Run):
         evaluations = self.metrics.evaluations
         best = self.metrics.best
         spec, returns = self.dataset.spec, self.dataset.manifest.returns
+        steps_seconds = max(self._steps_ended - self._steps_began, 1e-9)
         summary = {
             "recipe": self.recipe.name,
             "seed": self.recipe.seed,
             "steps": self.learner.step,
             "seconds": round(self.seconds, 3),
             "data_wait_share": self.learner.data_wait_share,
+            "steps_per_second": (self.learner.step - self._first_step) / steps_seconds,
+            "save_wait_share": self.saves.held_seconds / steps_seconds,
+            "evaluation": self.evaluations.summary(),
             "parameters": sum(p.numel() for p in self.learner.model.parameters()),
             "device": str(self.learner.device),
             "precision": self.learner.precision_reason,

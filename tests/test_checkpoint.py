@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from transformers import DecisionTransformerModel
 
 from gear_offline.checkpoint import (
@@ -156,7 +155,7 @@ def test_a_newer_format_is_named(
     tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.checkpoint.FORMAT_VERSION", 2)
+        patched.setattr("gear_offline.checkpoint_saving.FORMAT_VERSION", 2)
         path = save_checkpoint(tmp_path, model, state(5))
     assert code_of(path) == "CHECKPOINT_VERSION"
     with pytest.raises(InputError, match="format version 2") as caught:
@@ -181,17 +180,15 @@ def test_one_that_may_not_be_read_is_not_called_damaged(
     assert path.name in caught.value.where
 
 
-@pytest.mark.parametrize("name", ["save_file", "sync_directory"])
+@pytest.mark.parametrize("name", ["write_tensors", "sync_directory"])
 def test_a_full_disk_is_one_error(
     tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        if name == "save_file":
-            raise SafetensorError("Error while serializing: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     save_checkpoint(tmp_path, model, state(5))
-    monkeypatch.setattr(f"gear_offline.checkpoint.{name}", refuse)
+    monkeypatch.setattr(f"gear_offline.checkpoint_saving.{name}", refuse)
     assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_SPACE"
     assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
 

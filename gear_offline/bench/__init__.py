@@ -32,6 +32,8 @@ BENCHES = {
     "disk": "batches of data four times the memory budget, against reading the files in order",
     "select": "choosing among up to 10^9 items on CPU and GPU, and a batch by each strategy, "
     "against torch.multinomial",
+    "save": "seconds of training lost to a checkpoint, against torch.save and torch's async_save",
+    "beside": "training steps a second with evaluations beside training, in place and without",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
 _PACKAGES = (

@@ -1,0 +1,239 @@
+"""Seconds of training that a checkpoint costs: written beside training, waited for, and peers.
+
+The model trains on one fixed batch with AdamW; a checkpoint is the parameters and both moments, in
+float32.  Steps are timed before each save; then steps go on until the checkpoint is on the disk.
+What that took beyond the same number of undisturbed steps is what the save cost.  ``torch.save``
+with an fsync and ``torch.distributed.checkpoint.async_save`` save the same tensors; they write
+pickles and compute no digests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.checkpoint_saving import TrainingState
+from gear_offline.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.config_text import config_text
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.progress import progress
+from gear_offline.recipe import load_recipe
+from gear_offline.wording import size_text
+
+CONTEXT, STATE_DIM, ACTION_DIM = 20, 11, 3
+SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # options, batch, turns
+    "1 M": ({"hidden_size": 128, "layers": 3, "heads": 1}, 64, 5),
+    "87 M": ({"hidden_size": 768, "layers": 12, "heads": 12}, 256, 3),
+    "1.2 B": ({"hidden_size": 2048, "layers": 24, "heads": 16}, 256, 1),
+}
+WAYS = ("async", "sync", "torch.save", "dcp.async_save")
+BEFORE_SECONDS = 1.0  # of undisturbed steps before each save
+
+Save = Callable[[Path, int], Callable[[], bool]]  # begins; what it returns says whether it is done
+
+
+def run(*, quick: bool = False, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Measure on the GPU, else on the CPU; three minutes (`quick`, or a CPU: the smallest size).
+
+    Parameters
+    ----------
+    sizes
+        Names of `SIZES`; default: all.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    small = quick or device.type == "cpu"
+    chosen = sizes or (("1 M",) if small else tuple(SIZES))
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="gear-offline-bench-") as temporary,
+        _one_process(),
+        progress(len(chosen) * len(WAYS), "save", unit="rows") as advance,
+    ):
+        for size in chosen:
+            options, batch, turns = SIZES[size]
+            trained = _Trained(options, batch, device)
+            for way in WAYS:
+                save = getattr(trained, f"save_{way.replace('.', '_')}")
+                found = [trained.lost(save, Path(temporary)) for _ in range(turns)]
+                rows.append(
+                    {
+                        "size": size,
+                        "way": way,
+                        "bytes": trained.bytes,
+                        "lost_seconds": statistics.median(lost for lost, _ in found),
+                        "lost_seconds_all": [lost for lost, _ in found],
+                        "saved_seconds": statistics.median(done for _, done in found),
+                        "turns": turns,
+                        "step_milliseconds": trained.step_seconds * 1e3,
+                    }
+                )
+                advance(1)
+            del trained
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
+    return {"device": str(device), "gpu": gpu, "results": rows}
+
+
+def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a header and one row a size and way."""
+    rows: list[tuple[Any, ...]] = [
+        ("parameters, way", "bytes", "s of training lost", "s until it is on the disk", "ms a step")
+    ]
+    for row in document["results"]:
+        rows.append(
+            (
+                f"{row['size']}, {row['way']}",
+                size_text(row["bytes"]),
+                f"{row['lost_seconds']:.3f}",
+                f"{row['saved_seconds']:.2f}",
+                f"{row['step_milliseconds']:.2f}",
+            )
+        )
+    return rows
+
+
+class _Trained:
+    """A model, its optimiser and one batch.
+
+    Parameters
+    ----------
+    options
+        Of `build_model`.
+    batch
+        Windows in the batch.
+    """
+
+    def __init__(self, options: dict[str, Any], batch: int, device: torch.device) -> None:
+        self.device = device
+        self.recipe = load_recipe("paper")
+        self.model: DecisionTransformer = build_model(
+            state_dim=STATE_DIM, action_dim=ACTION_DIM, context_length=CONTEXT, **options
+        )
+        self.model.to(device).train()  # type: ignore[arg-type, unused-ignore]
+        self.model.padding = "right"
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        shape = (batch, CONTEXT)
+        self._inputs = {
+            "states": torch.randn(*shape, STATE_DIM, device=device),
+            "actions": torch.rand(*shape, ACTION_DIM, device=device),
+            "rewards": torch.zeros(*shape, 1, device=device),
+            "returns_to_go": torch.rand(*shape, 1, device=device),
+            "timesteps": torch.arange(CONTEXT, device=device).expand(shape),
+            "attention_mask": torch.ones(shape, device=device),
+        }
+        self._step_number = 0
+        self._writers: list[CheckpointWriter] = []
+        self.step_seconds = 0.0
+        for _ in range(10):
+            self.step()
+        self.bytes = sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def step(self) -> None:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            found = self.model(**self._inputs).action_preds
+            loss = (found.float() - self._inputs["actions"]).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self._step_number += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and moments by name."""
+        found = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for number, state in enumerate(self.optimizer.state.values()):
+            found |= {f"optimizer/{kind}/{number}": value for kind, value in state.items()}
+        return found
+
+    def lost(self, save: Save, folder: Path) -> tuple[float, float]:
+        """Return the seconds that one save costs training, and until it is on the disk."""
+        self.wait()
+        began, steps = time.perf_counter(), 0
+        while time.perf_counter() - began < BEFORE_SECONDS or steps < 3:
+            self.step()
+            self.wait()
+            steps += 1
+        self.step_seconds = (time.perf_counter() - began) / steps
+        place = folder / "save"
+        began, steps = time.perf_counter(), 0
+        is_done = save(place, self._step_number)
+        saved = None
+        while saved is None or steps < 3:
+            self.step()
+            self.wait()
+            steps += 1
+            if saved is None and is_done():
+                saved = time.perf_counter() - began
+        lost = time.perf_counter() - began - steps * self.step_seconds
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+        shutil.rmtree(place)
+        return lost, saved
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _ours(self, folder: Path, step: int, *, beside: bool) -> Callable[[], bool]:
+        tensors = self.tensors()
+        writer = CheckpointWriter(folder, beside=beside, before=lambda: None)
+        self._writers.append(writer)
+        state = TrainingState(
+            step=step,
+            recipe=self.recipe,
+            tensors={n: t for n, t in tensors.items() if n.startswith("optimizer/")},
+            loader={},
+            state_mean=None,
+            state_std=None,
+            seconds=0.0,
+        )
+        model = self.model.state_dict()
+        writer.save(config_text(self.model), model, state, Prune(keep=1, best=None))
+        return lambda: writer.is_there(step)
+
+    def save_async(self, folder: Path, step: int) -> Callable[[], bool]:
+        """Ours, beside training."""
+        return self._ours(folder, step, beside=True)
+
+    def save_sync(self, folder: Path, step: int) -> Callable[[], bool]:
+        """Ours, waited for."""
+        return self._ours(folder, step, beside=False)
+
+    def save_torch_save(self, folder: Path, step: int) -> Callable[[], bool]:
+        """One file by ``torch.save``, synced."""
+        folder.mkdir()
+        with open(folder / f"{step}.pt", "wb") as file:
+            torch.save(self.tensors(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return lambda: True
+
+    def save_dcp_async_save(self, folder: Path, step: int) -> Callable[[], bool]:
+        """``torch.distributed.checkpoint.async_save`` with its file writer."""
+        from torch.distributed import checkpoint
+
+        future: Any = checkpoint.async_save(self.tensors(), checkpoint_id=folder / str(step))
+        return lambda: bool(future.done()) and future.result() is not None
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Open a group of one process, which ``async_save`` asks for."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

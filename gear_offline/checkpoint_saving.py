@@ -1,0 +1,154 @@
+"""Write a checkpoint: beside its final place, synced, renamed.  `checkpoint` says what is in it.
+
+Nothing here needs the model itself, so that a copy of its tensors can be written by another
+thread while training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from torch import Tensor
+
+from gear_offline.checkpoint_folder import checkpoint_name, remove_checkpoint, sweep
+from gear_offline.config_text import config_text
+from gear_offline.recipe import Recipe
+from gear_offline.run_directory import sync_directory
+from gear_offline.staging import write_error
+from gear_offline.tensor_file import write_tensors
+
+if TYPE_CHECKING:
+    from gear_offline.models.decision_transformer import DecisionTransformer
+
+FORMAT = "gear-offline checkpoint"
+FORMAT_VERSION = 1
+CONFIG, MODEL = "config.json", "model.safetensors"
+TRAINING, STATE = "training.safetensors", "state.json"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingState:
+    """What a checkpoint holds besides the model.
+
+    Attributes
+    ----------
+    step
+        Optimiser steps done.
+    recipe
+        The resolved recipe.
+    tensors
+        Optimiser moments, random-number states and unlogged losses, by name.
+    loader
+        `GearLoader.state_dict` after `step` batches.
+    state_mean, state_std
+        (S,) float64 statistics the observations were normalised with; None when they were not.
+    seconds
+        Wall time of the run so far.
+    """
+
+    step: int
+    recipe: Recipe
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    loader: Mapping[str, Any]
+    state_mean: npt.NDArray[np.float64] | None
+    state_std: npt.NDArray[np.float64] | None
+    seconds: float
+
+
+def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingState) -> Path:
+    """Write a checkpoint of `model` into `folder`; see `write_checkpoint`."""
+    return write_checkpoint(folder, config_text(model), model.state_dict(), state)
+
+
+def write_checkpoint(
+    folder: Path, config: str, model: Mapping[str, Tensor], state: TrainingState
+) -> Path:
+    """Write a checkpoint into `folder` and return its directory.
+
+    An existing checkpoint of the same step is replaced.  When this returns, the checkpoint
+    survives a power loss; if it is killed, what was there before is still there.
+
+    Parameters
+    ----------
+    config
+        From `gear_offline.config_text.config_text`.
+    model
+        Parameters by name, in host or GPU memory.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; earlier checkpoints are still there.
+    """
+    try:
+        return _write(folder, config, model, state)
+    except OSError as error:
+        raise write_error(error, str(folder)) from error
+    finally:
+        sweep(folder)  # of a checkpoint half written
+
+
+def _write(folder: Path, config: str, model: Mapping[str, Tensor], state: TrainingState) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / checkpoint_name(state.step)
+    partial = folder / f".partial-{final.name}"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    files = {
+        CONFIG: _write_text(partial / CONFIG, config.encode()),
+        MODEL: write_tensors(partial / MODEL, model, metadata={"format": "pt"}),
+        TRAINING: write_tensors(partial / TRAINING, state.tensors),
+    }
+    _write_text(partial / STATE, seal(_document(state, files)))
+    sync_directory(partial)
+    if final.exists():  # a damaged one that a resumed run has passed again
+        remove_checkpoint(final)
+    os.rename(partial, final)
+    sync_directory(folder)
+    return final
+
+
+def _write_text(path: Path, content: bytes) -> dict[str, Any]:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
+
+
+def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
+    normalisation = None
+    if state.state_mean is not None and state.state_std is not None:
+        normalisation = {"mean": state.state_mean.tolist(), "std": state.state_std.tolist()}
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": state.step,
+        "loader": dict(state.loader),
+        "normalisation": normalisation,
+        "returns_scale": state.recipe.loader.returns_scale,
+        "context_length": state.recipe.loader.context_length,
+        "seconds": state.seconds,
+        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
+        "recipe": state.recipe.to_dict(),
+        "files": dict(files),
+    }
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """Return the one spelling of `document` that is valid, its digest in it."""
+    plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+    digest = xxhash.xxh3_128_hexdigest(plain.encode())
+    sealed = {**document, "digest": digest}
+    return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()

@@ -1,0 +1,116 @@
+"""Whether a run's evaluations are played beside training, where, and with how many processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from gear_offline.atari import is_atari
+from gear_offline.errors import UnavailableError
+from gear_offline.recipe import Recipe
+from gear_offline.wording import count_text
+from gear_offline.world import World
+
+MOST_WORKERS = 8
+CPU_PARAMETERS = 5_000_000  # a larger model takes hours for an evaluation on CPU cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationChoice:
+    """How evaluations are played.
+
+    Attributes
+    ----------
+    beside
+        In processes of their own.
+    reason
+        Why, a clause to print.
+    device
+        Where the policy runs.
+    workers, threads
+        Processes, and torch's CPU threads in each.
+    specification
+        What another process needs to make the environment, beyond its name.
+    """
+
+    beside: bool
+    reason: str
+    device: torch.device
+    workers: int = 1
+    threads: int = 1
+    specification: str = ""
+
+
+def choose_evaluation(
+    recipe: Recipe, device: torch.device, world: World, *, parameters: int
+) -> EvaluationChoice:
+    """Decide for a run that trains on `device`.
+
+    Raises
+    ------
+    UnavailableError
+        ``EVALUATE_BESIDE`` if the recipe insists and it is not possible.
+    """
+    settings, train = recipe.evaluate, recipe.train
+    asked = settings.device
+    here = device if asked == "auto" else torch.device(asked)
+    there = torch.device("cpu") if asked == "auto" else torch.device(asked)
+    if there.type == "cuda" and there.index is None and device.type == "cuda":
+        here = there = device
+    if settings.beside == "off":
+        return EvaluationChoice(beside=False, reason="evaluate.beside=off", device=here)
+    ranks = world.nodes.count(world.nodes[world.rank])
+    busy = ranks * (1 if device.type == "cuda" else torch.get_num_threads())
+    spare = len(os.sched_getaffinity(0)) - busy
+    specification, problem = _elsewhere(settings.environment or "")
+    if not problem and settings.beside == "auto":
+        every = train.evaluate_every
+        if every is None or every >= train.steps:
+            problem = "nothing is evaluated before the end"
+        elif spare < 1:
+            problem = "training uses all cores"
+        elif there.type == "cpu" and device.type == "cuda" and parameters > CPU_PARAMETERS:
+            problem = (
+                f"{count_text(parameters, 'parameter')} are slow on CPU cores; "
+                "evaluate.device=cuda evaluates on the GPU beside training"
+            )
+    elif problem and settings.beside == "on":
+        raise UnavailableError(
+            "EVALUATE_BESIDE",
+            f"evaluate.beside=on is not possible: {problem}",
+            remedy="use evaluate.beside=auto, or an environment that a package registers",
+        )
+    if problem:
+        return EvaluationChoice(beside=False, reason=problem, device=here)
+    threads = (train.threads or 1) if device.type == "cpu" else 1
+    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads))))
+    if there.type == "cuda":
+        workers = settings.workers or 1
+    words = f"{workers} process{'es' if workers > 1 else ''} on {there}"
+    return EvaluationChoice(
+        beside=True,
+        reason=words,
+        device=there,
+        workers=workers,
+        threads=threads,
+        specification=specification,
+    )
+
+
+def _elsewhere(environment: str) -> tuple[str, str]:
+    """Return what another process needs to make the environment, and why it cannot."""
+    import gymnasium
+
+    if ":" in environment or is_atari(environment):
+        return "", ""
+    spec = gymnasium.registry.get(environment)
+    if spec is None:
+        return "", ""  # the error of making it is the same everywhere
+    if not isinstance(spec.entry_point, str):
+        return "", f"{environment} is known to this process only"
+    try:
+        return spec.to_json(), ""
+    except (TypeError, ValueError):
+        return "", f"{environment} has options that cannot be sent to another process"

@@ -1,0 +1,151 @@
+"""A process that plays checkpoints while a run trains.
+
+It takes requests as JSON lines on its standard input, answers each with one on its standard
+output, and ends with that input or with the process that started it.  Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gear_offline.errors import GearError
+from gear_offline.metrics import finite
+from gear_offline.processes import die_with_parent
+
+NICENESS = 5  # where cores are short, training goes first
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayRequest:
+    """One evaluation of a checkpoint.
+
+    Attributes
+    ----------
+    checkpoint
+        Its directory.
+    run, step
+        Name of the run and optimiser step of the weights.
+    environment, targets, episodes, environments, seed, reference
+        As in `gear_offline.evaluate.evaluate_policy`.
+    specification
+        How Gymnasium makes the environment (``EnvSpec.to_json``); empty where its name is enough.
+    device
+        Where the policy runs.
+    threads
+        CPU threads of torch; sums over more threads differ in last bits.
+    """
+
+    checkpoint: str
+    run: str
+    step: int
+    environment: str
+    targets: tuple[float, ...]
+    episodes: int
+    environments: int
+    seed: int
+    reference: str | None
+    specification: str
+    device: str
+    threads: int
+
+
+def play(policy: Any, request: PlayRequest) -> dict[str, Any]:
+    """Play `policy` as `request` says; its checkpoint and threads are the caller's business.
+
+    Returns
+    -------
+    dict
+        JSON-able: the report, and ``score``, the highest mean return over the targets.
+    """
+    from gear_offline.evaluate import evaluate_policy
+
+    report = evaluate_policy(
+        policy,
+        environment_id=request.environment,
+        targets=request.targets,
+        episodes=request.episodes,
+        environments=min(request.environments, request.episodes),
+        seed=request.seed,
+        reference=request.reference,
+        quiet=True,
+    )
+    report = replace(report, run=request.run, step=request.step, device=request.device)
+    return {"score": report.best.mean, **finite(report.to_json())}
+
+
+def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
+    """Read the weights of ``request.checkpoint`` and play them; see `play`.
+
+    Torch's random numbers and threads are as before afterwards.
+
+    Raises
+    ------
+    GearError
+        Those of reading a checkpoint and of `gear_offline.evaluate.evaluate_policy`.
+    """
+    import torch
+
+    from gear_offline.checkpoint import read_checkpoint, restore_model
+    from gear_offline.models.policy import Policy
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found = read_checkpoint(Path(request.checkpoint), training=False)
+            loader = found.state.recipe.loader
+            policy = Policy(
+                restore_model(found),
+                state_mean=found.state.state_mean,
+                state_std=found.state.state_std,
+                returns_scale=loader.returns_scale,
+                context_length=loader.context_length,
+                device=request.device,
+            )
+            return play(policy, request)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def answer(line: str) -> dict[str, Any]:
+    """Return what to answer to a request: ``report``, or an error's ``code`` and words."""
+    asked: Mapping[str, Any] = json.loads(line)
+    request = PlayRequest(**{**asked, "targets": tuple(asked["targets"])})
+    try:
+        _register(request)
+        return {"step": request.step, "report": play_checkpoint(request)}
+    except GearError as error:
+        words = {"what": error.what, "where": error.where, "remedy": error.remedy}
+        return {"step": request.step, "code": error.code, **words}
+
+
+def _register(request: PlayRequest) -> None:
+    """Make known what the training process knew of the environment."""
+    import gymnasium
+
+    if request.specification and request.environment not in gymnasium.registry:
+        spec = gymnasium.envs.registration.EnvSpec.from_json(request.specification)
+        gymnasium.registry[spec.id] = spec
+
+
+def main(parent: str) -> None:
+    """Answer until the input ends."""
+    die_with_parent(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the trainer decides
+    os.nice(NICENESS)
+    # Simulators print what they like; the answers have a way of their own.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            print(json.dumps(answer(line), allow_nan=False), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,234 @@
+"""The evaluations of a run: in place of training or beside it, recorded in the order of steps.
+
+Beside training, the weights of an evaluation are those of a checkpoint of its step, which stays
+until its result is there; a run that was killed meanwhile finds it again and plays it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.checkpoint_writer import CheckpointWriter
+from gear_offline.evaluation_beside import EvaluationsBeside
+from gear_offline.evaluation_choice import EvaluationChoice
+from gear_offline.evaluation_worker import PlayRequest, play, play_checkpoint
+from gear_offline.interruption import Aborted, StopRequest
+from gear_offline.learner import Learner
+from gear_offline.metrics import Metrics
+from gear_offline.models.policy import Policy
+from gear_offline.training_display import TrainingDisplay
+
+
+class RunEvaluations:
+    """What a run evaluates, and where it stands.
+
+    Parameters
+    ----------
+    folder
+        The run directory.
+    learner
+        Of the first rank.
+    choice
+        From `gear_offline.evaluation_choice.choose_evaluation`.
+    saves, metrics, display, stop
+        Of the run.
+
+    Attributes
+    ----------
+    held_seconds
+        How long evaluations have held up training: in place all of their time, beside it the
+        waits for room among those outstanding.
+    staleness
+        (steps, seconds) between weights and result, of each evaluation of this process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        learner: Learner,
+        choice: EvaluationChoice,
+        *,
+        saves: CheckpointWriter,
+        metrics: Metrics,
+        display: TrainingDisplay,
+        stop: StopRequest,
+    ) -> None:
+        self._folder, self._learner, self._choice = folder, learner, choice
+        self._saves, self._metrics, self._display, self._stop = saves, metrics, display, stop
+        self._settings = learner.recipe.evaluate
+        self._beside: EvaluationsBeside | None = None
+        if choice.beside:
+            self._beside = EvaluationsBeside(
+                workers=choice.workers,
+                threads=choice.threads,
+                insist=self._settings.beside == "on",
+                say=display.say,
+            )
+        self.held_seconds = 0.0
+        self.staleness: list[tuple[int, float]] = []
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Steps whose checkpoints must stay, since they are still to be played."""
+        return () if self._beside is None else self._beside.steps
+
+    def begin(self, due: list[int]) -> None:
+        """Take up what a killed run left: steps of `due` with a checkpoint and without a result."""
+        there = {step for step, _ in list_checkpoints(self._folder / "checkpoints")}
+        for step in due:
+            if step not in there or self._metrics.evaluated(step):
+                continue
+            if self._beside is not None:
+                self._beside.submit(self._request(step))
+            elif step < self._learner.step:  # that of this step comes of itself
+                began = time.monotonic()
+                document = play_checkpoint(self._request(step))
+                self._record(step, document, time.monotonic() - began)
+
+    def evaluate(self, step: int) -> bool:
+        """Play the weights of `step`; return whether a checkpoint of them is needed.
+
+        In place: when they are the best so far.  Beside training: always, the result comes later.
+        """
+        if self._metrics.evaluated(step) or step in self.outstanding:
+            return False
+        if self._beside is None:
+            return self._in_place(step)
+        if self._beside.is_full:
+            self._make_room()
+        self._beside.submit(self._request(step))
+        return True
+
+    def _make_room(self) -> None:
+        began = time.perf_counter()
+        assert self._beside is not None, "only evaluations beside training need room"
+        while self._beside.is_full and self._stop.signal_name is None:
+            self._beside.wait()
+            self._saves.check()
+            self.collect()
+        self.held_seconds += time.perf_counter() - began
+
+    def _in_place(self, step: int) -> bool:
+        learner = self._learner
+        learner.check()
+        began = time.monotonic()
+        self._display.evaluating()
+        try:
+            with self._stop.abortable(), torch.random.fork_rng(devices=[]):
+                document = play(self._policy(), self._request(step))
+        except Aborted:
+            return False  # the resumed run makes up for it
+        finally:
+            learner.resume_training()
+            seconds = time.monotonic() - began
+            self.held_seconds += seconds
+            self._display.evaluating(seconds)
+        self._record(step, document, seconds)
+        best = self._metrics.best
+        return best is not None and best["step"] == step
+
+    def _policy(self) -> Policy:
+        """Return the learner's policy, or a copy of it where it acts on another device."""
+        policy, device = self._learner.policy(), self._choice.device
+        if same_device(device, policy.device):
+            return policy
+        with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
+            model = type(policy.model)(policy.model.config)
+        model.attention = policy.model.attention
+        model.load_state_dict(policy.model.state_dict())
+        loader = self._learner.recipe.loader
+        return Policy(
+            model,
+            state_mean=self._learner.state_mean,
+            state_std=self._learner.state_std,
+            returns_scale=loader.returns_scale,
+            context_length=loader.context_length,
+            device=device,
+        )
+
+    def _request(self, step: int) -> PlayRequest:
+        settings, choice = self._settings, self._choice
+        assert settings.environment is not None, "evaluations are due only with one"
+        return PlayRequest(
+            checkpoint=str(self._saves.path(step).absolute()),
+            run=self._folder.name,
+            step=step,
+            environment=settings.environment,
+            targets=tuple(settings.targets or ()),
+            episodes=settings.episodes,
+            environments=settings.environments,
+            seed=settings.seed,
+            reference=settings.reference,
+            specification=choice.specification,
+            device=str(choice.device),
+            threads=choice.threads,
+        )
+
+    def collect(self) -> bool:
+        """Record what has come in; return whether a checkpoint may have become needless.
+
+        Raises
+        ------
+        GearError
+            Of an evaluation, or ``EVALUATION_WORKER``.
+        """
+        done = [] if self._beside is None else self._beside.poll()
+        for step, document, seconds in done:
+            self._record(step, document, seconds)
+        return bool(done)
+
+    def finish(self) -> None:
+        """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
+        if self._beside is None or not self._beside.steps:
+            return
+        count = len(self._beside.steps)
+        self._display.say(f"waiting for {count} evaluation{'s' if count > 1 else ''}")
+        try:
+            with self._stop.abortable():
+                while self._beside.steps:
+                    self._beside.wait()
+                    self.collect()
+        except Aborted:
+            self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._beside is not None:
+            self._beside.close()
+
+    def _record(self, step: int, document: Mapping[str, Any], seconds: float) -> None:
+        now = self._learner.step
+        stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
+        self.staleness.append((now - step, seconds))
+        self._metrics.evaluation(step, {**document, **stale})
+        best = max(document["targets"], key=lambda target: float(target["mean"]))
+        score = best["normalized"]
+        text = f"return {best['mean']:,.4g}" + ("" if score is None else f", score {score:.1f}")
+        late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
+        self._display.score(text + (f" of step {step:,}" if now > step else ""))
+        pairs = (f"asked {t['target']:,.4g}, got {t['mean']:,.4g}" for t in document["targets"])
+        self._display.say(f"step {step:,}{late}: {'; '.join(pairs)}; best {text}")
+
+    def summary(self) -> dict[str, Any]:
+        """Return how evaluations were played, for ``summary.json``."""
+        steps, seconds = ([float(pair[i]) for pair in self.staleness] for i in range(2))
+        return {
+            "beside": self._beside is not None,
+            "device": str(self._choice.device),
+            "reason": self._choice.reason,
+            "held_seconds": round(self.held_seconds, 3),
+            "staleness_steps_mean": sum(steps) / len(steps) if steps else None,
+            "staleness_steps_max": max(steps, default=None),
+            "staleness_seconds_max": max(seconds, default=None),
+        }
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Return whether a policy on `other` is where `one` says."""
+    return one.type == other.type and one.index in (None, other.index)

@@ -1,0 +1,114 @@
+"""Saving from a GPU and deterministic training on one: the same bits whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gear_offline import snapshot as snapshots
+from gear_offline import tensor_file
+from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.learner import Learner
+from gear_offline.recipe import load_recipe
+from gear_offline.snapshot import Snapshot
+from gear_offline.tensor_file import write_tensors
+from gear_offline.trainer import TrainingInterrupted, train
+from tests.support import make_dataset
+from tests.test_resume import interrupted_in
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+]
+STEPS = 40
+
+
+@pytest.mark.parametrize("place", ["device", "pinned"])
+def test_a_snapshot_of_a_gpu_is_that_of_the_call(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "ROOM_SHARE", 0.5 if place == "device" else 0.0)
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 1 << 16)
+    torch.manual_seed(0)
+    tensors = {
+        "large": torch.randn(300, 1000, device="cuda"),
+        "half": torch.randn(7, 33, device="cuda", dtype=torch.bfloat16),
+        "strided": torch.randn(50, 60, device="cuda").T,
+        "small": torch.tensor(3.0, device="cuda"),
+        "empty": torch.zeros(0, 2, device="cuda"),
+        "host": torch.arange(5),
+    }
+    expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # the copies are not made yet
+    found = Snapshot(tensors)
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    assert found.place == place
+    write_tensors(tmp_path / "f", found.wait())
+    read = load_file(tmp_path / "f")
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(read[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("data"), [30, 7, 44, 12]).path
+
+
+def recipe(data: Path, *overrides: str) -> Any:
+    settings = [
+        *("model.hidden_size=64", "model.layers=2", "loader.context_length=8", "name=bits"),
+        *("loader.batch_size=16", "optimizer.warmup_steps=5", f"train.steps={STEPS}"),
+        *(f"data.path={data}", "train.device=cuda", "train.log_every=7", "evaluate.episodes=0"),
+        *("train.checkpoint_every=15", "train.tensorboard=false", "model.action_tanh=false"),
+    ]
+    return load_recipe("paper", [*settings, *overrides])
+
+
+def saved(run: Path) -> dict[str, bytes]:
+    _, last = list_checkpoints(run / "checkpoints")[-1]
+    return {n: (last / f"{n}.safetensors").read_bytes() for n in ("model", "training")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_deterministic_runs_end_in_the_same_bits(
+    data: Path, tmp_path: Path, graph: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Undisturbed, again, and interrupted twice and resumed; with dropout."""
+    if graph == "on" and importlib.util.find_spec("cupy") is None:
+        pytest.skip("needs CuPy")
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    options = (f"train.graph={graph}", f"train.precision={precision}", "train.deterministic=true")
+    chosen = recipe(data, *options)
+    runs = [train(chosen, out=tmp_path / name, quiet=True) for name in ("one", "two")]
+    broken = tmp_path / "broken"
+    for stop in (9, 23):
+        with interrupted_in(stop), pytest.raises(TrainingInterrupted):
+            train(chosen, out=broken, resume=stop > 9, quiet=True)
+    train(chosen, out=broken, resume=True, quiet=True)
+    assert saved(runs[0]) == saved(runs[1])
+    assert saved(broken) == saved(runs[0])
+
+
+def test_nothing_of_the_gpu_is_kept_by_saves(data: Path, tmp_path: Path) -> None:
+    """Copies in GPU memory go back when they are written."""
+    free = []
+    advance = Learner.advance
+
+    def watched(self: Learner) -> None:
+        advance(self)
+        if self.step in (14, 38):
+            torch.cuda.synchronize()
+            free.append(torch.cuda.memory_allocated())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "advance", watched)
+        train(recipe(data, "train.graph=off"), out=tmp_path / "run", quiet=True)
+    assert free[0] == pytest.approx(free[1], abs=1 << 20)
