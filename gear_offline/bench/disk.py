@@ -119,7 +119,7 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
             with lock:
                 index, begin, count = pieces[place[0] % len(pieces)]
                 place[0] += 1
-            with files.opened(index) as file:
+            with files.opened(index) as (file,):
                 file.read(begin, count, buffer)
             with lock:
                 done[0] += count
