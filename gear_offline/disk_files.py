@@ -148,9 +148,10 @@ def read_ranges(
             found = queue.read(handles[ranges.file], begin, nbytes, address)
     late = np.flatnonzero(found < ranges.end - ranges.begin)
     for at in late.tolist():
-        begin, end = int(ranges.begin[at]), int(ranges.end[at])
-        place = buffer[int(ranges.place[at]) :]
-        _, found[at] = files[int(ranges.file[at])].read(begin, end - begin, place)
+        offset = int(ranges.begin[at])
+        nbytes = int(ranges.end[at]) - offset
+        file = files[int(ranges.file[at])]
+        _, found[at] = file.read(offset, nbytes, buffer[int(ranges.place[at]) :])
     return int(found.sum())
 
 

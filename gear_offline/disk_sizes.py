@@ -23,7 +23,7 @@ from gear_offline.read_plan import REFERENCE_BYTES
 
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
 ROUND_BYTES = 16 << 20  # that a thread reads at once, at most
-READ_BYTES = 64 << 10  # a read takes about as long as this many bytes more
+READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
 THREADS = 4  # that read, at most
 READ_SHARE = 16  # their buffers take at most the budget over this
 MAX_CHUNKS = 256  # that a thread reads at once

@@ -83,7 +83,7 @@ def table_bytes(
     layout: str,
     normalize_states: bool,
     extra_columns: Sequence[str],
-    frame_stack: int,
+    frame_stack: int = 1,
 ) -> int:
     """Return the bytes that `host_table` takes."""
     plans = plan_stores(

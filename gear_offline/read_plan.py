@@ -322,7 +322,8 @@ class ReadPlan:
         for stretch in self._stretches:
             begin, end = references.searchsorted([stretch.first, stretch.last])
             places = references[begin:end] - stretch.first
-            for row, values in zip(about, (stretch.low, stretch.real, stretch.before), strict=True):
+            known: list[npt.NDArray[Any]] = [stretch.low, stretch.real, stretch.before]
+            for row, values in zip(about, known, strict=True):
                 row[begin:end] = values[places]
         order = np.argsort(about[0], kind="stable")
         low, real, before = about[:, order]

@@ -119,8 +119,11 @@ class ReadQueue:
     def _call(self, call: ctypes.c_long, *arguments: Any) -> int:
         """Call the kernel; return what it says, or minus the error's number."""
         given = [
-            ctypes.c_void_p(_address(a)) if isinstance(a, np.ndarray)
-            else a if a is None else ctypes.c_long(a)
+            ctypes.c_void_p(_address(a))
+            if isinstance(a, np.ndarray)
+            else a
+            if a is None
+            else ctypes.c_long(a)
             for a in arguments
         ]
         found = int(_library().syscall(call, self._context, *given))

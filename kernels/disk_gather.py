@@ -244,7 +244,7 @@ class DiskGather:
         self._reader.check()
         index, span = self.table.episodes, self._context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-        real = _cut(self._gather.real_steps(episodes, starts), segments)
+        real = self._gather.real_steps(episodes, starts)
         low = index.offsets[episodes] + starts
         stores = [
             Store(
@@ -297,18 +297,11 @@ def _needs(
         drawn = stream.segments(first_step, steps)
         episodes, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
         low = offsets[episodes] + starts
-        real = _cut(np.minimum(lengths[episodes] - starts, span), drawn)
+        real = np.minimum(lengths[episodes] - starts, span)
         before = np.minimum(starts, lead)
         return Needs(low=low, real=real, chunk=windows.chunk_of(low), before=before)
 
     return needs
-
-
-def _cut(real: Int64Array, drawn: Segments) -> Int64Array:
-    """Return `real`, or the drawn lengths where they are shorter; as `CpuGather.fill` does."""
-    if drawn.lengths is None:
-        return real
-    return np.minimum(real, np.maximum(drawn.lengths.reshape(-1), 1))
 
 
 def _slots(store: Store, span: int) -> Array:

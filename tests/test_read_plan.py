@@ -137,7 +137,9 @@ def test_jobs_are_those_of_the_oracle(
             assert (job.chunks.tolist(), sorted(job.references.tolist())) == expected_job
             assert job.low.tolist() == sorted(oracle.low(q) for q in expected_job[1])
             parts = (job.slots, job.references, job.low, job.real, job.before)
-            for slot, reference, low, real, before in zip(*(p.tolist() for p in parts), strict=True):
+            for slot, reference, low, real, before in zip(
+                *(p.tolist() for p in parts), strict=True
+            ):
                 assert oracle.low(reference) == low
                 assert (real, before) == (min(SPAN, STEPS - low), low % 3)
                 content[slot] = reference
