@@ -149,9 +149,9 @@ def read_ranges(
     late = np.flatnonzero(found < ranges.end - ranges.begin)
     for at in late.tolist():
         offset = int(ranges.begin[at])
-        nbytes = int(ranges.end[at]) - offset
+        wanted = int(ranges.end[at]) - offset
         file = files[int(ranges.file[at])]
-        _, found[at] = file.read(offset, nbytes, buffer[int(ranges.place[at]) :])
+        _, found[at] = file.read(offset, wanted, buffer[int(ranges.place[at]) :])
     return int(found.sum())
 
 
