@@ -1,0 +1,121 @@
+"""What selections and windows may look at: nothing that comes later, but for returns.
+
+A selection sees the lengths of episodes and, if it asks, whether they were terminated and their
+returns; a law that learns sees the losses of batches before.  Position t of a window holds what
+happened at step t, and its return-to-go.  So a table whose later steps are replaced, with the same
+returns, gives the same segments, and the same values wherever a window shows earlier steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gear_offline.kernels.engine import DeviceEngine
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.laws.base import Facts
+from gear_offline.selection import make_selection
+from gear_offline.table import Table, build_table
+from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.law_support import LAW_CASES
+from tests.segment_oracle import MemoryTable
+
+LENGTHS = [9, 1, 14, 6, 2, 11]
+SPAN, BATCH, STEPS = 5, 6, 8
+CUT = 4  # steps from here on are replaced
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_laws(tmp_path_factory.mktemp("future"))
+
+
+def columns(*, replaced: bool) -> dict[str, Any]:
+    """Whole rewards, so that sums are exact; the later ones change their order."""
+    generator = np.random.default_rng(5)
+    found: dict[str, Any] = {
+        "observations": generator.normal(size=(sum(LENGTHS), 3)).astype(np.float32),
+        "actions": generator.normal(size=(sum(LENGTHS), 2)).astype(np.float32),
+        "rewards": generator.integers(-50, 50, size=sum(LENGTHS)).astype(np.float64),
+    }
+    if replaced:
+        begin = 0
+        for length in LENGTHS:
+            later = slice(begin + CUT, begin + length)
+            found["observations"][later] += 1e3
+            found["actions"][later] *= -7
+            found["rewards"][later] = found["rewards"][later][::-1].copy()
+            begin += length
+    return found
+
+
+def table_of(values: dict[str, Any]) -> Table:
+    return build_table(MemoryTable(values, LENGTHS), context_length=SPAN)
+
+
+def law_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> Any:
+    index = table_of(values).episodes
+    ends = np.cumsum(LENGTHS)
+    returns = np.array([part.sum() for part in np.split(values["rewards"], ends[:-1])])
+    data = Facts(
+        episodes=index, returns=returns, terminated=np.array([True, True, False, True, True, False])
+    )
+    return make_selection(name, data, context_length=SPAN, **options)
+
+
+@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+@pytest.mark.parametrize("engine", [False, True])
+def test_later_steps_change_nothing_before_them(
+    library: Any, name: str, options: dict[str, Any], engine: bool
+) -> None:
+    shown: list[Any] = []
+    for replaced in (False, True):
+        values = columns(replaced=replaced)
+        table, law = table_of(values), law_of(values, name, options)
+        padding: Padding = getattr(law, "padding", "right")
+        if engine:
+            with on_cpu(library):
+                made = DeviceEngine(
+                    place(table),
+                    law,
+                    seed=3,
+                    batch_size=BATCH,
+                    context_length=SPAN,
+                    padding=padding,
+                )
+                windows = made.fill(first_step=11, steps=STEPS)
+        else:
+            drawn = law.select_many(seed=3, first_step=11, steps=STEPS, count=BATCH)
+            gather = CpuGather(table, context_length=SPAN, padding=padding)
+            windows = gather.fill(drawn)
+        shown.append({**windows.tensors(), "names": windows.segments,
+                      "timesteps": windows.timesteps, "mask": windows.attention_mask})  # fmt: skip
+    one, other = shown
+    for key in ("names", "timesteps", "mask"):
+        assert one[key].numpy().tobytes() == other[key].numpy().tobytes(), key
+    early = ((one["timesteps"] < CUT) & (one["mask"] != 0)).numpy()
+    late = ((one["timesteps"] >= CUT) & (one["mask"] != 0)).numpy()
+    assert early.any()
+    for key in ("states", "actions", "rewards", "returns_to_go"):
+        before, after = one[key].numpy(), other[key].numpy()
+        assert before[early].tobytes() == after[early].tobytes(), key
+    if late.any():
+        assert not np.array_equal(one["states"].numpy()[late], other["states"].numpy()[late])
+
+
+@pytest.mark.parametrize("name", ["prioritized"])
+def test_later_losses_change_no_earlier_batch(name: str) -> None:
+    """What is drawn at a step depends on the losses before it; on no total number of steps."""
+    values = columns(replaced=False)
+    one, other = law_of(values, name, {}), law_of(values, name, {})
+    for step in range(12):
+        mine, theirs = (law.select(seed=1, step=step, count=BATCH) for law in (one, other))
+        same = np.array_equal(mine.starts, theirs.starts)
+        assert same or step > 6
+        named = np.stack([mine.episodes, mine.starts], 1)
+        losses = np.linspace(0, 90, BATCH).astype(np.float32)
+        one.update(named, losses)
+        other.update(named, losses if step < 6 else losses[::-1].copy())
+    assert not np.array_equal(one.masses, other.masses)
