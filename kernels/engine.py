@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.copy_engine import LongWindows
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.kernels.guide import guide
 from gear_offline.kernels.job import describe_job, describe_store, group_of, leave_out
 from gear_offline.kernels.rules import (
     CHOSEN,
@@ -31,7 +31,6 @@ from gear_offline.kernels.rules import (
     index_of,
     law_number,
 )
-from gear_offline.kernels.select import upload
 from gear_offline.placement import PlacedStore, PlacedTable
 from gear_offline.selection import Segments, Selection, check_range
 from gear_offline.table import Store
@@ -87,15 +86,15 @@ class DeviceEngine:
         self.global_batch = global_batch or first_slot + batch_size
         self._kernels: dict[str, Function] = {}
         self._load(FILL)
-        self._kept: list[Tensor] = []  # what addresses in the job point to
+        self._arrays = DeviceArrays(self.device)  # what addresses in the job point to
         offsets = placed.episodes.offsets
-        table, shift = guide(offsets)
+        guide, shift = self._arrays.guide(offsets)
         self._job = describe_job(
             [self._row(store) for store in placed.stores],
             seed=seed,
             law=law,
-            offsets=self._upload(offsets),
-            guide=self._upload(table),
+            offsets=self._arrays.keep(offsets),
+            guide=guide,
             shift=shift,
             episodes=placed.episodes.episodes,
             steps=placed.episodes.steps,
@@ -230,7 +229,7 @@ class DeviceEngine:
             self.selection.select(seed=0, step=0, count=self.global_batch)
         self._job["rule"] = rule = describe_rule(
             self.selection,
-            keep=self._upload,
+            arrays=self._arrays,
             make_tree=lambda prioritized: prioritized.on_device(self.device).tree,
             context_length=self.context_length,
         )
@@ -246,19 +245,13 @@ class DeviceEngine:
         field = placed.store.fields[0]
         moments = (0, 0)
         if field.mean is not None and field.divisor is not None:
-            moments = (self._upload(field.mean), self._upload(field.divisor))
+            moments = (self._arrays.keep(field.mean), self._arrays.keep(field.divisor))
         return describe_store(
             placed.store,
-            addresses=self._upload(placed.addresses),
+            addresses=self._arrays.keep(placed.addresses),
             moments=moments,
             span=self.context_length,
         )
-
-    def _upload(self, values: npt.NDArray[Any]) -> int:
-        """Copy to the device for as long as this engine lives; return the address."""
-        tensor = upload(values, self.device)
-        self._kept.append(tensor)
-        return int(tensor.data_ptr())
 
     def _lanes_of(self) -> int:
         """Threads of a task: no more than have something to do in the largest one."""

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.errors import UnavailableError
-from gear_offline.kernels.guide import guide
+from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.tree_job import TREE
 from gear_offline.laws.implementations import D3rlpy, MinDecisionTransformer
 from gear_offline.laws.mixture import Mixture
@@ -23,8 +22,6 @@ from gear_offline.laws.weighted import StratifiedReturn, WeightedEpisodes
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import Selection
 
-Array = npt.NDArray[Any]
-Keep = Callable[[Array], int]  # copies to the device, returns the address
 MakeTree = Callable[[Prioritized], Any]  # returns a `TREE` row of the law's masses
 
 RULE = np.dtype(
@@ -82,15 +79,17 @@ def law_number(selection: Selection) -> int:
     return _EXACTLY[kind]
 
 
-def describe_rule(selection: Any, *, keep: Keep, make_tree: MakeTree, context_length: int) -> Any:
+def describe_rule(
+    selection: Any, *, arrays: DeviceArrays, make_tree: MakeTree, context_length: int
+) -> Any:
     """Return the `RULE` row of a law.
 
     Parameters
     ----------
     selection
         A law of which `law_number` has the number.
-    keep
-        Copies an array to where the kernel runs and returns its address there.
+    arrays
+        Takes the law's arrays to where the kernel runs.
     make_tree
         Returns the tree of a prioritised law.
     context_length
@@ -104,29 +103,28 @@ def describe_rule(selection: Any, *, keep: Keep, make_tree: MakeTree, context_le
     number, index = law_number(selection), index_of(selection)
     rule = np.zeros((), RULE)
     rule["law"] = number
-    rule["lengths"] = rule["offsets"] = keep(index.offsets)
+    rule["lengths"] = rule["offsets"] = arrays.keep(index.offsets)
     if number == MIXTURE:
-        _describe_mixture(rule, selection, keep, make_tree, context_length)
+        _describe_mixture(rule, selection, arrays, make_tree, context_length)
         return rule
     rule["size"] = index.steps
     if number in (UNIFORM_EPISODES, MIN_DT):
         rule["size"] = index.episodes
     elif number == WEIGHTED_EPISODES:
-        rule["thresholds"] = keep(selection.thresholds.table)
+        rule["thresholds"] = arrays.keep(selection.thresholds.table)
         rule["size"] = selection.thresholds.last + 1  # those behind it are never drawn
     elif number == STRATIFIED:
-        _describe_strata(rule, selection, keep)
+        _describe_strata(rule, selection, arrays)
     elif number == D3RLPY:
-        rule["members"], rule["size"] = keep(selection.members), selection.ends.steps
-        rule["offsets"] = keep(selection.ends.offsets)
+        rule["members"], rule["size"] = arrays.keep(selection.members), selection.ends.steps
+        rule["offsets"] = arrays.keep(selection.ends.offsets)
     elif number == PRIORITIZED:
         rule["tree"] = make_tree(selection)
     rule["bits"] = max((int(rule["size"]) - 1).bit_length(), 2)
     rule["value"] = 1.0 if number in (FIFO, LIFO) else 1.0 / int(rule["size"])
     if number not in (UNIFORM_EPISODES, WEIGHTED_EPISODES, STRATIFIED, MIN_DT):
         located = selection.ends.offsets if number == D3RLPY else index.offsets
-        table, shift = guide(located)
-        rule["guide"], rule["shift"] = keep(table), shift
+        rule["guide"], rule["shift"] = arrays.guide(located)
     if getattr(selection, "context_length", context_length) != context_length:
         raise UnavailableError(
             "ENGINE_SELECTION",
@@ -144,27 +142,27 @@ def index_of(selection: Any) -> EpisodeIndex:
     return index
 
 
-def _describe_strata(rule: Any, law: StratifiedReturn, keep: Keep) -> None:
+def _describe_strata(rule: Any, law: StratifiedReturn, arrays: DeviceArrays) -> None:
     sizes = np.array([members.size for members in law.members], dtype=np.int64)
-    rule["members"] = keep(np.concatenate(law.members).astype(np.int64))
-    rule["thresholds"] = keep(np.concatenate([stratum.table for stratum in law.thresholds]))
-    rule["counts"] = keep(np.array([t.last + 1 for t in law.thresholds], dtype=np.int64))
-    rule["begins"] = keep(np.cumsum(sizes) - sizes)
+    rule["members"] = arrays.keep(np.concatenate(law.members).astype(np.int64))
+    rule["thresholds"] = arrays.keep(np.concatenate([stratum.table for stratum in law.thresholds]))
+    rule["counts"] = arrays.keep(np.array([t.last + 1 for t in law.thresholds], dtype=np.int64))
+    rule["begins"] = arrays.keep(np.cumsum(sizes) - sizes)
     rule["groups"] = len(law.members)
-    rule["chances"] = keep(law.chances)
+    rule["chances"] = arrays.keep(law.chances)
 
 
 def _describe_mixture(
-    rule: Any, law: Mixture, keep: Keep, make_tree: MakeTree, context_length: int
+    rule: Any, law: Mixture, arrays: DeviceArrays, make_tree: MakeTree, context_length: int
 ) -> None:
     parts = [
-        describe_rule(part, keep=keep, make_tree=make_tree, context_length=context_length)
+        describe_rule(part, arrays=arrays, make_tree=make_tree, context_length=context_length)
         for part in law.parts
     ]
     steps, sums = law.points
     words = [[[total & 0xFFFFFFFFFFFFFFFF, total >> 64] for total in row] for row in sums]
-    rule["parts"] = keep(np.stack(parts).view(np.int64))
+    rule["parts"] = arrays.keep(np.stack(parts).view(np.int64))
     rule["part_count"] = len(parts)
-    rule["points"] = keep(np.array(steps, dtype=np.int64))
+    rule["points"] = arrays.keep(np.array(steps, dtype=np.int64))
     rule["point_count"] = len(steps)
-    rule["sums"] = keep(np.array(words, dtype=np.uint64))
+    rule["sums"] = arrays.keep(np.array(words, dtype=np.uint64))

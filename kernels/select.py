@@ -7,13 +7,10 @@ Shape legend: B slots of a step, T steps of a launch.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.cuda_module import Parameters, load
 from gear_offline.kernels.job import describe_job
 from gear_offline.kernels.rules import D3RLPY, MIN_DT, describe_rule, law_number
@@ -21,13 +18,6 @@ from gear_offline.selection import Segments, Selection, check_range
 
 THREADS = 256
 BLOCKS_PER_SM = 8
-
-
-def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return a copy on a device; torch has no operations on uint64, so those become int64."""
-    copied = np.array(values)
-    signed = copied.view(np.int64) if copied.dtype == np.uint64 else copied
-    return torch.from_numpy(signed).to(device)
 
 
 class DeviceSelect:
@@ -66,7 +56,7 @@ class DeviceSelect:
         law = law_number(selection)
         if law == MIN_DT:  # raises where there are too few episodes
             selection.select(seed=0, step=0, count=batch_size)
-        self._kept: list[Tensor] = []
+        self._arrays = DeviceArrays(device)  # what addresses in the job point to
         self._cuts = law == D3RLPY
         self._kernel = load("laws.cu", ("laws_select",), device=device.index or 0)["laws_select"]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -74,7 +64,7 @@ class DeviceSelect:
         self._job = describe_job([], per_step=batch_size, whole=batch_size, span=span)
         self._job["rule"] = describe_rule(
             selection,
-            keep=self._keep,
+            arrays=self._arrays,
             make_tree=lambda prioritized: prioritized.on_device(device).tree,
             context_length=span,
         )
@@ -124,7 +114,3 @@ class DeviceSelect:
             probability=chances.cpu().numpy(),
             lengths=lengths.cpu().numpy() if self._cuts else None,
         )
-
-    def _keep(self, values: npt.NDArray[Any]) -> int:
-        self._kept.append(upload(values, self.device))
-        return int(self._kept[-1].data_ptr())

@@ -127,6 +127,7 @@ def test_importance(count: int) -> None:
         np.testing.assert_array_max_ulp(out.cpu().numpy(), expected, maxulp=1)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
     law = Prioritized(EpisodeIndex(np.full(1000, 50, np.int64)))
     tree = law.on_device(CUDA)

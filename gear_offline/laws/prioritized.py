@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from gear_offline.kernels.priorities import DevicePriorities
+    from gear_offline.kernels.select import DeviceSelect
 
 DROPPED_BITS = 13  # of a float32's mantissa of 23: 10 stay
 CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
@@ -152,6 +153,7 @@ class Prioritized(SlotLaw):
         self.mass_of_code = _masses(losses + epsilon, index.steps, alpha, largest)
         self.first_mass = int(_masses(np.array([float(initial)]), index.steps, alpha, largest)[0])
         self._device: DevicePriorities | None = None  # then it has the masses, not this
+        self._select: DeviceSelect | None = None  # of the device, for draws that the host asks for
         self._updates = 0
 
     @cached_property
@@ -242,8 +244,9 @@ class Prioritized(SlotLaw):
         from gear_offline.kernels.select import DeviceSelect
 
         assert self._device is not None
-        select = DeviceSelect(self, device=self._device.device, batch_size=count)
-        return select.segments(seed=seed, first_step=first_step, steps=steps)
+        if self._select is None or self._select.batch_size != count:
+            self._select = DeviceSelect(self, device=self._device.device, batch_size=count)
+        return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the losses of segments.  Of a segment that is named twice the larger one counts.
