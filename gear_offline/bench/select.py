@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gear_offline.bench.select_peers import torchrl_calls
 from gear_offline.laws.bijection import KeyedOrder
 from gear_offline.laws.sum_tree import SumTree
 from gear_offline.laws.thresholds import Thresholds
@@ -27,6 +28,7 @@ SIZES, QUICK_SIZES = (10**4, 10**5, 10**6, 10**7, 10**8), (10**4, 10**5)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000
 GPU_SIZES, QUICK_GPU_SIZES = (1 << 24, 10**8, 10**9), (10**5, 10**6)
 MULTINOMIAL_MOST = 1 << 24
+OWN = ("weighted", "priorities: draw", "priorities: update", "shuffled")
 Array = npt.NDArray[Any]
 
 
@@ -72,6 +74,7 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     if items <= MULTINOMIAL_MOST:
         tensor = torch.from_numpy(weights)
         calls["torch.multinomial"] = lambda: torch.multinomial(tensor, draws, replacement=True)
+    calls |= torchrl_calls(weights, chosen, draws)
     found: dict[str, list[float]] = {key: [] for key in calls}
     for number in range(rounds + 1):
         for key, call in calls.items():
@@ -137,11 +140,11 @@ def table(document: dict[str, Any]) -> list[list[str]]:
     rows: list[list[str]] = []
     for result in document["results"]:
         seconds = result["seconds"]
-        peers = {"weighted": "torch.multinomial" if "torch.multinomial" in seconds else ""}
-        peers["weighted"] = peers["weighted"] or "numpy choice"
-        for name, value in seconds.items():
-            if name not in ("torch.multinomial", "numpy choice"):
-                rows.append(_row(f"CPU: {name}", result, value, peers.get(name), seconds))
+        known = "torch.multinomial" in seconds
+        peers = {"weighted": "torch.multinomial" if known else "numpy choice"}
+        peers |= {f"priorities: {verb}": f"TorchRL: {verb}" for verb in ("draw", "update")}
+        for name in OWN:
+            rows.append(_row(f"CPU: {name}", result, seconds[name], peers.get(name), seconds))
     gpu = document.get("gpu", {"results": [], "batches": []})
     for result in gpu["results"]:
         seconds = result["seconds"]
