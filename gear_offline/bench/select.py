@@ -131,6 +131,7 @@ def _on_gpu(items: Sequence[int] | None, count: int, *, quick: bool) -> dict[str
         "name": torch.cuda.get_device_name(),
         "results": [select_gpu.measure(size, count, turns=turns, device=device) for size in items],
         "batches": select_gpu.batches(quick=quick, turns=turns),
+        "training_milliseconds": select_gpu.training(quick=quick, turns=min(turns, 5)),
     }
 
 
@@ -158,6 +159,8 @@ def table(document: dict[str, Any]) -> list[list[str]]:
             if key != "law":
                 cells = ["", "", f"{value / 1e3:.4f}", "", "", ""]
                 rows.append([f"GPU batch, {row['law']}, {key.split(', ')[1]}", *cells])
+    for name, value in gpu.get("training_milliseconds", {}).items():
+        rows.append([f"GPU training step, {name}", "", "", f"{value:.3f}", "", "", ""])
     return [head, *rows]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gear_offline.bench.gather import event_seconds
 from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
+from gear_offline.bench.train import paper_learner, step_seconds
 from gear_offline.kernels.philox import bounded, draws
 from gear_offline.laws.ordered import ShuffledEpochs
 from gear_offline.laws.prioritized import Prioritized
@@ -225,6 +226,20 @@ def batches(*, quick: bool, turns: int) -> list[dict[str, Any]]:
                     loader.device_batches().enqueue, turns
                 )
             found.append(row)
+    return found
+
+
+def training(*, quick: bool, turns: int) -> dict[str, float]:
+    """Return milliseconds of a training step of the paper's model, one CUDA graph each."""
+    steps, episodes = (STEPS // 10, EPISODES // 10) if quick else (STEPS, EPISODES)
+    found = {}
+    with _hopper_like(steps, episodes) as (dataset, _):
+        for name in ("uniform_steps", "prioritized"):
+            learner = paper_learner(
+                dataset,
+                ("train.graph=on", "train.compile=off", f"selection.strategy={name}"),
+            )
+            found[name] = 1e3 * step_seconds(learner.advance, turns=turns)
     return found
 
 

@@ -50,7 +50,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     begun: dict[str, float] = {}
     with _hopper_like(steps, episodes) as (dataset, data):
         makers: dict[str, Callable[[], Callable[[], object]]] = {
-            name: (lambda options=options: _ours(dataset, options).advance)  # type: ignore[misc]
+            name: (lambda options=options: paper_learner(dataset, options).advance)  # type: ignore[misc]
             for name, options in OURS.items()
         }
         makers["released, our loader"] = lambda: _released(_our_batches(dataset))
@@ -62,7 +62,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                 call()
                 torch.cuda.synchronize()
                 begun[name] = time.perf_counter() - started
-                rows[name] = _seconds(call, turns=turns)
+                rows[name] = step_seconds(call, turns=turns)
                 advance(1)
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -98,7 +98,7 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _seconds(call: Callable[[], object], *, turns: int) -> float:
+def step_seconds(call: Callable[[], object], *, turns: int) -> float:
     """Return the median seconds of a call; a turn lasts about a second."""
     for _ in range(20):
         call()
@@ -118,7 +118,8 @@ def _seconds(call: Callable[[], object], *, turns: int) -> float:
     return statistics.median(found)
 
 
-def _ours(dataset: Dataset, options: tuple[str, ...]) -> Learner:
+def paper_learner(dataset: Dataset, options: tuple[str, ...]) -> Learner:
+    """Return a learner of the paper's model on the GPU, with overrides of its recipe."""
     overrides = ("data.path=unused", "train.device=cuda", "train.log_every=1000000", *options)
     recipe = load_recipe("paper", overrides)
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
