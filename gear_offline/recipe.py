@@ -18,6 +18,7 @@ from pydantic import ValidationError, model_validator
 
 from gear_offline.errors import InputError
 from gear_offline.recipe_errors import to_input_error
+from gear_offline.recipe_task_checks import check_tasks
 from gear_offline.recipe_files import RecipeEntry, copy_recipe, list_recipes, read_merged
 from gear_offline.recipe_sections import (
     DataSettings,
@@ -107,6 +108,7 @@ class Recipe(Section):
                 "data.path is null, so there is no place for what data.source or data.collect give",
                 remedy="set data.path to the directory that receives the shards",
             )
+        check_tasks(self.data, self.evaluate)
         return self
 
     @classmethod
