@@ -221,13 +221,15 @@ class PolicyParts(NamedTuple):
     recipe: Recipe
 
 
-def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
+def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) -> PolicyParts:
     """Read the model of a checkpoint, or of the newest whole checkpoint of a run directory.
 
     Parameters
     ----------
     run_or_checkpoint
         Run directory, a checkpoint of it, or its ``checkpoints/best``.
+    task
+        Of a run of several tasks, the one to act in: the model is that of this task alone.
 
     Returns
     -------
@@ -238,7 +240,8 @@ def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
     Raises
     ------
     InputError
-        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``.
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``; ``TASK_UNKNOWN`` for
+        a run of several tasks without `task`, or for a name that is none of them.
     """
     path = Path(run_or_checkpoint)
     if (path / "checkpoints").is_dir() and not (path / STATE).exists():
@@ -247,9 +250,13 @@ def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
         newest = read_checkpoint(path.resolve())
-    state = newest.state
+    state, model = newest.state, restore_model(newest)
+    if task is not None or state.recipe.data.tasks:
+        from gear_offline.task_policy import task_parts
+
+        return PolicyParts(*task_parts(model, task, state.recipe), state.recipe)
     return PolicyParts(
-        model=restore_model(newest),
+        model=model,
         state_mean=state.state_mean,
         state_std=state.state_std,
         returns_scale=state.recipe.loader.returns_scale,

@@ -25,7 +25,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.fields import ACTIONS, STATES, Array, Field, is_image, standard_fields
 from gear_offline.joint_fields import PartColumn, joint_spec, joint_statistics, part_columns
-from gear_offline.manifest import Manifest, SourceRecord, shard_name
+from gear_offline.manifest import Manifest, ShardRecord, SourceRecord, shard_name
 from gear_offline.schema import EpisodeIndex, Int64Array, TableSpec
 from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import digest
@@ -219,7 +219,8 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
     columns = joint_spec(specs, normalize_states=normalize_states)
     index = EpisodeIndex(lengths=np.concatenate([part.episodes.lengths for part in parts]))
     returns = np.concatenate([part.returns for part in parts])
-    shards, origin = [], {}
+    shards: list[ShardRecord] = []
+    origin: dict[str, tuple[int, int]] = {}
     for number, part in enumerate(parts):
         for place, shard in enumerate(part.manifest.shards):
             name = shard_name(len(shards))
@@ -241,8 +242,7 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
         reference_scores=None,
         source=_source(tasks, normalize_states),
     )
-    for array in (returns,):
-        array.setflags(write=False)
+    returns.setflags(write=False)
     return JointDataset(
         path=Path("+".join(names)),
         manifest=manifest,

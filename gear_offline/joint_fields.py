@@ -139,9 +139,7 @@ def _mixed(what: str, found: Mapping[str, str], remedy: str) -> InputError:
     )  # fmt: skip
 
 
-def joint_statistics(
-    parts: Sequence[ColumnStatistics], target: ColumnSpec
-) -> ColumnStatistics:
+def joint_statistics(parts: Sequence[ColumnStatistics], target: ColumnSpec) -> ColumnStatistics:
     """Return the statistics of a joint column, each element over the tasks that have it."""
     width = prod(target.shape)
     count = np.zeros(width)

@@ -18,7 +18,6 @@ from pydantic import ValidationError, model_validator
 
 from gear_offline.errors import InputError
 from gear_offline.recipe_errors import to_input_error
-from gear_offline.recipe_task_checks import check_tasks
 from gear_offline.recipe_files import RecipeEntry, copy_recipe, list_recipes, read_merged
 from gear_offline.recipe_sections import (
     DataSettings,
@@ -32,6 +31,7 @@ from gear_offline.recipe_sections import (
     SelectionSettings,
     TrainSettings,
 )
+from gear_offline.recipe_task_checks import check_tasks
 from gear_offline.strict_yaml import dump_yaml
 
 __all__ = [

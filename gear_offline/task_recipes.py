@@ -83,8 +83,8 @@ def recipe_selection(
     Parameters
     ----------
     settings
-        In place of the recipe's own, for every task; by default each task has its own, or the
-        recipe's.
+        For every task; by default, and where it is the recipe's own, each task has its own if it
+        names one, and else the recipe's.
 
     Raises
     ------
@@ -93,11 +93,11 @@ def recipe_selection(
         `gear_offline.laws.tasks.mix_tasks`.
     """
     span = recipe.loader.context_length
+    if settings == recipe.selection:
+        settings = None
     if not isinstance(dataset, JointDataset):
         chosen = settings or recipe.selection
-        return make_selection(
-            chosen.strategy, dataset, context_length=span, **chosen.options
-        )
+        return make_selection(chosen.strategy, dataset, context_length=span, **chosen.options)
     laws = []
     for task in dataset.tasks:
         own = named(recipe, task.name)

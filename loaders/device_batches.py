@@ -24,9 +24,7 @@ _FIELDS = ("states", "actions", "rewards", "returns_to_go")
 _NAMED = ("timesteps", "attention_mask", "segments")
 
 
-def split(
-    windows: Windows, padding: Padding, task_bounds: Tensor | None = None
-) -> list[Batch]:
+def split(windows: Windows, padding: Padding, task_bounds: Tensor | None = None) -> list[Batch]:
     """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied."""
     fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
@@ -171,9 +169,7 @@ def make_batches(
     ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
     if ahead:
         fill.limit_blocks(AHEAD_BLOCKS)
-    return DeviceBatches(
-        fill, padding=padding, step=step, ahead=ahead, task_bounds=task_bounds
-    )
+    return DeviceBatches(fill, padding=padding, step=step, ahead=ahead, task_bounds=task_bounds)
 
 
 def _tensors(windows: Windows) -> tuple[Tensor, ...]:

@@ -149,13 +149,15 @@ def make_embedding(config: DecisionTransformerConfig) -> TaskEmbedding | None:
     )
 
 
-def task_number(model: DecisionTransformer, name: str) -> int:
+def task_number(model: DecisionTransformer, name: str | None) -> int:
     """Return the number of a model's task; raises `InputError` (``TASK_UNKNOWN``)."""
     names = [task.name for task in tasks_of_config(model.config)]
     if name not in names:
         raise InputError(
             "TASK_UNKNOWN",
-            f"no task {name!r}",
+            "the model has several tasks, and none was named"
+            if name is None
+            else f"no task {name!r}",
             where="model",
             remedy=f"tasks: {', '.join(names)}" if names else "the model was made for one dataset",
         )
@@ -194,14 +196,15 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     alone.predict_action = head
     if model.embed_task is not None:
         table = model.embed_timestep.weight + model.embed_task.weight[number]
-        alone.embed_timestep = nn.Embedding.from_pretrained(table)
+        alone.embed_timestep = nn.Embedding(*table.shape, _weight=table)
     return alone
 
 
-def _cut(layer: nn.Linear, *, inputs: int | None = None, outputs: int | None = None) -> nn.Linear:
-    """Return a copy of a layer that takes or gives the first elements only."""
+def _cut(layer: nn.Module, *, inputs: int | None = None, outputs: int | None = None) -> nn.Linear:
+    """Return a copy of a linear layer that takes or gives the first elements only."""
+    assert isinstance(layer, nn.Linear)
     weight = layer.weight[:outputs, :inputs].clone()
-    found = nn.utils.skip_init(nn.Linear, weight.shape[1], weight.shape[0])
-    found.weight = nn.Parameter(weight)
-    found.bias = nn.Parameter(layer.bias[:outputs].clone())
+    with torch.device("meta"):  # no random numbers are drawn
+        found = nn.Linear(weight.shape[1], weight.shape[0])
+    found.weight, found.bias = nn.Parameter(weight), nn.Parameter(layer.bias[:outputs].clone())
     return found

@@ -40,9 +40,10 @@ class Tokens:
 
     def valid_actions(self, batch: TrainingBatch) -> Tensor | None:
         """Return (B, A) bool, the action elements that each window's task has; None for all."""
-        if self.embed_task is None or batch.tasks is None:
+        tasks: Tensor | None = getattr(batch, "tasks", None)  # batches of one's own may lack it
+        if self.embed_task is None or tasks is None:
             return None
-        return self.embed_task.valid_actions(batch.tasks)
+        return self.embed_task.valid_actions(tasks)
 
     def features(self, states: Tensor) -> Tensor:
         """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.

@@ -144,9 +144,9 @@ def mix_tasks(tasks: Sequence[TaskLaw], schedule: Sequence[TaskPoint] = ()) -> S
     Raises
     ------
     InputError
-        ``SELECTION_OPTIONS`` for weights that are all zero; for laws that do not treat slots and
-        steps alike, since a slot that another task takes would be missing from their order; and
-        for laws that learn from losses, whose weights would undo those of the tasks.
+        ``SELECTION_OPTIONS`` for weights that are all zero; ``TASK_STRATEGY`` for laws that do
+        not treat slots and steps alike, since a slot that another task takes would be missing from
+        their order, and for laws that learn from losses, whose weights would undo the tasks'.
     """
     for weights in [p.weights for p in schedule] or [{t.name: t.weight for t in tasks}]:
         if not sum(weights.values()) > 0:
@@ -162,7 +162,7 @@ def mix_tasks(tasks: Sequence[TaskLaw], schedule: Sequence[TaskPoint] = ()) -> S
         learns = learner_of(task.selection) is not None
         if learns or not isinstance(task.selection, HasDensity):
             raise InputError(
-                "SELECTION_OPTIONS",
+                "TASK_STRATEGY",
                 f"strategy {task.selection.name!r} cannot be mixed with those of other tasks",
                 where=f"data.tasks.{task.name}.selection",
                 remedy="use one that treats slots and steps alike, such as uniform_steps",
