@@ -229,7 +229,7 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
     run_or_checkpoint
         Run directory, a checkpoint of it, or its ``checkpoints/best``.
     task
-        Of a run of several tasks, the one to act in: the model is that of this task alone.
+        Of a run of several: the model is that of this task alone.
 
     Returns
     -------
@@ -240,8 +240,7 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
     Raises
     ------
     InputError
-        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``; ``TASK_UNKNOWN`` for
-        a run of several tasks without `task`, or for a name that is none of them.
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``, ``TASK_UNKNOWN``.
     """
     path = Path(run_or_checkpoint)
     if (path / "checkpoints").is_dir() and not (path / STATE).exists():
@@ -250,19 +249,14 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
         newest = read_checkpoint(path.resolve())
-    state, model = newest.state, restore_model(newest)
-    if task is not None or state.recipe.data.tasks:
+    state, model, recipe = newest.state, restore_model(newest), newest.state.recipe
+    scales = recipe.loader.returns_scale, recipe.loader.context_length
+    parts = model, state.state_mean, state.state_std, *scales
+    if task is not None or recipe.data.tasks:
         from gear_offline.task_policy import task_parts
 
-        return PolicyParts(*task_parts(model, task, state.recipe), state.recipe)
-    return PolicyParts(
-        model=model,
-        state_mean=state.state_mean,
-        state_std=state.state_std,
-        returns_scale=state.recipe.loader.returns_scale,
-        context_length=state.recipe.loader.context_length,
-        recipe=state.recipe,
-    )
+        parts = task_parts(model, task, recipe)
+    return PolicyParts(*parts, recipe)
 
 
 def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:
