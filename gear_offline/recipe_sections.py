@@ -112,6 +112,13 @@ class SchedulePoint(Section):
     """Of every task."""
 
 
+def without_nulls(value: Any) -> Any:
+    """Leave out the tasks of a base that a recipe sets to null."""
+    if not isinstance(value, dict):
+        return value
+    return {name: task for name, task in value.items() if task is not None}
+
+
 class DataSettings(Section):
     """Where the steps come from."""
 
@@ -123,7 +130,7 @@ class DataSettings(Section):
     """Check every byte of the shards when they are opened."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
-    tasks: dict[Name, TaskSettings] | None = None
+    tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: tuple[SchedulePoint, ...] | None = Field(default=None, strict=False)
     """In place of the tasks' weights: weights that change over the steps."""
