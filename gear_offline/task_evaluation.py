@@ -23,7 +23,7 @@ from gear_offline.evaluation_report import EvaluationReport, evaluation_table
 from gear_offline.models.multitask import ModelTask
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
-from gear_offline.task_recipes import tasks_in
+from gear_offline.task_recipes import environments_of, tasks_in
 
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
@@ -116,9 +116,7 @@ class TasksReport:
 
 def plays(recipe: Recipe) -> bool:
     """Return whether there is an environment to evaluate in, and episodes to play."""
-    settings = recipe.evaluate
-    known = [settings.environment, *(task.environment for task in tasks_in(recipe).values())]
-    return settings.episodes > 0 and any(name is not None for name in known)
+    return recipe.evaluate.episodes > 0 and bool(environments_of(recipe))
 
 
 def evaluate_tasks(
@@ -223,6 +221,22 @@ def tasks_table(report: TasksReport) -> Group:
             )
         tables.append(table)
     return Group(*tables, f"mean score of {len(tables)} tasks: {score_text(report.score)}")
+
+
+def outcome(document: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what to say of an evaluation's document: its best, and all of it."""
+    if "tasks" in document:
+        means = {
+            name: max(float(target["mean"]) for target in found["targets"])
+            for name, found in document["tasks"].items()
+        }
+        text = f"mean score {score_text(document['score'])}"
+        return text, f"{'; '.join(f'{name} {mean:,.4g}' for name, mean in means.items())}; {text}"
+    best = max(document["targets"], key=lambda target: float(target["mean"]))
+    score = best["normalized"]
+    text = f"return {best['mean']:,.4g}" + ("" if score is None else f", score {score:.1f}")
+    pairs = (f"asked {t['target']:,.4g}, got {t['mean']:,.4g}" for t in document["targets"])
+    return text, f"{'; '.join(pairs)}; best {text}"
 
 
 def score_text(score: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import torch
 
@@ -38,7 +40,7 @@ def task_parts(model: DecisionTransformer, name: str | None, recipe: Recipe) -> 
 def task_policy(
     model: DecisionTransformer, name: str, recipe: Recipe, device: str | torch.device
 ) -> Policy:
-    """Return the policy of one task; it shares the model's blocks.
+    """Return the policy of one task; on the model's device it shares the model's blocks.
 
     Raises
     ------
@@ -46,6 +48,9 @@ def task_policy(
         ``TASK_UNKNOWN``
     """
     alone, mean, std, scale, context_length = task_parts(model, name, recipe)
+    here, there = next(model.parameters()).device, torch.device(device)
+    if here.type != there.type or there.index not in (None, here.index):
+        alone = deepcopy(alone)  # moving it would take the model's blocks along
     return Policy(
         alone,
         state_mean=mean,

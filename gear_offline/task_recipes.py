@@ -53,6 +53,12 @@ def named(recipe: Recipe, name: str) -> TaskSettings:
     return tasks[name]
 
 
+def environments_of(recipe: Recipe) -> tuple[str, ...]:
+    """Return the environments that a resolved recipe is evaluated in, each once."""
+    named = [recipe.evaluate.environment, *(t.environment for t in tasks_in(recipe).values())]
+    return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
     """Return the joint table of a recipe's tasks.
 
