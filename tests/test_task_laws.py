@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.kernels.rules import MIXTURE, WEIGHTED_EPISODES, law_number
 from gear_offline.laws.tasks import TaskLaw, TaskMixture, TaskPoint, WeightedTasks, mix_tasks
 from gear_offline.laws.weighted import WeightedEpisodes
 from gear_offline.schema import EpisodeIndex
@@ -126,6 +127,15 @@ def test_any_weights_give_their_shares(weights: list[float], seed: int) -> None:
     tasks = np.searchsorted(bounds, drawn.episodes, side="right") - 1
     assert all(weights[task] > 0 for task in tasks)
     assert (drawn.starts < law.index.lengths[drawn.episodes]).all()
+
+
+def test_the_gpu_has_kernels_for_weights_that_change_and_those_that_do_not() -> None:
+    tasks = task_laws()
+    points = [TaskPoint(step=0, weights={t.name: t.weight for t in tasks})]
+    assert law_number(mix_tasks(tasks)) == WEIGHTED_EPISODES
+    assert law_number(mix_tasks(tasks, points)) == MIXTURE
+    other = task_laws([*LAWS[:2], ("stratified_return", {"strata": 2})])
+    assert failing_code(lambda: law_number(mix_tasks(other))) == "ENGINE_SELECTION"
 
 
 def test_one_task_has_the_draws_of_its_own_law() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gear_offline.dataset import Dataset
-from gear_offline.laws.tasks import TaskLaw, mix_tasks
+from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
 from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
@@ -45,8 +45,12 @@ def same(one: Batch, other: Batch) -> None:
 
 @pytest.mark.parametrize("placement", ["hbm", "host"])
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 0.5)])
+@pytest.mark.parametrize("scheduled", [False, True])
 def test_batches_are_the_cpus(
-    parts: dict[str, Dataset], placement: Any, weights: tuple[float, ...] | None
+    parts: dict[str, Dataset],
+    placement: Any,
+    weights: tuple[float, ...] | None,
+    scheduled: bool,
 ) -> None:
     joint = join(parts)
     law: Any = "uniform_steps"
@@ -61,7 +65,13 @@ def test_batches_are_the_cpus(
                     weight=weight,
                 )
                 for task, name, weight in zip(joint.tasks, laws, weights, strict=True)
+            ],
+            [
+                TaskPoint(step=0, weights={"hop": 1.0, "walk": 0.0, "point": 0.5}),
+                TaskPoint(step=9, weights={"hop": 0.2, "walk": 1.0, "point": 0.0}),
             ]
+            if scheduled
+            else (),
         )
     options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5, "selection": law}
     gpu = GearLoader(joint, device="cuda", engine="on", placement=placement, **options)

@@ -24,6 +24,7 @@ from gear_offline.laws.weighted import WeightedEpisodes
 from gear_offline.schema import EpisodeIndex
 
 NAME = "tasks"
+WEIGHTED = (UniformSteps, UniformEpisodes, WeightedEpisodes)  # an episode by weight, any start
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,11 +103,7 @@ class TaskMixture(Mixture):
 
     def __init__(self, tasks: Sequence[TaskLaw], schedule: Sequence[TaskPoint]) -> None:
         self._options = _options(tasks, schedule)
-        firsts = np.cumsum([0, *(task.index.episodes for task in tasks)]).tolist()
-        self.parts = tuple(
-            OfTask(task.selection, first=first, episodes=task.index.episodes)
-            for task, first in zip(tasks, firsts, strict=False)
-        )
+        self.parts = _parts(tasks)
         points = schedule or [TaskPoint(step=0, weights={t.name: t.weight for t in tasks})]
         self._steps = [point.step for point in points]
         self._sums = [_cumulative([point.weights[t.name] for t in tasks]) for point in points]
@@ -120,8 +117,7 @@ class WeightedTasks(WeightedEpisodes):
     def __init__(self, tasks: Sequence[TaskLaw]) -> None:
         total = sum(task.weight for task in tasks)
         shares = [task.weight / total * _episode_shares(task) for task in tasks]
-        index = EpisodeIndex(lengths=np.concatenate([task.index.lengths for task in tasks]))
-        super().__init__(index, np.concatenate(shares))
+        super().__init__(_joint_index(tasks), np.concatenate(shares))
         self._options = _options(tasks, ())
 
     @property
@@ -167,10 +163,33 @@ def mix_tasks(tasks: Sequence[TaskLaw], schedule: Sequence[TaskPoint] = ()) -> S
                 where=f"data.tasks.{task.name}.selection",
                 remedy="use one that treats slots and steps alike, such as uniform_steps",
             )
-    kinds = (UniformSteps, UniformEpisodes, WeightedEpisodes)
-    if not schedule and all(isinstance(task.selection, kinds) for task in tasks):
+    if not schedule and all(isinstance(task.selection, WEIGHTED) for task in tasks):
         return WeightedTasks(tasks)
     return TaskMixture(tasks, schedule)
+
+
+def _joint_index(tasks: Sequence[TaskLaw]) -> EpisodeIndex:
+    return EpisodeIndex(lengths=np.concatenate([task.index.lengths for task in tasks]))
+
+
+def _parts(tasks: Sequence[TaskLaw]) -> tuple[Selection, ...]:
+    """Return each task's law over the joint table: of weighted episodes where that is possible.
+
+    The GPU has a kernel for those, the episodes of other tasks having no weight.
+    """
+    index = _joint_index(tasks)
+    found: list[Selection] = []
+    first = 0
+    for task in tasks:
+        last = first + task.index.episodes
+        if isinstance(task.selection, WEIGHTED):
+            weights = np.zeros(index.episodes)
+            weights[first:last] = _episode_shares(task)
+            found.append(WeightedEpisodes(index, weights))
+        else:
+            found.append(OfTask(task.selection, first=first, episodes=last - first))
+        first = last
+    return tuple(found)
 
 
 def _episode_shares(task: TaskLaw) -> Float64Array:
