@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from gear_offline.dataset import Dataset
@@ -57,6 +58,18 @@ def environments_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the environments that a resolved recipe is evaluated in, each once."""
     named = [recipe.evaluate.environment, *(t.environment for t in tasks_in(recipe).values())]
     return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+def missing_data(recipe: Recipe) -> list[str]:
+    """Return the paths of the tasks' datasets that do not exist."""
+    return [task.path for task in tasks_in(recipe).values() if not Path(task.path).exists()]
+
+
+def data_key(recipe: Recipe) -> str:
+    """Return what a recipe's dataset depends on; recipes of one key may share it."""
+    loader = recipe.loader
+    of_tasks = f" {loader.normalize_states} {loader.returns_scale}" if recipe.data.tasks else ""
+    return recipe.data.model_dump_json() + of_tasks
 
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
