@@ -221,13 +221,15 @@ class PolicyParts(NamedTuple):
     recipe: Recipe
 
 
-def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
+def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) -> PolicyParts:
     """Read the model of a checkpoint, or of the newest whole checkpoint of a run directory.
 
     Parameters
     ----------
     run_or_checkpoint
         Run directory, a checkpoint of it, or its ``checkpoints/best``.
+    task
+        Of a run of several: the model is that of this task alone.
 
     Returns
     -------
@@ -238,7 +240,7 @@ def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
     Raises
     ------
     InputError
-        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``.
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``, ``TASK_UNKNOWN``.
     """
     path = Path(run_or_checkpoint)
     if (path / "checkpoints").is_dir() and not (path / STATE).exists():
@@ -247,15 +249,14 @@ def load_policy_parts(run_or_checkpoint: str | Path) -> PolicyParts:
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
         newest = read_checkpoint(path.resolve())
-    state = newest.state
-    return PolicyParts(
-        model=restore_model(newest),
-        state_mean=state.state_mean,
-        state_std=state.state_std,
-        returns_scale=state.recipe.loader.returns_scale,
-        context_length=state.recipe.loader.context_length,
-        recipe=state.recipe,
-    )
+    state, model, recipe = newest.state, restore_model(newest), newest.state.recipe
+    scales = recipe.loader.returns_scale, recipe.loader.context_length
+    parts = model, state.state_mean, state.state_std, *scales
+    if task is not None or recipe.data.tasks:
+        from gear_offline.task_policy import task_parts
+
+        parts = task_parts(model, task, recipe)
+    return PolicyParts(*parts, recipe)
 
 
 def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:

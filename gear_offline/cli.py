@@ -286,10 +286,9 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Roll out a trained run at several asked returns and score it."""
-    from gear_offline.evaluate import evaluate as roll
-    from gear_offline.evaluate import print_report
+    from gear_offline.run_evaluation import evaluate_run, print_run
 
-    report = roll(
+    report = evaluate_run(
         run,
         targets=parse_numbers(targets),
         episodes=parse_count(episodes, "--episodes"),
@@ -303,7 +302,7 @@ def evaluate(
     if as_json:
         _print_json(report.to_json())
     else:
-        print_report(report)
+        print_run(report)
 
 
 @app.command()

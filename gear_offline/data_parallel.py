@@ -71,7 +71,11 @@ def make_loss(
         if feedback is not None:
             return feedback.loss(output.action_preds, batch, valid_steps=valid)
         return action_loss(
-            output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid
+            output.action_preds,
+            batch.actions,
+            batch.attention_mask,
+            valid_steps=valid,
+            valid_actions=model.valid_actions(batch),
         )
 
     return loss

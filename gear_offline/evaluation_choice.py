@@ -10,6 +10,7 @@ import torch
 from gear_offline.atari import is_atari
 from gear_offline.errors import UnavailableError
 from gear_offline.recipe import Recipe
+from gear_offline.task_recipes import environments_of
 from gear_offline.wording import count_text
 from gear_offline.world import World
 
@@ -31,8 +32,8 @@ class EvaluationChoice:
         Where the policy runs.
     workers, threads
         Processes, and torch's CPU threads in each.
-    specification
-        What another process needs to make the environment, beyond its name.
+    specifications
+        What another process needs to make the environments, beyond their names.
     """
 
     beside: bool
@@ -40,7 +41,7 @@ class EvaluationChoice:
     device: torch.device
     workers: int = 1
     threads: int = 1
-    specification: str = ""
+    specifications: tuple[str, ...] = ()
 
 
 def choose_evaluation(
@@ -64,7 +65,8 @@ def choose_evaluation(
     ranks = world.nodes.count(world.nodes[world.rank])
     busy = ranks * (1 if device.type == "cuda" else torch.get_num_threads())
     spare = len(os.sched_getaffinity(0)) - busy
-    specification, problem = _elsewhere(settings.environment or "")
+    found = [_elsewhere(name) for name in environments_of(recipe)]
+    problem = next((why for _, why in found if why), "")
     if not problem and settings.beside == "auto":
         every = train.evaluate_every
         if every is None or every >= train.steps:
@@ -95,7 +97,7 @@ def choose_evaluation(
         device=there,
         workers=workers,
         threads=threads,
-        specification=specification,
+        specifications=tuple(text for text, _ in found if text),
     )
 
 

@@ -33,9 +33,10 @@ class PlayRequest:
     run, step
         Name of the run and optimiser step of the weights.
     environment, targets, episodes, environments, seed, reference
-        As in `gear_offline.evaluate.evaluate_policy`.
-    specification
-        How Gymnasium makes the environment (``EnvSpec.to_json``); empty where its name is enough.
+        As in `gear_offline.evaluate.evaluate_policy`.  Of several tasks the recipe of the
+        checkpoint says all of this; `environment` is empty.
+    specifications
+        How Gymnasium makes each environment (``EnvSpec.to_json``) whose name is not enough.
     device
         Where the policy runs.
     threads
@@ -51,7 +52,7 @@ class PlayRequest:
     environments: int
     seed: int
     reference: str | None
-    specification: str
+    specifications: tuple[str, ...]
     device: str
     threads: int
 
@@ -80,6 +81,27 @@ def play(policy: Any, request: PlayRequest) -> dict[str, Any]:
     return {"score": report.best.mean, **finite(report.to_json())}
 
 
+def play_tasks(model: Any, recipe: Any, request: PlayRequest) -> dict[str, Any]:
+    """Play each task of `model` as its `recipe` says; as `play` otherwise.
+
+    Returns
+    -------
+    dict
+        JSON-able: see `gear_offline.task_evaluation.TasksReport`.
+    """
+    from gear_offline.models.multitask import tasks_of_config
+    from gear_offline.task_evaluation import evaluate_tasks
+    from gear_offline.task_policy import task_policy
+
+    report = evaluate_tasks(
+        lambda name: task_policy(model, name, recipe, request.device),
+        recipe,
+        tasks_of_config(model.config),
+    ).replace(run=request.run, step=request.step, device=request.device)
+    document: dict[str, Any] = finite(report.to_json())
+    return document
+
+
 def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     """Read the weights of ``request.checkpoint`` and play them; see `play`.
 
@@ -100,9 +122,11 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     try:
         with torch.random.fork_rng(devices=[]):
             found = read_checkpoint(Path(request.checkpoint), training=False)
-            loader = found.state.recipe.loader
+            loader, model = found.state.recipe.loader, restore_model(found)
+            if not request.environment:
+                return play_tasks(model, found.state.recipe, request)
             policy = Policy(
-                restore_model(found),
+                model,
                 state_mean=found.state.state_mean,
                 state_std=found.state.state_std,
                 returns_scale=loader.returns_scale,
@@ -117,7 +141,8 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
 def answer(line: str) -> dict[str, Any]:
     """Return what to answer to a request: ``report``, or an error's ``code`` and words."""
     asked: Mapping[str, Any] = json.loads(line)
-    request = PlayRequest(**{**asked, "targets": tuple(asked["targets"])})
+    lists = {key: tuple(asked[key]) for key in ("targets", "specifications")}
+    request = PlayRequest(**{**asked, **lists})
     try:
         _register(request)
         return {"step": request.step, "report": play_checkpoint(request)}
@@ -127,12 +152,12 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def _register(request: PlayRequest) -> None:
-    """Make known what the training process knew of the environment."""
+    """Make known what the training process knew of the environments."""
     import gymnasium
 
-    if request.specification and request.environment not in gymnasium.registry:
-        spec = gymnasium.envs.registration.EnvSpec.from_json(request.specification)
-        gymnasium.registry[spec.id] = spec
+    for text in request.specifications:
+        spec = gymnasium.envs.registration.EnvSpec.from_json(text)
+        gymnasium.registry.setdefault(spec.id, spec)
 
 
 def main(parent: str) -> None:

@@ -30,8 +30,9 @@ from gear_offline.models.policy import Policy
 from gear_offline.optimizer import Optimizer
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
-from gear_offline.selection import make_selection
 from gear_offline.statistics import Float64Array
+from gear_offline.task_policy import task_policy
+from gear_offline.task_recipes import loader_options, recipe_selection
 from gear_offline.world import World
 
 COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
@@ -82,6 +83,8 @@ class Learner:
     ----------
     step
         Optimiser steps done.
+    tasks
+        What the model knows of its tasks, of a recipe of several.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Learner:
         *,
         world: World | None = None,
     ) -> None:
-        self.recipe, self.device = recipe, device
+        self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = World() if world is None else world
         self.precision, self.precision_reason = resolve_precision(recipe.train.precision, device)
         self.model = build_model(
@@ -103,21 +106,16 @@ class Learner:
             context_length=recipe.loader.context_length,
             frame_shape=sizes.frame_shape,
             frame_stack=recipe.loader.frame_stack,
+            tasks=sizes.tasks,
             **recipe.model.model_dump(),
         )
         trainable_parameters(self.model)  # freezes what the loss never reaches
         self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()
-        selection = recipe.selection
         self.loader = GearLoader(
             dataset,
-            **recipe.loader.model_dump(),
-            selection=make_selection(
-                selection.strategy,
-                dataset,
-                context_length=recipe.loader.context_length,
-                **selection.options,
-            ),
+            **loader_options(recipe, dataset),
+            selection=recipe_selection(recipe, dataset),
             seed=recipe.seed,
             device=device,
             world=self.world,
@@ -147,7 +145,7 @@ class Learner:
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
-        if recipe.loader.normalize_states:
+        if recipe.loader.normalize_states and not sizes.tasks:
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
         self.step = 0
@@ -331,8 +329,13 @@ class Learner:
             self._captured.begin_window()
         return found
 
-    def policy(self) -> Policy:
-        """Return the model as it stands, ready to act; call `resume_training` afterwards."""
+    def policy(self, task: str | None = None) -> Policy:
+        """Return the model as it stands, ready to act; call `resume_training` afterwards.
+
+        Of several tasks, `task` names the one to act in.
+        """
+        if task is not None:
+            return task_policy(self.model, task, self.recipe, self.device)
         return Policy(
             self.model,
             state_mean=self.state_mean,

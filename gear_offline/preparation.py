@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,11 +18,16 @@ from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.fields import is_image, standard_fields
 from gear_offline.host_memory import available_bytes
+from gear_offline.joint import JointDataset
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_sections import CollectSettings, DataSettings
 from gear_offline.scores import reference_scores
+from gear_offline.task_recipes import open_tasks
 from gear_offline.wording import count_text, size_text
+
+if TYPE_CHECKING:
+    from gear_offline.models.multitask import ModelTask
 
 
 def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
@@ -35,6 +40,8 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
         ``DATA_MISSING`` when it does not exist and the recipe does not say how to make it, and
         the errors of collecting, converting and opening.
     """
+    if recipe.data.tasks:
+        return open_tasks(recipe, lambda one: prepare_dataset(one, quiet=quiet))
     if recipe.data.path is None:
         raise InputError(
             "DATA_MISSING",
@@ -117,12 +124,15 @@ class ModelSizes:
         Numbers in an action, or the number of discrete actions.
     discrete
         Whether actions are integers.
+    tasks
+        Of a recipe of several tasks; widths above are those of the widest then.
     """
 
     state_dim: int
     action_dim: int
     discrete: bool
     frame_shape: tuple[int, ...] = ()
+    tasks: tuple[ModelTask, ...] = ()
 
 
 def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
@@ -140,6 +150,10 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     """
     from gear_offline.episode_runner import make_environment, space_sizes
     from gear_offline.evaluate import resolve_reference
+    from gear_offline.task_preparation import resolve_tasks
+
+    if isinstance(dataset, JointDataset):
+        return resolve_tasks(recipe, dataset, quiet=quiet)
 
     sizes = _sizes(dataset)
     environment = recipe.evaluate.environment or dataset.environment_id
@@ -257,7 +271,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
                 where=f"column {column} of {dataset.path}",
                 remedy="repair the source and convert it again without --allow-nonfinite",
             )
-    _check_memory(recipe, sizes)
+    check_memory(recipe, sizes)
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0
     if longest > rows:
@@ -281,7 +295,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
             )
 
 
-def _check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
+def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
     """Refuse what cannot fit: the kernel would kill the process instead, or pages would swap."""
     model, loader = recipe.model, recipe.loader
     size, available = model.hidden_size, available_bytes()

@@ -31,6 +31,7 @@ from gear_offline.recipe_sections import (
     SelectionSettings,
     TrainSettings,
 )
+from gear_offline.recipe_task_checks import check_tasks
 from gear_offline.strict_yaml import dump_yaml
 
 __all__ = [
@@ -107,6 +108,7 @@ class Recipe(Section):
                 "data.path is null, so there is no place for what data.source or data.collect give",
                 remedy="set data.path to the directory that receives the shards",
             )
+        check_tasks(self.data, self.evaluate)
         return self
 
     @classmethod

@@ -12,6 +12,7 @@ from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_errors import nearest
 from gear_offline.recipe_sections import CollectSettings
+from gear_offline.task_recipes import task_recipe
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
@@ -23,6 +24,8 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``REFERENCE_UNKNOWN``,
         ``ENVIRONMENT_UNKNOWN``, ``COLLECT_OPTION``, ``COLLECT_MIX``, ``RECIPE_VALUE``.
     """
+    for name in recipe.data.tasks or {}:
+        check_recipe(task_recipe(recipe, name), where=f"{where}: task {name}" if where else name)
     _check_selection(recipe, where)
     if recipe.data.collect is not None:
         path = recipe.data.path

@@ -42,6 +42,15 @@ def section_model(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def entry_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model class of the entries of a field that is a mapping or a list of sections."""
+    for candidate in get_args(annotation):
+        for inner in get_args(candidate):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                return inner
+    return None
+
+
 def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every leaf option of `model` as a dotted path, in the order of definition."""
     for name, field in model.model_fields.items():
@@ -61,9 +70,16 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 def unknown_key(model: type[BaseModel], path: Sequence[str], *, where: str) -> InputError:
     """Return the error for the option `path` that `model` does not have."""
     parent: type[BaseModel] = model
+    entry: type[BaseModel] | None = None
     for depth, part in enumerate(path[:-1]):
+        if entry is not None:  # the name or place of an entry
+            parent, entry = entry, None
+            continue
         field = parent.model_fields.get(part)
         section = section_model(field.annotation) if field else None
+        entry = entry_model(field.annotation) if field else None
+        if entry is not None:
+            continue
         if section is None:  # an unknown section, or an option taken for one
             return _unknown(model, parent, path[: depth + 1], path, where)
         parent = section

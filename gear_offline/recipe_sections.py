@@ -60,6 +60,65 @@ class CollectSettings(Section):
     """Seed of the environments and of the policy's making."""
 
 
+def with_options(value: Any) -> Any:
+    """Take what stands beside a strategy as its options, as the recipe's own section does."""
+    if not isinstance(value, dict) or "strategy" not in value:
+        return value
+    beside = {key: option for key, option in value.items() if key not in ("strategy", "options")}
+    options = value.get("options", {})
+    if not beside or not isinstance(options, dict):
+        return value
+    return {"strategy": value["strategy"], "options": {**options, **beside}}
+
+
+class SelectionSettings(Section):
+    """Which segments make up a batch."""
+
+    strategy: Text = "uniform_steps"
+    """Name of a selection strategy."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The strategy's own options."""
+
+
+class TaskSettings(Section):
+    """One of several tasks: its data, its share of the batches, its evaluation."""
+
+    path: Text
+    """Directory of GEAR shards, as data.path."""
+    source: Text | None = None
+    """What to convert into `path` when it does not exist, as data.source."""
+    collect: CollectSettings | None = None
+    """What to record and convert into `path` when it does not exist."""
+    weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Share of the segments, in proportion to the other tasks' weights."""
+    returns_scale: PositiveFloat | None = None
+    """Its returns-to-go are divided by this; null: loader.returns_scale."""
+    selection: Annotated[SelectionSettings | None, BeforeValidator(with_options)] = None
+    """Which of its segments; null: as the recipe's selection."""
+    environment: Text | None = None
+    """As evaluate.environment, of this task."""
+    reference: Text | None = None
+    """As evaluate.reference, of this task."""
+    targets: tuple[float, ...] | None = Field(default=None, strict=False)
+    """As evaluate.targets, of this task."""
+
+
+class SchedulePoint(Section):
+    """Weights of the tasks at a step; between two points they change linearly."""
+
+    step: Count
+    """Step of the training."""
+    weights: dict[Name, Annotated[float, Field(ge=0.0)]]
+    """Of every task."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out the tasks of a base that a recipe sets to null."""
+    if not isinstance(value, dict):
+        return value
+    return {name: task for name, task in value.items() if task is not None}
+
+
 class DataSettings(Section):
     """Where the steps come from."""
 
@@ -71,6 +130,10 @@ class DataSettings(Section):
     """Check every byte of the shards when they are opened."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
+    tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
+    """In place of path, source and collect: several tasks by name, for one model."""
+    schedule: tuple[SchedulePoint, ...] | None = Field(default=None, strict=False)
+    """In place of the tasks' weights: weights that change over the steps."""
 
 
 class LoaderSettings(Section):
@@ -104,15 +167,6 @@ class LoaderSettings(Section):
     """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
     exchange: Literal["auto", "on", "off"] = "auto"
     """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
-
-
-class SelectionSettings(Section):
-    """Which segments make up a batch."""
-
-    strategy: Text = "uniform_steps"
-    """Name of a selection strategy."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """The strategy's own options."""
 
 
 class ModelSettings(Section):

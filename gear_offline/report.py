@@ -54,8 +54,13 @@ def write_report(run: str | Path, *, random_return: float | None = None) -> Path
             remedy="give the directory of a run, e.g. runs/hopper-medium-s0",
         )
     data, parts = _data(run, recipe), [f"# {run.name}\n"]
-    plots = _learning_plot(run, metrics, evaluations)
-    if final is not None:
+    tasks = final if final is not None and "tasks" in final else None
+    plots = _learning_plot(run, metrics, evaluations if tasks is None else [])
+    if tasks is not None:
+        from gear_offline.task_report import write_tasks
+
+        parts.append(write_tasks(run, recipe, tasks, evaluations))
+    elif final is not None:
         levels = {f"data_{name}": data[name] for name in ("mean", "best") if name in data}
         path = run / "plots" / "asked_vs_achieved.png"
         plots["Achieved against asked return"] = plot_asked_vs_achieved(path, final, **levels)
@@ -84,7 +89,7 @@ def _final_evaluation(run: Path, evaluations: list[dict[str, Any]]) -> Mapping[s
     return last
 
 
-def _data(run: Path, recipe: Recipe | None) -> dict[str, Any]:
+def _data(run: Path, recipe: Recipe | None, plot_name: str = "data_returns") -> dict[str, Any]:
     """Return facts and plot of the dataset; empty where it is not there any more."""
     if recipe is None or recipe.data.path is None or not Path(recipe.data.path).is_dir():
         return {}
@@ -97,7 +102,7 @@ def _data(run: Path, recipe: Recipe | None) -> dict[str, Any]:
         "source": dataset.manifest.source,
     }
     if returns.count:
-        plot = run / "plots" / "data_returns.png"
+        plot = run / "plots" / f"{plot_name}.png"
         name = Path(recipe.data.path).name
         plot_data_returns(plot, dataset.returns, dataset.episodes.lengths, name=name)
         facts |= {"mean": returns.mean, "best": returns.max, "plot": plot}

@@ -17,11 +17,12 @@ from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.checkpoint_writer import CheckpointWriter
 from gear_offline.evaluation_beside import EvaluationsBeside
 from gear_offline.evaluation_choice import EvaluationChoice
-from gear_offline.evaluation_worker import PlayRequest, play, play_checkpoint
+from gear_offline.evaluation_worker import PlayRequest, play, play_checkpoint, play_tasks
 from gear_offline.interruption import Aborted, StopRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import Metrics
 from gear_offline.models.policy import Policy
+from gear_offline.task_evaluation import outcome
 from gear_offline.training_display import TrainingDisplay
 
 
@@ -121,7 +122,7 @@ class RunEvaluations:
         self._display.evaluating()
         try:
             with self._stop.abortable(), torch.random.fork_rng(devices=[]):
-                document = play(self._policy(), self._request(step))
+                document = self._played(self._request(step))
         except Aborted:
             return False  # the resumed run makes up for it
         finally:
@@ -132,6 +133,11 @@ class RunEvaluations:
         self._record(step, document, seconds)
         best = self._metrics.best
         return best is not None and best["step"] == step
+
+    def _played(self, request: PlayRequest) -> dict[str, Any]:
+        if not request.environment:
+            return play_tasks(self._learner.model, self._learner.recipe, request)
+        return play(self._policy(), request)
 
     def _policy(self) -> Policy:
         """Return the learner's policy, or a copy of it where it acts on another device."""
@@ -154,18 +160,17 @@ class RunEvaluations:
 
     def _request(self, step: int) -> PlayRequest:
         settings, choice = self._settings, self._choice
-        assert settings.environment is not None, "evaluations are due only with one"
         return PlayRequest(
             checkpoint=str(self._saves.path(step).absolute()),
             run=self._folder.name,
             step=step,
-            environment=settings.environment,
+            environment=settings.environment or "",
             targets=tuple(settings.targets or ()),
             episodes=settings.episodes,
             environments=settings.environments,
             seed=settings.seed,
             reference=settings.reference,
-            specification=choice.specification,
+            specifications=choice.specifications,
             device=str(choice.device),
             threads=choice.threads,
         )
@@ -207,13 +212,10 @@ class RunEvaluations:
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
         self.staleness.append((now - step, seconds))
         self._metrics.evaluation(step, {**document, **stale})
-        best = max(document["targets"], key=lambda target: float(target["mean"]))
-        score = best["normalized"]
-        text = f"return {best['mean']:,.4g}" + ("" if score is None else f", score {score:.1f}")
+        text, said = outcome(document)
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
         self._display.score(text + (f" of step {step:,}" if now > step else ""))
-        pairs = (f"asked {t['target']:,.4g}, got {t['mean']:,.4g}" for t in document["targets"])
-        self._display.say(f"step {step:,}{late}: {'; '.join(pairs)}; best {text}")
+        self._display.say(f"step {step:,}{late}: {said}")
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``."""

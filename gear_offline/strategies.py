@@ -23,9 +23,11 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.preparation import prepare_dataset
 from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe
+from gear_offline.recipe_sections import SelectionSettings
 from gear_offline.schema import Int64Array
-from gear_offline.selection import Segments, Selection, make_selection, selection_names
+from gear_offline.selection import Segments, Selection, selection_names
 from gear_offline.strict_yaml import parse_yaml
+from gear_offline.task_recipes import recipe_selection
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -47,6 +49,10 @@ class Candidate:
 
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> SelectionSettings:
+        return SelectionSettings(strategy=self.strategy, options=dict(self.options))
 
     @property
     def label(self) -> str:
@@ -134,12 +140,7 @@ def compare(
         for candidate in candidates:
             head = {"label": candidate.label, "strategy": candidate.strategy}
             try:
-                law = make_selection(
-                    candidate.strategy,
-                    dataset,
-                    context_length=recipe.loader.context_length,
-                    **candidate.options,
-                )
+                law = recipe_selection(recipe, dataset, candidate.settings)
                 tally = Tally(dataset, recipe, law)
                 tally.run(batches, advance)
             except GearError as error:

@@ -26,6 +26,7 @@ from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_modes import Choice, Mode, choose
 from gear_offline.sweep_points import SweepPoint, name_points
 from gear_offline.sweep_results import RunResult, is_complete, read_result, steps_done
+from gear_offline.task_recipes import data_key
 from gear_offline.trainer import RESUMABLE, train
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.wording import count_text
@@ -154,7 +155,7 @@ class Sweep:
 
     def _dataset(self, point: SweepPoint) -> Dataset:
         """Return the data of a point, opened and verified once for all."""
-        key = point.recipe.data.model_dump_json()
+        key = data_key(point.recipe)
         if key not in self._datasets:
             self._datasets[key] = prepare_dataset(point.recipe, quiet=self._quiet)
         return self._datasets[key]

@@ -21,6 +21,8 @@ INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
 
 def _score(evaluation: Mapping[str, Any] | None) -> float | None:
     """Return the normalised score of the target that returned most; None without a reference."""
+    if evaluation is not None and "tasks" in evaluation:
+        return _return(evaluation)  # the mean of the tasks' scores
     targets = [] if evaluation is None else evaluation.get("targets", ())
     found = [t["normalized"] for t in targets if t.get("normalized") is not None]
     return max(found) if found else None

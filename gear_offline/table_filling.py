@@ -81,7 +81,9 @@ def fill_stores(
     parted = source if isinstance(source, PartedSource) else None
     bounds = [0, source.episodes.steps] if parted is None else parted.first_steps.tolist()
     offsets = source.episodes.offsets
-    job = _Filling(source, tuple(stores), margin, gamma, returns_scale)
+    job = _Filling(source, tuple(stores), margin, gamma)
+    # Of a joint table each part has a scale of its own, besides that of all.
+    scales = getattr(source, "returns_scales", None) or [1.0] * (len(bounds) - 1)
     together = parted is None or threads == 1 or len(bounds) > 2 * threads
     groups = [job.columns()] if together else job.groups()
 
@@ -94,7 +96,8 @@ def fill_stores(
             else parted.reader(index, columns, check=check)
         )
         with reader as opened:
-            job.fill(opened, columns, offsets[first : last + 1])
+            scale = returns_scale * scales[index]
+            job.fill(opened, columns, offsets[first : last + 1], scale=scale)
 
     tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
     if threads == 1 or len(tasks) == 1:
@@ -137,7 +140,6 @@ class _Filling:
     stores: tuple[tuple[StorePlan, Store], ...]
     margin: int
     gamma: float
-    returns_scale: float
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
     # Held by the one thread that writes through the file; the others would wait for it there.
@@ -152,7 +154,9 @@ class _Filling:
         packed = [c for c in self.columns() if c not in direct]
         return [packed, *([c] for c in direct)]
 
-    def fill(self, reader: Reader, columns: list[str], offsets: Int64Array) -> None:
+    def fill(
+        self, reader: Reader, columns: list[str], offsets: Int64Array, *, scale: float
+    ) -> None:
         """Fill `columns` over whole episodes at global steps `offsets`."""
         direct = [c for c in columns if self._is_direct(c)]
         packed = [c for c in columns if c not in direct]
@@ -163,7 +167,7 @@ class _Filling:
                 scratch = Scratch()
             first = self.writer.acquire(blocking=False)
             try:
-                self._packed(reader, packed, offsets, scratch, through=first)
+                self._packed(reader, packed, offsets, scratch, scale=scale, through=first)
             finally:
                 if first:
                     self.writer.release()
@@ -189,6 +193,7 @@ class _Filling:
         offsets: Int64Array,
         scratch: Scratch,
         *,
+        scale: float,
         through: bool,
     ) -> None:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
@@ -204,7 +209,7 @@ class _Filling:
                     rewards,
                     offsets[first : last + 1],
                     gamma=self.gamma,
-                    scale=self.returns_scale,
+                    scale=scale,
                     work=scratch.take(".sums", high - low, np.float64),
                     out=scratch.take(".returns", high - low, np.float32),
                 )

@@ -24,6 +24,7 @@ from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.recipe_checks import check_recipe
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.staging import write_error
+from gear_offline.task_recipes import open_tasks
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
 
@@ -94,7 +95,11 @@ def train(
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))
         quiet = quiet or not world.is_first
-        dataset = _open(recipe, world, quiet=quiet)
+        dataset: Dataset
+        if recipe.data.tasks:
+            dataset = open_tasks(recipe, lambda one: _open(one, world, quiet=quiet))
+        else:
+            dataset = _open(recipe, world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(directory, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)

@@ -30,6 +30,7 @@ from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.run_evaluations import RunEvaluations
+from gear_offline.task_evaluation import plays
 from gear_offline.training_display import TrainingDisplay
 from gear_offline.wording import count_text
 
@@ -142,9 +143,9 @@ class Run:
             )
 
     def _evaluation_due(self, step: int) -> bool:
-        settings, every = self.recipe.evaluate, self.settings.evaluate_every
+        every = self.settings.evaluate_every
         due = step == self.settings.steps or (every is not None and step % every == 0)
-        return due and settings.environment is not None and settings.episodes > 0
+        return due and plays(self.recipe)
 
     def _begin(self) -> None:
         """Open what is written to."""

@@ -67,7 +67,8 @@ def law_number(selection: Selection) -> int:
     for family, number in _FAMILIES:
         if isinstance(selection, family) and kind.select_many is family.select_many:
             return number
-    if kind not in _EXACTLY:
+    mixed = isinstance(selection, Mixture) and kind.select_many is Mixture.select_many
+    if kind not in _EXACTLY and not mixed:
         raise UnavailableError(
             "ENGINE_SELECTION",
             f"the GPU engine has no kernel for selection {selection.name!r}",
@@ -76,6 +77,7 @@ def law_number(selection: Selection) -> int:
     if isinstance(selection, Mixture):
         for part in selection.parts:
             law_number(part)
+        return MIXTURE
     return _EXACTLY[kind]
 
 

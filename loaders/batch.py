@@ -40,6 +40,9 @@ class Batch:
         Side on which the padding is.
     extras
         Further columns, ``(B, K, *shape)`` in their source dtype.
+    task_bounds
+        ``(T - 1,)`` int64, the first episode of each task but the first, where the batch is of
+        several tasks; else None.
     """
 
     states: Tensor
@@ -51,6 +54,7 @@ class Batch:
     segments: Tensor
     padding: Literal["right", "left"] = field(default="right", kw_only=True)
     extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+    task_bounds: Tensor | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         """Return B."""
@@ -60,8 +64,26 @@ class Batch:
     def device(self) -> torch.device:
         return self.segments.device
 
+    @property
+    def tasks(self) -> Tensor | None:
+        """``(B,)`` int64, the task of each segment; None without tasks.
+
+        Made of the segments each time it is asked for, by one search on the batch's own device:
+        so it is right in a batch that a CUDA graph fills again and again.
+        """
+        if self.task_bounds is None:
+            return None
+        return torch.bucketize(self.segments[:, 0].contiguous(), self.task_bounds, right=True)
+
     def model_inputs(self) -> dict[str, Tensor]:
-        """Return the keyword arguments of the Hugging Face Decision Transformer."""
+        """Return the keyword arguments of the Hugging Face Decision Transformer.
+
+        With several tasks also ``tasks``, which the released class ignores.
+        """
+        tasks = self.tasks
+        return self._fields() | ({} if tasks is None else {"tasks": tasks})
+
+    def _fields(self) -> dict[str, Tensor]:
         return {
             "states": self.states,
             "actions": self.actions,
@@ -86,8 +108,9 @@ class Batch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(
-            **{name: change(tensor) for name, tensor in self.model_inputs().items()},
+            **{name: change(tensor) for name, tensor in self._fields().items()},
             segments=change(self.segments),
             padding=self.padding,
             extras={name: change(tensor) for name, tensor in self.extras.items()},
+            task_bounds=None if self.task_bounds is None else change(self.task_bounds),
         )

@@ -24,7 +24,7 @@ _FIELDS = ("states", "actions", "rewards", "returns_to_go")
 _NAMED = ("timesteps", "attention_mask", "segments")
 
 
-def split(windows: Windows, padding: Padding) -> list[Batch]:
+def split(windows: Windows, padding: Padding, task_bounds: Tensor | None = None) -> list[Batch]:
     """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied."""
     fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
     fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
@@ -34,6 +34,7 @@ def split(windows: Windows, padding: Padding) -> list[Batch]:
             *(fields[name][step] for name in (*_FIELDS, *_NAMED)),
             padding=padding,
             extras={name.removeprefix(EXTRA): fields[name][step] for name in extras},
+            task_bounds=task_bounds,
         )
         for step in range(len(windows.segments))
     ]
@@ -60,6 +61,8 @@ class DeviceBatches:
         The step to come.
     ahead
         Fetch a step ahead; pays where rows come from host memory.
+    task_bounds
+        As `gear_offline.loaders.batch.Batch`.
 
     Attributes
     ----------
@@ -70,11 +73,17 @@ class DeviceBatches:
     """
 
     def __init__(
-        self, fill: StaticFill, *, padding: Padding, step: int, ahead: bool = False
+        self,
+        fill: StaticFill,
+        *,
+        padding: Padding,
+        step: int,
+        ahead: bool = False,
+        task_bounds: Tensor | None = None,
     ) -> None:
         self._fill, self.ahead = fill, ahead
         self._windows = _like(fill.windows) if ahead else fill.windows
-        (self.batch,) = split(_lifted(self._windows), padding)
+        (self.batch,) = split(_lifted(self._windows), padding, task_bounds)
         self._stream: Any = None
         if ahead:
             device = self.batch.device
@@ -142,7 +151,12 @@ class DeviceBatches:
 
 
 def make_batches(
-    engine: DeviceEngine, *, padding: Padding, step: int, ahead: bool
+    engine: DeviceEngine,
+    *,
+    padding: Padding,
+    step: int,
+    ahead: bool,
+    task_bounds: Tensor | None = None,
 ) -> DeviceBatches:
     """Return the batches of an engine, a step ahead if asked for and where that pays.
 
@@ -155,7 +169,7 @@ def make_batches(
     ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
     if ahead:
         fill.limit_blocks(AHEAD_BLOCKS)
-    return DeviceBatches(fill, padding=padding, step=step, ahead=ahead)
+    return DeviceBatches(fill, padding=padding, step=step, ahead=ahead, task_bounds=task_bounds)
 
 
 def _tensors(windows: Windows) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.host_memory import RESERVE_BYTES, available_bytes
 from gear_offline.host_table import table_bytes
+from gear_offline.joint import in_memory_only, tasks_of
 from gear_offline.kernels.disk_gather import DiskGather, Stream
 from gear_offline.pinning import format_bytes
 from gear_offline.progress import say
@@ -55,6 +56,10 @@ def open_disk(
             f"placement={placement!r} is not usable",
             remedy="use 'auto', 'hbm', 'peer', 'host' or 'disk'",
         )
+    if tasks_of(dataset):
+        if placement == "disk":
+            raise in_memory_only("placement='disk'", "use placement='auto', 'hbm' or 'host'")
+        return None
     reason = "as asked for"
     if placement != "disk":
         if placement != "auto" or mode != "read":

@@ -26,6 +26,7 @@ from gear_offline.loaders.feedback import check_planned, check_updates, update_c
 from gear_offline.loaders.options import check_options, check_state, no_engine
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
+from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
@@ -153,6 +154,7 @@ class GearLoader(Iterator[Batch]):
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
         self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
+        self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
         law: dict[str, Any] = {
@@ -295,7 +297,8 @@ class GearLoader(Iterator[Batch]):
         """
         if self.engine is None:
             raise no_engine("this loader does not gather on the GPU")
-        return make_batches(self.engine, padding=self.padding, step=self._step, ahead=ahead)
+        options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
+        return make_batches(self.engine, step=self._step, ahead=ahead, **options)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate over plain dictionaries of model inputs, for a Hugging Face ``Trainer``.
@@ -383,15 +386,14 @@ class GearLoader(Iterator[Batch]):
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
         if self._spread is not None:
             windows = self._spread.windows(first_step, steps)
-            return split(self._moved(windows), self.padding)
-        if self.engine is not None:
-            return split(self.engine.fill(first_step=first_step, steps=steps), self.padding)
-        segments = self._stream.segments(first_step, steps)
-        if ahead and self.disk is not None:
+        elif self.engine is not None:
+            windows = self.engine.fill(first_step=first_step, steps=steps)
+        elif ahead and self.disk is not None:
+            segments = self._stream.segments(first_step, steps)
             windows = self.disk.fill_steps(segments, first_step=first_step)
         else:
-            windows = self.gather.fill(segments)
-        return split(self._moved(windows), self.padding)
+            windows = self.gather.fill(self._stream.segments(first_step, steps))
+        return split(self._moved(windows), self.padding, self._task_bounds)
 
     def _moved(self, windows: Windows) -> Windows:
         return windows.to(self.device, non_blocking=True) if self._moves else windows

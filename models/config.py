@@ -8,6 +8,7 @@ from math import prod
 from transformers import DecisionTransformerConfig
 
 from gear_offline.errors import InputError
+from gear_offline.models.multitask import ModelTask
 
 
 def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
@@ -48,6 +49,7 @@ def make_config(
     encoder: str,
     frame_shape: Sequence[int],
     frame_stack: int,
+    tasks: Sequence[ModelTask] = (),
 ) -> DecisionTransformerConfig:
     """Return the configuration that `gear_offline.models.decision_transformer.build_model` states.
 
@@ -111,4 +113,6 @@ def make_config(
         config.frame_encoder = kind
         config.frame_shape = list(frame_shape)
         config.frame_stack = frame_stack
+    if tasks:
+        config.tasks = [task.to_json() for task in tasks]
     return config

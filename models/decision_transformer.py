@@ -16,7 +16,6 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import DecisionTransformerConfig, DecisionTransformerModel
 from transformers.models.decision_transformer.modeling_decision_transformer import (
@@ -24,11 +23,13 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 )
 
 from gear_offline.errors import InputError
-from gear_offline.models.blocks import Block, Keep, dense_mask, drop
+from gear_offline.models.blocks import Block, Keep, dense_mask
 from gear_offline.models.checks import check_actions, check_timesteps, trainable_parameters
 from gear_offline.models.config import make_config
 from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder
 from gear_offline.models.loss import Padding, TrainingBatch, action_loss
+from gear_offline.models.multitask import ModelTask, make_embedding
+from gear_offline.models.tokens import Tokens
 
 __all__ = [
     "DecisionTransformer",
@@ -43,13 +44,14 @@ Attention = Literal["auto", "sdpa", "eager"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
 
 
-class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
+class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-untyped-call]
     """Decision Transformer with the released class's weights, inputs and outputs.
 
     Some keys of the configuration are ours; the released class carries them along unread:
     ``discrete_actions`` (bool: actions are integers and the head gives logits),
     ``context_length`` (int: K of the training windows, for whoever builds a policy), and for
-    frames ``frame_encoder``, ``frame_shape``, ``frame_stack``.
+    frames ``frame_encoder``, ``frame_shape``, ``frame_stack``; ``tasks``, see
+    `gear_offline.models.multitask`.
 
     Attributes
     ----------
@@ -67,6 +69,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     frame_encoder
         Turns frames into the ``config.state_dim`` elements of a state; None for vectors.  The
         released class has all tensors but the encoder's and takes its features as states.
+    embed_task
+        `gear_offline.models.multitask.TaskEmbedding` of several tasks, else None.
 
     Notes
     -----
@@ -103,6 +107,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
                 frame_stack=config.frame_stack,
                 features=config.state_dim,
             )
+        self.embed_task = make_embedding(config)
         self.discrete = discrete
         self.padding: Padding = "any"
         self.attention: Attention = "auto"
@@ -119,6 +124,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         *,
+        tasks: Tensor | None = None,
         padding: Padding | None = None,
         only_actions: bool = False,
     ) -> DecisionTransformerOutput | tuple[Tensor, Tensor, Tensor]:
@@ -141,6 +147,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
             (B, K), non-zero at real steps; None means that all are real.
         output_hidden_states, output_attentions, return_dict
             As in the released class; default from the configuration.
+        tasks
+            (B,) int64, the task of each window, of a model of several tasks.
         padding
             Overrides the attribute `padding` for this call.
         only_actions
@@ -165,7 +173,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         with_hidden = (
             config.output_hidden_states if output_hidden_states is None else output_hidden_states
         )
-        tokens = self._embed(states, actions, returns_to_go, timesteps)
+        tokens = self._embed(states, actions, returns_to_go, timesteps, tasks)
         mask = self._mask(attention_mask, padding)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
@@ -197,7 +205,11 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         check_actions(batch.actions, discrete=self.discrete)
         output = self(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         return action_loss(
-            output.action_preds, batch.actions, batch.attention_mask, valid_steps=valid_steps
+            output.action_preds,
+            batch.actions,
+            batch.attention_mask,
+            valid_steps=valid_steps,
+            valid_actions=self.valid_actions(batch),
         )
 
     def predict_last_action(
@@ -225,58 +237,6 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         tokens = self._embed(states, actions, returns_to_go, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
         return cast(Tensor, self.predict_action(hidden)[:, 0])
-
-    def features(self, states: Tensor) -> Tensor:
-        """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
-
-        Parameters
-        ----------
-        states
-            (B, K, ...) floating, further dimensions are flattened into S.  With an encoder
-            (B, K, *frame) or (B, K, stack, *frame) uint8, or its features, floating.
-        """
-        if states.is_floating_point():
-            return states.flatten(2)
-        if self.frame_encoder is not None:
-            return cast(Tensor, self.frame_encoder(states))
-        return states.flatten(2).to(self.embed_state.weight.dtype)
-
-    def _embed(
-        self,
-        states: Tensor | None,
-        actions: Tensor | None,
-        returns_to_go: Tensor | None,
-        timesteps: Tensor | None,
-    ) -> Tensor:
-        """Interleave (return, state, action) of each step: (B, 3K, H)."""
-        if states is None or actions is None or returns_to_go is None or timesteps is None:
-            raise InputError(
-                "MODEL_INPUT", "states, actions, returns_to_go and timesteps are all needed"
-            )
-        if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
-            check_timesteps(timesteps, self.config.max_ep_len)
-        parts = (
-            self.embed_return(returns_to_go),
-            self.embed_state(self.features(states)),
-            self._embed_actions(actions),
-        )
-        # stack on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
-        stacked = torch.stack(parts, dim=2) + self.embed_timestep(timesteps).unsqueeze(2)
-        tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
-        return drop(tokens, self.encoder.drop.p if self.training else 0.0)
-
-    def _embed_actions(self, actions: Tensor) -> Tensor:
-        layer = self.embed_action
-        if actions.is_floating_point():
-            return cast(Tensor, layer(actions))
-        if not self.discrete:
-            raise InputError(
-                "MODEL_INPUT",
-                f"actions are {actions.dtype} but the model's actions are continuous",
-                where="actions",
-                remedy="build the model with discrete=True, or give floating-point actions",
-            )
-        return F.embedding(actions, layer.weight.t()) + layer.bias
 
     def _mask(self, attention_mask: Tensor | None, padding: Padding | None) -> Tensor | None:
         if attention_mask is None or (padding or self.padding) == "right":
@@ -346,6 +306,7 @@ def build_model(
     encoder: Encoder = "auto",
     frame_shape: Sequence[int] = (),
     frame_stack: int = 1,
+    tasks: Sequence[ModelTask] = (),
 ) -> DecisionTransformer:
     """Build a Decision Transformer; the defaults are the paper's locomotion model.
 
@@ -372,6 +333,8 @@ def build_model(
         (h, w) or (h, w, C) of a frame where states are frames.
     frame_stack
         Frames that make up a state.
+    tasks
+        What several tasks have of their own; widths above are those of the widest.
 
     Raises
     ------
@@ -394,6 +357,7 @@ def build_model(
         encoder=encoder,
         frame_shape=frame_shape,
         frame_stack=frame_stack,
+        tasks=tasks,
     )
     model = DecisionTransformer(config)
     model.attention = attention

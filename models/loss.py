@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,6 +32,7 @@ def action_loss(
     attention_mask: Tensor | None,
     *,
     valid_steps: Tensor | float | None = None,
+    valid_actions: Tensor | None = None,
 ) -> Tensor:
     """Mean loss over the actions of real steps; padded steps neither count nor dilute.
 
@@ -50,13 +52,15 @@ def action_loss(
         Divisor in place of the number of real steps of this batch.  With several ranks pass the
         global number divided by the ranks; then the mean of the ranks' gradients is exactly the
         gradient of the global batch's loss.
+    valid_actions
+        As `step_losses`.
 
     Returns
     -------
     Tensor
         Scalar float32; 0 if no step is real.
     """
-    error = step_losses(predictions, actions)
+    error = step_losses(predictions, actions, valid_actions)
     if attention_mask is None:
         return error.mean() if valid_steps is None else error.sum() / valid_steps
     real = attention_mask != 0
@@ -65,22 +69,43 @@ def action_loss(
     return total / (real.sum().clamp(min=1) if valid_steps is None else valid_steps)
 
 
-def step_losses(predictions: Tensor, actions: Tensor) -> Tensor:
-    """Return (B, K) float32, the loss of each step; of padded ones too."""
+def step_losses(
+    predictions: Tensor, actions: Tensor, valid_actions: Tensor | None = None
+) -> Tensor:
+    """Return (B, K) float32, the loss of each step; of padded ones too.
+
+    Parameters
+    ----------
+    valid_actions
+        (B, A) bool, the action elements, or discrete actions, that the window's task has, the
+        first one always; None: all.  The others neither count nor get a gradient, and the mean is
+        over those that are there, so a step weighs the same in every task.
+    """
     predictions = predictions.float()
     if actions.is_floating_point():
-        return F.mse_loss(predictions, actions.float(), reduction="none").mean(-1)
+        error = F.mse_loss(predictions, actions.float(), reduction="none")
+        if valid_actions is None:
+            return error.mean(-1)
+        return error.where(valid_actions[:, None], 0.0).sum(-1) / valid_actions.sum(-1)[:, None]
+    if valid_actions is not None:
+        predictions = predictions.where(valid_actions[:, None], -torch.inf)
     return F.cross_entropy(predictions.transpose(1, 2), actions.long(), reduction="none")
 
 
-def segment_losses(predictions: Tensor, actions: Tensor, attention_mask: Tensor) -> Tensor:
+def segment_losses(
+    predictions: Tensor,
+    actions: Tensor,
+    attention_mask: Tensor,
+    *,
+    valid_actions: Tensor | None = None,
+) -> Tensor:
     """Return (B,) float32, the mean loss over the real steps of each window.
 
     Parameters
     ----------
-    predictions, actions, attention_mask
+    predictions, actions, attention_mask, valid_actions
         As `action_loss`.
     """
     real = attention_mask != 0
-    total = step_losses(predictions, actions).where(real, 0.0).sum(1)
+    total = step_losses(predictions, actions, valid_actions).where(real, 0.0).sum(1)
     return total / real.sum(1).clamp(min=1)

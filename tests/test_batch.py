@@ -38,7 +38,9 @@ def test_model_inputs_are_arguments_of_the_released_class() -> None:
     inputs = make_batch().model_inputs()
     names = set(inspect.signature(DecisionTransformerModel.forward).parameters)
     assert set(inputs) <= names
-    assert set(inputs) == {f.name for f in fields(Batch)} - {"segments", "padding", "extras"}
+    assert set(inputs) == {f.name for f in fields(Batch)} - {
+        *("segments", "padding", "extras", "task_bounds")
+    }
 
 
 def test_length_device_and_immutability() -> None:

@@ -25,9 +25,9 @@ from gear_offline.fields import is_image
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.selection import make_selection
 from gear_offline.sharding import shard_weights
 from gear_offline.table import plan_stores
+from gear_offline.task_recipes import missing_data, open_tasks, recipe_selection
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -145,7 +145,11 @@ def make_workload(
         text = f"{columns}, episodes of {episode_length or 1000:,} steps, as described"
     elif path is not None and Path(path).exists():
         source, text = open_dataset(path, verify=False), f"dataset {path}"
+    elif recipe.data.tasks and not missing_data(recipe):
+        source = open_tasks(recipe, lambda one: open_dataset(str(one.data.path), verify=False))
+        text = f"datasets of {len(recipe.data.tasks)} tasks: {', '.join(recipe.data.tasks)}"
     else:
+        path = path or ", ".join(missing_data(recipe))
         raise InputError(
             "PLAN_DATA",
             f"no dataset at {path}" if path else "the recipe names no data",
@@ -208,12 +212,7 @@ def _shards(recipe: Recipe, source: Dataset | Described) -> tuple[Float64Array, 
     """Return (S,) shares of the bytes and of the draws."""
     if isinstance(source, Described):
         return np.ones(1), np.ones(1)
-    law = make_selection(
-        recipe.selection.strategy,
-        source,
-        context_length=recipe.loader.context_length,
-        **recipe.selection.options,
-    )
+    law = recipe_selection(recipe, source)
     weights = shard_weights(source, getattr(law, "episode_weight", None))
     shares = shard_weights(source)
     return shares / shares.sum(), weights / weights.sum()

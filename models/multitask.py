@@ -1,0 +1,210 @@
+"""What a Decision Transformer of several tasks has besides: an embedding a task, and its widths.
+
+States and actions of all tasks share the embeddings, each padded with zeros to the widest one, as
+in JAT (Gallouedec et al. 2024, arXiv:2402.09844).  Gato (Reed et al. 2022, arXiv:2205.06175) tells
+tasks apart by a prompt; here a learned vector of the task is added to each of its tokens.
+
+That vector takes part in the same sum as a timestep's embedding.  So a model of one task can be cut
+out exactly: `single_task` moves the vector into the table of timesteps and leaves out the padding.
+
+Shape legend: B windows, T tasks, S state elements, A action elements of the widest task, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gear_offline.errors import InputError
+
+if TYPE_CHECKING:
+    from gear_offline.models.decision_transformer import (
+        DecisionTransformer,
+        DecisionTransformerConfig,
+    )
+
+TASK_STD = 0.02  # of the initial embeddings, as the released class's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTask:
+    """What a model knows of one of its tasks; written into its configuration.
+
+    Attributes
+    ----------
+    name
+        In the recipe.
+    state_dim, action_dim
+        Elements of its states and actions, or how many discrete actions it has.
+    returns_scale
+        Its returns-to-go were divided by this.
+    state_mean, state_std
+        Of its states, S numbers each, what they were normalised with; None if they were not.
+    return_worst, return_best
+        Of the episodes it was learnt from.
+    """
+
+    name: str
+    state_dim: int
+    action_dim: int
+    returns_scale: float
+    state_mean: tuple[float, ...] | None = None
+    state_std: tuple[float, ...] | None = None
+    return_worst: float = 0.0
+    return_best: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            key: None if (found := getattr(self, key)) is None else list(found)
+            for key in ("state_mean", "state_std")
+        }
+
+
+def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
+    """Return the tasks in a configuration; none where it has none.
+
+    Raises
+    ------
+    InputError
+        ``MODEL_CONFIG`` for tasks that do not fit the model.
+    """
+    found = []
+    for entry in getattr(config, "tasks", None) or ():
+        try:
+            values = dict(entry)
+            for key in ("state_mean", "state_std"):
+                value = values[key]
+                values[key] = None if value is None else tuple(float(v) for v in value)
+                if value is not None and len(value) != values["state_dim"]:
+                    raise ValueError(f"{key} has {len(value)} numbers")
+            task = ModelTask(**values)
+            widths = (task.state_dim, config.state_dim), (task.action_dim, config.act_dim)
+            frames = bool(getattr(config, "frame_shape", ()))
+            for width, most in widths[frames:]:
+                if type(width) is not int or not 1 <= width <= most:
+                    raise ValueError(f"width {width!r} of {most}")
+            if not task.returns_scale > 0:
+                raise ValueError(f"returns_scale {task.returns_scale!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                "MODEL_CONFIG", f"a task does not fit the model: {error}", where="tasks"
+            ) from error
+        found.append(task)
+    return tuple(found)
+
+
+class TaskEmbedding(nn.Module):
+    """Adds what is a task's own to tokens, and knows which action elements it has.
+
+    Parameters
+    ----------
+    action_dims
+        Of each task.
+    width
+        Of the widest task's actions.
+    hidden_size
+        H.
+
+    Attributes
+    ----------
+    weight
+        (T, H)
+    action_dims
+        (T,) int64
+    """
+
+    action_dims: Tensor
+
+    def __init__(self, action_dims: Sequence[int], *, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.empty(len(action_dims), hidden_size))
+        # Saved, though the configuration has it: loading may make buffers anew without values.
+        self.register_buffer("action_dims", torch.tensor(list(action_dims), dtype=torch.int64))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=TASK_STD)
+
+    def forward(self, tasks: Tensor) -> Tensor:
+        """Return (B, 1, 1, H), to be added to the tokens of windows of `tasks`, (B,) int64."""
+        return nn.functional.embedding(tasks, self.weight)[:, None, None]
+
+    def valid_actions(self, tasks: Tensor) -> Tensor:
+        """Return (B, A) bool: the action elements that the tasks of windows have."""
+        elements = torch.arange(self.width, device=tasks.device)
+        return elements < self.action_dims[tasks][:, None]
+
+
+def make_embedding(config: DecisionTransformerConfig) -> TaskEmbedding | None:
+    """Return the embedding of a model's tasks; None for a model of one or of none."""
+    tasks = tasks_of_config(config)
+    if len(tasks) < 2:
+        return None
+    return TaskEmbedding(
+        [task.action_dim for task in tasks], width=config.act_dim, hidden_size=config.hidden_size
+    )
+
+
+def task_number(model: DecisionTransformer, name: str | None) -> int:
+    """Return the number of a model's task; raises `InputError` (``TASK_UNKNOWN``)."""
+    names = [task.name for task in tasks_of_config(model.config)]
+    if name not in names:
+        raise InputError(
+            "TASK_UNKNOWN",
+            "the model has several tasks, and none was named"
+            if name is None
+            else f"no task {name!r}",
+            where="model",
+            remedy=f"tasks: {', '.join(names)}" if names else "the model was made for one dataset",
+        )
+    return names.index(name)
+
+
+@torch.no_grad()
+def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
+    """Return the model of one task alone: its own widths, no tasks, the released class's weights.
+
+    Blocks and what else all tasks share are the same tensors as the model's, not copies; the
+    embeddings are copies.  The released class loads what ``save_pretrained`` writes of it.
+
+    Raises
+    ------
+    InputError
+        ``TASK_UNKNOWN``
+    """
+    number = task_number(model, name)
+    task = tasks_of_config(model.config)[number]
+    config = deepcopy(model.config)
+    config.tasks = None
+    frames = bool(getattr(config, "frame_shape", ()))
+    config.state_dim = config.state_dim if frames else task.state_dim
+    config.act_dim = task.action_dim
+    alone = copy(model)
+    alone._modules = model._modules.copy()
+    alone.config = config
+    alone.embed_task = None
+    alone.embed_state = _cut(model.embed_state, inputs=config.state_dim)
+    alone.embed_action = _cut(model.embed_action, inputs=config.act_dim)
+    alone.predict_state = _cut(model.predict_state, outputs=config.state_dim)
+    head = copy(model.predict_action)
+    head._modules = model.predict_action._modules.copy()
+    head[0] = _cut(model.predict_action[0], outputs=config.act_dim)
+    alone.predict_action = head
+    if model.embed_task is not None:
+        table = model.embed_timestep.weight + model.embed_task.weight[number]
+        alone.embed_timestep = nn.Embedding(*table.shape, _weight=table)
+    return alone
+
+
+def _cut(layer: nn.Module, *, inputs: int | None = None, outputs: int | None = None) -> nn.Linear:
+    """Return a copy of a linear layer that takes or gives the first elements only."""
+    assert isinstance(layer, nn.Linear)
+    weight = layer.weight[:outputs, :inputs].clone()
+    with torch.device("meta"):  # no random numbers are drawn
+        found = nn.Linear(weight.shape[1], weight.shape[0])
+    found.weight, found.bias = nn.Parameter(weight), nn.Parameter(layer.bias[:outputs].clone())
+    return found

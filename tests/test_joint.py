@@ -1,0 +1,234 @@
+"""Joint tables: rows of several datasets, padded; the bits of each task alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.dataset import Dataset
+from gear_offline.joint import JointDataset, Task, join_datasets
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.selection import Segments
+from gear_offline.sharding import share_shards, take_share
+from gear_offline.table import Layout, build_table
+from gear_offline.world import World
+from tests.image_support import image_columns
+from tests.support import failing_code, hopper_columns, make_dataset
+from tests.task_support import SCALES, join, make_discrete, make_parts, reopened
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    return make_parts(tmp_path_factory.mktemp("joint"))
+
+
+def padded(values: Any, width: int) -> Any:
+    """The oracle: zeros behind the elements that are there."""
+    values = np.asarray(values).reshape(len(values), -1)
+    return np.concatenate([values, np.zeros((len(values), width - values.shape[1]))], axis=1)
+
+
+def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Dataset]) -> None:
+    joint = join(parts, normalize_states=False)
+    assert joint.task_names == tuple(parts) and len(joint.manifest.shards) > len(parts)
+    assert joint.first_episodes.tolist() == [0, 4, 8, 11]
+    for column, width in (("observations", 17), ("actions", 6), ("rewards", 1)):
+        wanted = np.concatenate([padded(part.column(column), width) for part in parts.values()])
+        found = joint.column(column)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found.reshape(len(found), -1), wanted)
+        np.testing.assert_array_equal(joint.read(column, 33, 71), found[33:71])
+        assert joint.read(column, 5, 5).shape == (0, *joint.spec[column].shape)
+    assert failing_code(lambda: joint.read("rewards", 3, 10_000)) == "STEP_RANGE"
+    assert failing_code(lambda: joint.column("rewards", mode="mmap")) == "TASK_TIER"
+
+
+def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str, Dataset]) -> None:
+    joint = join(parts, normalize_states=False)
+    found = joint.statistics["observations"]
+    rows = {name: part.column("observations") for name, part in parts.items()}
+    for element in range(17):
+        values = np.concatenate([r[:, element] for r in rows.values() if r.shape[1] > element])
+        assert found.mean[element] == pytest.approx(values.astype(float).mean(), abs=1e-9)
+        assert found.std[element] == pytest.approx(values.astype(float).std(), rel=1e-9)
+        assert (found.min[element], found.max[element]) == (values.min(), values.max())
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    normalize=st.booleans(),
+    layout=st.sampled_from(["records", "columns"]),
+    padding=st.sampled_from(["right", "left"]),
+    span=st.integers(1, 12),
+    gamma=st.sampled_from([1.0, 0.9]),
+    threads=st.sampled_from([1, 3]),
+    picks=st.lists(st.integers(0, 10_000), min_size=1, max_size=12),
+)
+def test_windows_are_those_of_each_task_alone(
+    parts: dict[str, Dataset],
+    normalize: bool,
+    layout: Layout,
+    padding: Padding,
+    span: int,
+    gamma: float,
+    threads: int,
+    picks: list[int],
+) -> None:
+    """Bit for bit, padding apart, whatever layout, side, scale and normalisation."""
+    joint = join(parts, normalize_states=normalize)
+    common: dict[str, Any] = {"context_length": span, "gamma": gamma, "layout": layout}
+    whole = CpuGather(
+        build_table(joint, threads=threads, **common), context_length=span, padding=padding
+    )
+    names = list(parts)
+    for pick in picks:
+        step = pick % joint.spec.steps
+        episode = int(joint.episodes.episode_of(step))
+        start = step - int(joint.episodes.offsets[episode])
+        task = int(np.searchsorted(joint.first_episodes, episode, side="right")) - 1
+        part = parts[names[task]]
+        alone = CpuGather(
+            build_table(
+                part,
+                normalize_states=normalize,
+                returns_scale=SCALES[names[task]],
+                **common,
+            ),
+            context_length=span,
+            padding=padding,
+        )
+        mine = whole.fill(_segment(episode, start))
+        theirs = alone.fill(_segment(episode - int(joint.first_episodes[task]), start))
+        for name, tensor in theirs.tensors().items():
+            got = mine.tensors()[name]
+            width = tensor.shape[-1]
+            assert torch.equal(got[..., :width], tensor), name
+            assert not got[..., width:].any(), name
+        assert torch.equal(mine.timesteps, theirs.timesteps)
+        assert torch.equal(mine.attention_mask, theirs.attention_mask)
+
+
+def _segment(episode: int, start: int) -> Segments:
+    return Segments(episodes=np.array([episode]), starts=np.array([start]), probability=np.ones(1))
+
+
+def test_one_task_gives_the_batches_of_its_dataset(parts: dict[str, Dataset]) -> None:
+    name = "walk"
+    joint = join({name: parts[name]})
+    options: dict[str, Any] = {"batch_size": 16, "context_length": 6, "seed": 3, "device": "cpu"}
+    mine = GearLoader(joint, **options)
+    alone = GearLoader(parts[name], normalize_states=True, returns_scale=SCALES[name], **options)
+    for _ in range(3):
+        one, other = next(mine), next(alone)
+        assert one.tasks is None and set(one.model_inputs()) == set(other.model_inputs())
+        for key, tensor in other.model_inputs().items():
+            assert torch.equal(one.model_inputs()[key], tensor), key
+
+
+def test_batches_name_the_task_of_each_segment(parts: dict[str, Dataset]) -> None:
+    joint = join(parts)
+    loader = GearLoader(joint, batch_size=64, context_length=3, device="cpu")
+    batch = next(loader)
+    wanted = np.searchsorted(joint.first_episodes, batch.segments[:, 0].numpy(), side="right") - 1
+    assert batch.tasks is not None and batch.tasks.dtype == torch.int64
+    assert batch.tasks.tolist() == wanted.tolist() and set(wanted) == {0, 1, 2}
+    assert torch.equal(batch.model_inputs()["tasks"], batch.tasks)
+    moved = batch.to("cpu").contiguous()
+    assert moved.tasks is not None and torch.equal(moved.tasks, batch.tasks)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_and_a_new_start_see_the_same_batches(parts: dict[str, Dataset], size: int) -> None:
+    options: dict[str, Any] = {"batch_size": 12, "context_length": 4, "seed": 1, "device": "cpu"}
+    whole = GearLoader(join(parts), **options)
+    again = GearLoader(join(reopened(parts)), **options)
+    nodes = tuple(range(size))
+    shares = [
+        GearLoader(join(parts), world=World(rank=r, nodes=nodes), sharding="replicate", **options)
+        for r in nodes
+    ]
+    again.load_state_dict(whole.state_dict() | {"step": 5})
+    batch, same = whole.batch_at(5), next(again)
+    for key, tensor in batch.model_inputs().items():
+        assert torch.equal(same.model_inputs()[key], tensor), key
+        found = torch.cat([share.batch_at(5).model_inputs()[key] for share in shares])
+        assert torch.equal(found, tensor), key
+
+
+def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Dataset]) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "context_length": 4, "device": "cpu"}
+    state = GearLoader(join(parts), **options).state_dict()
+    fewer = {name: parts[name] for name in ("hop", "walk")}
+    turned = {name: parts[name] for name in ("walk", "hop", "point")}
+    scaled = join_datasets([Task(name=n, dataset=d) for n, d in parts.items()])
+    for other in (join(fewer), join(turned), join(parts, normalize_states=False), scaled):
+        loader = GearLoader(other, **options)
+        assert failing_code(lambda loader=loader: loader.load_state_dict(state)) == "LOADER_STATE"
+
+
+def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
+    joint = join(parts)
+    owners = share_shards([s.steps for s in joint.manifest.shards], 2)
+    rows = joint.column("observations")
+    for node in range(2):
+        share = take_share(joint, owners, node)
+        assert isinstance(share.dataset, JointDataset)
+        mine = np.repeat(share.nodes == node, joint.episodes.lengths)
+        np.testing.assert_array_equal(share.dataset.column("observations"), rows[mine])
+        table = build_table(share.dataset, context_length=2)
+        whole = build_table(joint, context_length=2)
+        assert table.stores[0].rows is not None and whole.stores[0].rows is not None
+        np.testing.assert_array_equal(table.stores[0].rows[2:-2], whole.stores[0].rows[2:-2][mine])
+
+
+def test_kinds_are_widened_without_loss(tmp_path: Path) -> None:
+    wide = hopper_columns(12, state_dim=2, action_dim=1)
+    wide["observations"] = wide["observations"].astype(np.float64) + 1e-12
+    wide["actions"] = wide["actions"].astype(np.float16)
+    flat = hopper_columns(12, seed=1, state_dim=1)
+    flat["observations"] = flat["observations"][:, 0]
+    flat["rewards"] = flat["rewards"].reshape(-1, 1)
+    parts = {
+        "wide": make_dataset(tmp_path / "a", [12], columns=wide),
+        "flat": make_dataset(tmp_path / "b", [12], columns=flat),
+    }
+    joint = join(parts, normalize_states=False)
+    assert joint.spec["observations"].dtype == np.float64
+    assert joint.spec["rewards"].shape == ()
+    np.testing.assert_array_equal(joint.column("observations")[:12], wide["observations"])
+    np.testing.assert_array_equal(joint.column("observations")[12:, 0], flat["observations"])
+    assert not joint.column("observations")[12:, 1].any()
+
+
+def test_discrete_actions_stay_integers(tmp_path: Path) -> None:
+    parts = make_discrete(tmp_path, {"few": 2, "more": 5})
+    batch = next(GearLoader(join(parts), batch_size=32, context_length=3, device="cpu"))
+    assert batch.actions.dtype == torch.int64 and batch.actions.shape == (32, 3)
+
+
+def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_path: Path) -> None:
+    discrete = make_discrete(tmp_path, {"few": 2})
+    assert failing_code(lambda: join({**parts, **discrete})) == "TASK_MIXED"
+    frames = make_dataset(tmp_path / "f", [6, 4], columns=image_columns(10, (8, 8)))
+    assert failing_code(lambda: join({**parts, "f": frames}, normalize_states=False)) == (
+        "TASK_MIXED"
+    )
+    assert failing_code(lambda: join({"f": frames})) == "NORMALIZE_IMAGES"
+    twice = [Task(name="a", dataset=parts["hop"])] * 2
+    assert failing_code(lambda: join_datasets(twice)) == "TASK_NAMES"
+    loader: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
+    joint = join(parts)
+    assert failing_code(lambda: GearLoader(joint, normalize_states=True, **loader)) == (
+        "LOADER_OPTION"
+    )
+    assert failing_code(lambda: GearLoader(joint, placement="disk", **loader)) == "TASK_TIER"
+    assert failing_code(lambda: GearLoader(joint, mode="mmap", **loader)) == "TASK_TIER"

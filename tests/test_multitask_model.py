@@ -1,0 +1,247 @@
+"""A model of several tasks: its loss, its gradients, and the model of one task cut out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DecisionTransformerModel
+
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.loss import action_loss, segment_losses
+from gear_offline.models.multitask import ModelTask, single_task, tasks_of_config
+from tests.support import failing_code
+
+WIDTHS = {"narrow": (3, 1), "wide": (6, 4), "between": (4, 2)}
+K = 5
+
+
+def model_tasks() -> tuple[ModelTask, ...]:
+    return tuple(
+        ModelTask(
+            name=name,
+            state_dim=states,
+            action_dim=actions,
+            returns_scale=2.0,
+            state_mean=tuple(0.5 + i for i in range(states)),
+            state_std=tuple(1.0 + i for i in range(states)),
+        )
+        for name, (states, actions) in WIDTHS.items()
+    )
+
+
+def make_model(*, discrete: bool = False, **options: Any) -> DecisionTransformer:
+    torch.manual_seed(0)
+    return build_model(
+        state_dim=6,
+        action_dim=4,
+        discrete=discrete,
+        action_tanh=not discrete,
+        hidden_size=16,
+        layers=2,
+        dropout=0.0,
+        max_timestep=30,
+        tasks=model_tasks(),
+        **options,
+    )
+
+
+def make_batch(tasks: list[int], *, discrete: bool = False, seed: int = 0) -> Batch:
+    """Return a batch whose segment b is of episode 10 * task + b, padded as the loader pads."""
+    generator = np.random.default_rng(seed)
+    count, widths = len(tasks), list(WIDTHS.values())
+    states = np.zeros((count, K, 6), np.float32)
+    actions = np.zeros((count, K) if discrete else (count, K, 4), np.int64 if discrete else "f4")
+    mask = np.zeros((count, K), np.int64)
+    for row, task in enumerate(tasks):
+        real = int(generator.integers(1, K + 1))
+        state_dim, action_dim = widths[task]
+        mask[row, :real] = 1
+        states[row, :real, :state_dim] = generator.normal(size=(real, state_dim))
+        if discrete:
+            actions[row, :real] = generator.integers(0, action_dim, real)
+        else:
+            actions[row, :real, :action_dim] = generator.uniform(-1, 1, (real, action_dim))
+    returns = (generator.normal(size=(count, K, 1)) * mask[:, :, None]).astype(np.float32)
+    steps = np.arange(K) * mask
+    return Batch(
+        states=torch.from_numpy(states),
+        actions=torch.from_numpy(actions),
+        rewards=torch.zeros(count, K, 1),
+        returns_to_go=torch.from_numpy(returns),
+        timesteps=torch.from_numpy(steps),
+        attention_mask=torch.from_numpy(mask),
+        segments=torch.tensor([[10 * task + row % 10, 0] for row, task in enumerate(tasks)]),
+        task_bounds=torch.tensor([10, 20]),
+    )
+
+
+def of_task(batch: Batch, rows: list[int], name: str, *, discrete: bool) -> dict[str, Tensor]:
+    states, actions = WIDTHS[name]
+    inputs = {key: value[rows] for key, value in batch.model_inputs().items() if key != "tasks"}
+    inputs["states"] = inputs["states"][..., :states]
+    if not discrete:
+        inputs["actions"] = inputs["actions"][..., :actions]
+    return inputs
+
+
+TASKS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tasks=TASKS, discrete=st.booleans(), seed=st.integers(0, 1000))
+def test_the_loss_is_that_of_a_loop_over_tasks(tasks: list[int], discrete: bool, seed: int) -> None:
+    """Each task's rows through its own model, and their errors over its own elements."""
+    model, batch = make_model(discrete=discrete), make_batch(tasks, discrete=discrete, seed=seed)
+    total, steps = 0.0, 0
+    for number, name in enumerate(WIDTHS):
+        rows = [row for row, task in enumerate(tasks) if task == number]
+        if not rows:
+            continue
+        alone = single_task(model, name)
+        inputs = of_task(batch, rows, name, discrete=discrete)
+        found = alone(**inputs, padding="right").action_preds
+        for row in range(len(rows)):
+            for step in range(int(inputs["attention_mask"][row].sum())):
+                at = found[row, step].detach()
+                true = inputs["actions"][row, step]
+                if discrete:
+                    total += float(F.cross_entropy(at[None], true[None]))
+                else:
+                    total += float(((at - true) ** 2).mean())
+                steps += 1
+    assert float(model.loss(batch).detach()) == pytest.approx(total / steps, rel=2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_padded_elements_get_no_gradient(discrete: bool) -> None:
+    model, batch = make_model(discrete=discrete), make_batch([0, 2, 0, 2], discrete=discrete)
+    output = model(**batch.model_inputs(), padding="right", only_actions=True)
+    predictions = output.action_preds.detach().clone().requires_grad_()
+    valid = model.valid_actions(batch)
+    assert valid is not None
+    action_loss(predictions, batch.actions, batch.attention_mask, valid_actions=valid).backward()  # type: ignore[no-untyped-call]
+    assert predictions.grad is not None
+    real = batch.attention_mask != 0
+    for row, width in enumerate([1, 2, 1, 2]):
+        gradient = predictions.grad[row]
+        assert not gradient[..., width:].any() and not gradient[~real[row]].any()
+        # of one discrete action there is nothing to learn
+        assert gradient[real[row]][..., :width].any() or (discrete and width == 1)
+    model.loss(batch).backward()  # type: ignore[no-untyped-call]
+    head, state = model.predict_action[0], model.embed_state
+    assert isinstance(head, torch.nn.Linear) and isinstance(state, torch.nn.Linear)
+    assert head.weight.grad is not None and head.bias.grad is not None
+    assert not head.weight.grad[2:].any() and not head.bias.grad[2:].any()
+    assert head.weight.grad[:2].any()
+    assert state.weight.grad is not None
+    assert not state.weight.grad[:, 4:].any() and state.weight.grad[:, :4].any()
+    assert model.embed_task is not None and model.embed_task.weight.grad is not None
+    assert not model.embed_task.weight.grad[1].any() and model.embed_task.weight.grad[2].any()
+
+
+def test_losses_of_segments_are_over_their_own_elements() -> None:
+    model, batch = make_model(), make_batch([0, 1, 2])
+    predictions = torch.randn(3, K, 4)
+    valid = model.valid_actions(batch)
+    found = segment_losses(predictions, batch.actions, batch.attention_mask, valid_actions=valid)
+    for row, (_, width) in enumerate(WIDTHS.values()):
+        real = int(batch.attention_mask[row].sum())
+        error = (predictions[row, :real, :width] - batch.actions[row, :real, :width]) ** 2
+        assert float(found[row]) == pytest.approx(float(error.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_a_task_cut_out_loads_in_the_released_class(tmp_path: Path, discrete: bool) -> None:
+    model = make_model(discrete=discrete).eval()
+    batch = make_batch([1, 2, 2], discrete=discrete)
+    whole = model(**batch.model_inputs(), padding="right").action_preds.detach()
+    for name, rows in (("wide", [0]), ("between", [1, 2])):
+        alone = single_task(model, name)
+        alone.save_pretrained(tmp_path / name)
+        released = DecisionTransformerModel.from_pretrained(tmp_path / name)
+        inputs = of_task(batch, rows, name, discrete=discrete)
+        found = alone(**inputs, padding="right").action_preds.detach()
+        width = WIDTHS[name][1]
+        torch.testing.assert_close(found, whole[rows, :, :width], rtol=1e-5, atol=1e-6)
+        if discrete:
+            inputs["actions"] = F.one_hot(inputs["actions"], width).float()
+        theirs = released(**inputs, return_dict=True).action_preds.detach()
+        real = inputs["attention_mask"] != 0
+        torch.testing.assert_close(found[real], theirs[real], rtol=1e-4, atol=1e-5)
+
+
+def test_cutting_out_shares_the_blocks_and_leaves_the_model_as_it_was() -> None:
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    draws = torch.get_rng_state()
+    alone = single_task(model, "narrow")
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert alone.encoder is model.encoder
+    assert (alone.config.state_dim, alone.config.act_dim) == (3, 1)
+    assert alone.embed_task is None and model.embed_task is not None
+    with torch.no_grad():
+        alone.embed_state.weight.fill_(9.0)
+    assert model.config.state_dim == 6
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_the_shared_part_is_the_released_classs(tmp_path: Path) -> None:
+    """Saved and loaded, with tasks and all; the released class reads all but the tasks' vectors."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    again = DecisionTransformer.from_pretrained(tmp_path)
+    assert tasks_of_config(again.config) == model_tasks()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    torch.manual_seed(0)
+    plain = build_model(
+        state_dim=6, action_dim=4, hidden_size=16, layers=2, dropout=0.0, max_timestep=30
+    )
+    own = {name for name in model.state_dict() if name.startswith("embed_task.")}
+    assert set(model.state_dict()) - set(plain.state_dict()) == own
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), f"{name} was drawn differently"
+
+
+def test_a_model_of_one_task_is_the_plain_one() -> None:
+    torch.manual_seed(0)
+    plain = build_model(state_dim=3, action_dim=1, hidden_size=16, layers=1, max_timestep=30)
+    torch.manual_seed(0)
+    tasks = model_tasks()[:1]
+    one = build_model(
+        state_dim=3, action_dim=1, hidden_size=16, layers=1, max_timestep=30, tasks=tasks
+    )
+    assert set(one.state_dict()) == set(plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(one.state_dict()[name], tensor), name
+    alone = single_task(one, "narrow")
+    assert torch.equal(alone.embed_state.weight, plain.embed_state.weight)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, batch = make_model(), make_batch([0, 1])
+    inputs = {key: value for key, value in batch.model_inputs().items() if key != "tasks"}
+    assert failing_code(lambda: model(**inputs)) == "MODEL_INPUT"
+    assert failing_code(lambda: single_task(model, "nowhere")) == "TASK_UNKNOWN"
+    good = json.loads(json.dumps(model.config.tasks))
+    for key, value in (
+        ("state_dim", 7),
+        ("action_dim", 0),
+        ("action_dim", True),
+        ("state_mean", [1.0]),
+        ("returns_scale", 0.0),
+        ("surprise", 1),
+    ):
+        model.config.tasks = [{**good[0], key: value}, *good[1:]]
+        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL_CONFIG", key

@@ -1,0 +1,268 @@
+"""Training on several tasks: what is learnt, saved, resumed, played, reported; one task or many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from gear_offline.checkpoint import load_policy_parts
+from gear_offline.dataset import Dataset
+from gear_offline.joint import JointDataset
+from gear_offline.learner import Learner
+from gear_offline.metrics import read_records
+from gear_offline.models.multitask import tasks_of_config
+from gear_offline.preparation import prepare_dataset, resolve
+from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.run_evaluation import evaluate_run, print_run
+from gear_offline.strategies import compare
+from gear_offline.task_evaluation import TasksReport
+from gear_offline.task_recipes import recipe_selection
+from gear_offline.trainer import train
+from tests.support import failing_code, hopper_columns, make_dataset
+from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
+from tests.test_parallel_training import launch, measured
+from tests.training_support import ENVIRONMENT, TinyEnvironment, learnt, tiny_data, tiny_recipe
+
+WIDE = "GearOfflineWide-v0"
+
+
+class WideEnvironment(TinyEnvironment):
+    """The tiny environment with more of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Box(-9, 9, (5,), np.float32)
+        self.action_space = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[npt.NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._state = self.np_random.normal(size=5).astype(np.float32)
+        return self._state, {}
+
+
+def tiny_tasks(folder: Path, *overrides: str) -> Recipe:
+    """Return a recipe over two tiny environments, with data that fit them."""
+    if WIDE not in gymnasium.registry:
+        gymnasium.register(WIDE, lambda **_: WideEnvironment(), max_episode_steps=6)
+    tiny = tiny_data(folder / "tiny")
+    wide = make_dataset(
+        folder / "wide", [4, 6, 2], state_dim=5, action_dim=3, environment_id=WIDE, seed=1
+    )
+    changed = tiny_recipe(tiny, *overrides).to_dict()
+    changed["data"] |= {
+        "path": None,
+        "tasks": {
+            "tiny": {"path": str(tiny), "weight": 2.0, "reference": "hopper-medium-v2"},
+            "wide": {"path": str(wide.path), "returns_scale": 5.0, "targets": [3.0]},
+        },
+    }
+    return Recipe.parse(changed)
+
+
+def learnable(folder: Path) -> dict[str, Dataset]:
+    """Return data whose actions are a function of the state, another one in each task."""
+    parts = {}
+    for seed, (name, states, actions) in enumerate((("one", 3, 1), ("two", 6, 4))):
+        columns = hopper_columns(600, seed=seed, state_dim=states, action_dim=actions)
+        weights = np.random.default_rng(seed).normal(size=(states, actions))
+        columns["actions"] = np.tanh(columns["observations"] @ weights).astype(np.float32)
+        columns["terminals"][19::20] = True
+        parts[name] = make_dataset(folder / name, [20] * 30, columns=columns, environment_id=None)
+    return parts
+
+
+def losses_by_task(learner: Learner) -> list[float]:
+    """Return the loss of each task's segments in 8 batches, without dropout."""
+    learner.model.eval()
+    found = []
+    with torch.no_grad():
+        for task in range(len(learner.tasks)):
+            total = steps = 0.0
+            for step in range(8):
+                batch = learner.loader.batch_at(step)
+                assert batch.tasks is not None
+                rows = batch.tasks == task
+                inputs = {key: value[rows] for key, value in batch.model_inputs().items()}
+                output = learner.model(**inputs, padding="right").action_preds
+                width = learner.tasks[task].action_dim
+                error = (output - batch.actions[rows])[..., :width] ** 2
+                mask = batch.attention_mask[rows]
+                total += float((error.mean(-1) * mask).sum())
+                steps += float(mask.sum())
+            found.append(total / steps)
+    learner.model.train()
+    return found
+
+
+def test_every_task_learns(tmp_path: Path) -> None:
+    recipe = tasks_recipe(
+        learnable(tmp_path),
+        *("train.steps=150", "train.log_every=200", "model.hidden_size=32"),
+        *("loader.batch_size=32", "model.dropout=0.0", "optimizer.learning_rate=5e-3"),
+    )
+    learner = make_learner(recipe)
+    before = losses_by_task(learner)
+    for _ in range(150):
+        learner.advance()
+    after = losses_by_task(learner)
+    for first, last in zip(before, after, strict=True):
+        assert last < 0.35 * first, (before, after)
+
+
+def test_discrete_tasks_of_different_sizes_learn(tmp_path: Path) -> None:
+    parts = make_discrete(tmp_path, {"few": 2, "more": 5})
+    learner = make_learner(tasks_recipe(parts, "train.steps=30", "train.log_every=50"))
+    assert learner.model.discrete and learner.model.config.act_dim == 5
+    assert not learner.recipe.model.action_tanh
+    for _ in range(30):
+        learner.advance()
+    losses = learner._window[:30, 0]
+    assert float(losses[-5:].mean()) < float(losses[:5].mean())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    return train(tiny_tasks(folder), out=folder / "run", quiet=True)
+
+
+def test_a_run_says_what_each_task_achieved(run: Path) -> None:
+    rows = read_records(run / "evaluations.jsonl")
+    assert [row["step"] for row in rows] == [7, 14, 20]
+    last = rows[-1]
+    tiny, wide = (last["tasks"][name] for name in ("tiny", "wide"))
+    assert (tiny["environment"], wide["environment"]) == (ENVIRONMENT, WIDE)
+    assert [row["target"] for row in wide["targets"]] == [3.0]
+    best = max(row["mean"] for row in tiny["targets"])
+    assert tiny["scale"] == "reference scores"
+    assert tiny["score"] == pytest.approx(100 * (best + 20.272305) / (3234.3 + 20.272305))
+    assert wide["scale"] == "returns of its data"
+    low, high = wide["data_worst"], wide["data_best"]
+    assert wide["score"] == pytest.approx(100 * (wide["targets"][0]["mean"] - low) / (high - low))
+    assert last["score"] == pytest.approx((tiny["score"] + wide["score"]) / 2)
+    best_row = max(rows, key=lambda row: row["score"])
+    assert json.loads((run / "summary.json").read_text())["evaluation_best"] == best_row
+    assert (run / "checkpoints" / "best").resolve().name.endswith(f"{best_row['step']:08d}")
+    report = (run / "report.md").read_text()
+    for text in ("| tiny |", "## wide", "asked_vs_achieved-tiny.png", "Scores over the training"):
+        assert text in report, text
+    assert (run / "plots" / "asked_vs_achieved-wide.png").is_file()
+
+
+def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
+    recipe = load_recipe(run)
+    tasks = recipe.data.tasks
+    assert tasks is not None
+    assert (tasks["tiny"].environment, tasks["tiny"].returns_scale) == (ENVIRONMENT, 10.0)
+    assert (tasks["wide"].environment, tasks["wide"].returns_scale) == (WIDE, 5.0)
+    assert len(tasks["tiny"].targets or ()) == 2
+    dataset = prepare_dataset(recipe, quiet=True)
+    assert resolve(recipe, dataset, quiet=True)[0] == recipe
+
+
+def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = evaluate_run(run, episodes=2, device="cpu", quiet=True)
+    assert isinstance(report, TasksReport) and list(report.tasks) == ["tiny", "wide"]
+    played = json.loads((run / "evaluation.json").read_text())
+    last = read_records(run / "evaluations.jsonl")[-1]
+    for name in report.tasks:
+        mine, theirs = (found["tasks"][name]["targets"] for found in (played, last))
+        assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
+    print_run(report)
+    said = capsys.readouterr().out
+    assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
+    one = evaluate_run(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
+    assert isinstance(one, TasksReport) and list(one.tasks) == ["wide"]
+    assert len(one.tasks["wide"].report.results) == 2
+    assert failing_code(lambda: evaluate_run(run, targets=[1.0])) == "EVALUATE_OPTION"
+    assert failing_code(lambda: evaluate_run(run, environment="No-v0")) == "EVALUATE_OPTION"
+
+
+def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
+    parts = load_policy_parts(run, "wide")
+    assert (parts.model.config.state_dim, parts.model.config.act_dim) == (5, 3)
+    assert (parts.returns_scale, parts.context_length) == (5.0, 3)
+    recipe = load_recipe(run)
+    dataset = prepare_dataset(recipe, quiet=True)
+    assert isinstance(dataset, JointDataset)
+    statistics = dataset.tasks[1].dataset.statistics["observations"]
+    np.testing.assert_array_equal(parts.state_mean, statistics.mean)
+    np.testing.assert_array_equal(parts.state_std, statistics.std)
+    assert failing_code(lambda: load_policy_parts(run)) == "TASK_UNKNOWN"
+    assert failing_code(lambda: load_policy_parts(run, "nowhere")) == "TASK_UNKNOWN"
+    config = json.loads((run / "checkpoints" / "best" / "config.json").read_text())
+    assert [task["name"] for task in config["tasks"]] == ["tiny", "wide"]
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(run: Path, tmp_path: Path) -> None:
+    again = load_recipe(run)
+    out = tmp_path / "run"
+    train(again.replace(train__steps=10), out=out, quiet=True)
+    train(again, out=out, resume=True, quiet=True)
+    mine, theirs = learnt(out), learnt(run)
+    for key in ("step", "model", "training", "config", "recipe"):
+        assert mine[key] == theirs[key], key
+    other = again.to_dict()
+    other["data"]["tasks"]["wide"]["weight"] = 3.0
+    assert failing_code(lambda: train(Recipe.parse(other), out=out, resume=True, quiet=True)) == (
+        "RUN_RECIPE"
+    )
+
+
+def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> None:
+    data = tiny_data(tmp_path)
+    plain = tiny_recipe(data, "evaluate.episodes=0")
+    changed = plain.to_dict()
+    changed["data"] |= {"path": None, "tasks": {"only": {"path": str(data)}}}
+    alone = train(plain, out=tmp_path / "plain", quiet=True)
+    one = train(Recipe.parse(changed), out=tmp_path / "one", quiet=True)
+    for key in ("model", "training", "metrics"):
+        assert learnt(one)[key] == learnt(alone)[key], key
+    mine, theirs = load_policy_parts(one), load_policy_parts(alone)
+    np.testing.assert_array_equal(mine.state_mean, theirs.state_mean)
+    assert mine.returns_scale == theirs.returns_scale
+    assert len(tasks_of_config(mine.model.config)) == 0
+
+
+def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path)).to_dict()
+    recipe["data"]["tasks"]["walk"]["selection"] = {"strategy": "top_k", "k": 1}
+    recipe["data"]["tasks"]["point"]["weight"] = 0.0
+    found = Recipe.parse(recipe)
+    dataset = prepare_dataset(found, quiet=True)
+    assert isinstance(dataset, JointDataset)
+    drawn = recipe_selection(found, dataset).select(seed=0, step=0, count=500).episodes
+    first, second = dataset.first_episodes[1:3]
+    walk = set(drawn[(drawn >= first) & (drawn < second)].tolist())
+    assert walk == {int(first + dataset.tasks[1].dataset.returns.argmax())}
+    assert drawn.max() < second and len(set(drawn[drawn < first].tolist())) == 4
+
+
+def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path))
+    document = compare(recipe, strategies="top_k:k=1,shuffled_epochs", quiet=True)
+    rows = {row["strategy"]: row for row in document["strategies"]}
+    assert "cannot be mixed" in rows["shuffled_epochs"]["error"]
+    assert "error" not in rows["uniform_steps"] and "error" not in rows["top_k"]
+
+
+def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0")
+    path = tmp_path / "several.yaml"
+    path.write_text(recipe.to_yaml())
+    alone = train(recipe, out=tmp_path / "alone", quiet=True)
+    done = launch(2, str(path), str(tmp_path / "run"), "20", "0")
+    assert done.returncode == 0, done.stderr
+    one, several = measured(alone), measured(tmp_path / "run")
+    assert [row["step"] for row in several] == [5, 10, 15, 20]
+    for mine, theirs in zip(several, one, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)

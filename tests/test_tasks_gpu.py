@@ -1,0 +1,129 @@
+"""Several tasks on a GPU: the CPU's batches bit for bit, and steps captured with their tasks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.selection import make_selection
+from tests.task_support import join, make_discrete, make_learner, make_parts, tasks_recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+]
+STEPS = 40
+EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.device=cuda", "train.log_every=100")
+TOLERANCE: Any = {"rtol": 2e-4, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Dataset]:
+    return make_parts(tmp_path_factory.mktemp("tasks"))
+
+
+def same(one: Batch, other: Batch) -> None:
+    mine, theirs = one.model_inputs(), other.model_inputs()
+    assert list(mine) == list(theirs) and "tasks" in mine
+    for name, tensor in (mine | {"segments": one.segments}).items():
+        expected = (theirs | {"segments": other.segments})[name]
+        left, right = tensor.cpu().contiguous(), expected.cpu().contiguous()
+        assert left.dtype == right.dtype and left.shape == right.shape, name
+        assert left.numpy().tobytes() == right.numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("placement", ["hbm", "host"])
+@pytest.mark.parametrize("weights", [None, (1.0, 5.0, 0.5)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_batches_are_the_cpus(
+    parts: dict[str, Dataset],
+    placement: Any,
+    weights: tuple[float, ...] | None,
+    scheduled: bool,
+) -> None:
+    joint = join(parts)
+    law: Any = "uniform_steps"
+    if weights is not None:
+        laws = ["uniform_steps", "return_weighted", "uniform_episodes"]
+        law = mix_tasks(
+            [
+                TaskLaw(
+                    name=task.name,
+                    index=task.dataset.episodes,
+                    selection=make_selection(name, task.dataset),
+                    weight=weight,
+                )
+                for task, name, weight in zip(joint.tasks, laws, weights, strict=True)
+            ],
+            [
+                TaskPoint(step=0, weights={"hop": 1.0, "walk": 0.0, "point": 0.5}),
+                TaskPoint(step=9, weights={"hop": 0.2, "walk": 1.0, "point": 0.0}),
+            ]
+            if scheduled
+            else (),
+        )
+    options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5, "selection": law}
+    gpu = GearLoader(joint, device="cuda", engine="on", placement=placement, **options)
+    cpu = GearLoader(joint, device="cpu", **options)
+    assert gpu.engine is not None
+    for step in (0, 1, 7, 1000):
+        same(gpu.batch_at(step), cpu.batch_at(step))
+    batches = gpu.device_batches()
+    graph = torch.cuda.CUDAGraph()
+    batches.enqueue()
+    seen = torch.zeros(33, dtype=torch.int64, device="cuda")
+    _ = batches.batch.tasks
+    batches.set_step(3)
+    with torch.cuda.graph(graph):
+        batches.enqueue()
+        tasks = batches.batch.tasks
+        assert tasks is not None
+        seen.copy_(tasks)
+    batches.set_step(3)
+    for step in (3, 4, 5):
+        graph.replay()
+        expected = cpu.batch_at(step).tasks
+        assert expected is not None
+        assert seen.cpu().tolist() == expected.tolist(), f"step {step}"
+        same(batches.batch, cpu.batch_at(step))
+
+
+def losses(some: Learner) -> Any:
+    for _ in range(STEPS):
+        some.advance()
+    return some._window[: some._filled].cpu().numpy().copy()
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_captured_steps_are_single_ones(
+    parts: dict[str, Dataset], tmp_path: Path, discrete: bool
+) -> None:
+    chosen = make_discrete(tmp_path, {"few": 2, "more": 5}) if discrete else parts
+    recipe = tasks_recipe(chosen, *EXACT, f"train.steps={STEPS}")
+    graph = make_learner(recipe.replace(train__graph="on"), "cuda")
+    single = make_learner(recipe.replace(train__graph="off"), "cuda")
+    assert not graph.graph_reason and single.graph_reason
+    mine, theirs = losses(graph), losses(single)
+    assert mine[-1, 0] < mine[0, 0]
+    np.testing.assert_allclose(mine, theirs, **TOLERANCE)
+    on_cpu = make_learner(recipe.replace(train__device="cpu"))
+    np.testing.assert_allclose(mine[:10], losses(on_cpu)[:10], rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
+def test_compiled_steps_learn_the_same(parts: dict[str, Dataset]) -> None:
+    recipe = tasks_recipe(parts, *EXACT, f"train.steps={STEPS}").replace(train__graph="on")
+    plain = losses(make_learner(recipe.replace(train__compile="off"), "cuda"))
+    compiled = losses(make_learner(recipe.replace(train__compile="on"), "cuda"))
+    np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-5)
