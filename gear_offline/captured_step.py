@@ -38,11 +38,19 @@ def start_compilers() -> None:
         maybe_warm_pool()
 
 
+def _own_stream() -> Any:
+    """Return torch's current stream; None for the default one, which cannot be captured."""
+    current = torch.cuda.current_stream()
+    return None if current == torch.cuda.default_stream() else current
+
+
 class CapturedStep:
     """One optimiser step, captured once and replayed.
 
     Building it runs `WARM_UPS` steps; weights, moments, random numbers and the batches' position
-    are put back afterwards, so that nothing of them stays.
+    are put back afterwards, so that nothing of them stays.  It is captured on torch's current
+    stream if that is not the default one: graphs that run at once must not share a stream's
+    workspace of cuBLAS.
 
     Parameters
     ----------
@@ -94,7 +102,7 @@ class CapturedStep:
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=_own_stream()):
             self._run()
         optimizer.finish_capture()
         self._put_back(step, filled)
@@ -131,7 +139,7 @@ class CapturedStep:
         )
         graph = torch.cuda.CUDAGraph()
         self._batches.enqueue()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=_own_stream()):
             for _ in range(TIMED_FILLS):
                 self._batches.enqueue()
         graph.replay()
