@@ -1,0 +1,178 @@
+"""Several runs of the paper's size on one GPU: steps a second in sum, by way of sharing it.
+
+Each way is measured in processes of its own, one way after another; the base is one run alone, as
+`train` does it, which is what running them one after another gives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gear_offline.bench.loader import EPISODES, STEPS, _hopper_like
+from gear_offline.errors import UnavailableError
+from gear_offline.progress import progress, say
+
+OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
+LIMIT_SECONDS = 150.0
+# The driver's default of 8 queues would make runs beyond the eighth wait for others.
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure; about four minutes."""
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
+        )
+    seconds = 1.5 if quick else 3.0
+    steps, episodes = (STEPS // 10, EPISODES // 10) if quick else (STEPS, EPISODES)
+    found: dict[str, Any] = {}
+    with _hopper_like(steps, episodes) as (dataset, _), progress(6, "sweep", unit="ways") as tick:
+        path = str(dataset.path)
+
+        def measure(way: str, count: int, *options: str) -> None:
+            found[f"{way} {count}"] = _child(way, count, seconds, path, (*OPTIONS, *options))
+            tick(1)
+
+        measure("solo", 1)
+        measure("streams", 16)
+        measure("batched", 8)
+        measure("branches", 8)
+        measure("green", 8)
+        found["equality"] = _equality(path)
+        found["processes 8"] = _processes(8, seconds, path, {})
+        found["mps 8"] = _mps(8, seconds, path)
+        tick(1)
+    return {"gpu": torch.cuda.get_device_name(), "found": found}
+
+
+def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a header and one row a way."""
+    base = document["found"]["solo 1"].get("steps_per_second", float("nan"))
+    rows: list[tuple[Any, ...]] = [("", "runs", "steps/s in sum", "x one after another")]
+    for name, row in document["found"].items():
+        way, _, count = name.partition(" ")
+        for runs, part in (
+            row.items() if way == "streams" and "error" not in row else [(count, row)]
+        ):
+            if isinstance(part, Mapping) and "steps_per_second" in part:
+                sum_ = part["steps_per_second"]
+                rows.append((way, runs, f"{sum_:,.0f}", f"{sum_ / base:.2f}"))
+    return rows
+
+
+def _command(way: str, count: int, seconds: float, path: str, options: Sequence[str]) -> list[str]:
+    words = [way, str(count), str(seconds), path, *options]
+    return [sys.executable, "-m", "gear_offline.bench.sweep_ways", *words]
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **CONNECTIONS, **(environment or {})},
+    )
+
+
+def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what a child printed last, or its error."""
+    try:
+        out, errors = child.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, errors = child.communicate()
+    if child.returncode == 0 and out.strip():
+        found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return found
+    lines = errors.strip().splitlines() or [f"exit code {child.returncode}"]
+    say("\n".join(lines[-12:]))
+    return {"error": lines[-1]}
+
+
+def _child(
+    way: str, count: int, seconds: float, path: str, options: Sequence[str]
+) -> dict[str, Any]:
+    return _finish(_start(_command(way, count, seconds, path, options)))
+
+
+def _equality(path: str) -> dict[str, Any]:
+    """Compare weights after training alone and together; three settings at once."""
+    cases: dict[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
+        "compiled bf16": (OPTIONS, {}),
+        "compiled bf16, deterministic": ((*OPTIONS, "deterministic"), DETERMINISTIC),
+        "float32, not compiled": (
+            ("train.graph=on", "train.compile=off", "train.precision=fp32"),
+            {},
+        ),
+    }
+    children = {
+        name: _start(_command("equality", 8, 0, path, options), environment)
+        for name, (options, environment) in cases.items()
+    }
+    return {name: _finish(child) for name, child in children.items()}
+
+
+def _processes(
+    count: int, seconds: float, path: str, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Train in `count` processes at once and add up their rates."""
+    command = _command("processes", count, seconds, path, OPTIONS)
+    children = [_start(command, environment) for _ in range(count)]
+    for child in children:
+        assert child.stdout is not None, "a pipe"
+        child.stdout.readline()  # ready, or empty if it failed
+    for child in children:
+        assert child.stdin is not None, "a pipe"
+        if child.poll() is None:
+            child.stdin.write("\n")
+            child.stdin.flush()
+    rows = [_finish(child) for child in children]
+    failed = [row["error"] for row in rows if "error" in row]
+    if failed:
+        return {"error": failed[0]}
+    return {
+        "steps_per_second": sum(row["steps_per_second"] for row in rows),
+        "memory_bytes": sum(row["memory_bytes"] for row in rows),
+    }
+
+
+def _mps(count: int, seconds: float, path: str) -> dict[str, Any]:
+    """As `_processes`, with a multi-process service of our own."""
+    with tempfile.TemporaryDirectory(prefix="gear-offline-mps-") as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        whole = {**os.environ, **environment}
+        try:
+            started = subprocess.run(
+                ["nvidia-cuda-mps-control", "-d"], env=whole, capture_output=True, text=True,
+                timeout=20, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return {"error": f"no multi-process service: {error}"}
+        if started.returncode != 0:
+            return {"error": f"no multi-process service: {started.stderr.strip()}"}
+        try:
+            found = _processes(count, seconds, path, environment)
+        finally:
+            subprocess.run(
+                ["nvidia-cuda-mps-control"], input="quit\n", env=whole, text=True, timeout=30,
+                capture_output=True, check=False,
+            )  # fmt: skip
+        log = Path(folder) / "control.log"
+        if "error" in found and log.exists():
+            found["log"] = log.read_text()[-400:]
+        return found

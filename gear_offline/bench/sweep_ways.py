@@ -1,0 +1,288 @@
+"""Ways to train several small runs on one GPU, each measured in a process of its own.
+
+``python -m gear_offline.bench.sweep_ways WAY RUNS SECONDS DATASET OPTIONS...`` prints one JSON
+line.  Every process compiles the step once; PyTorch's cache on disk serves those after the first.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.learner import Learner
+from gear_offline.preparation import ModelSizes
+from gear_offline.recipe import load_recipe
+from gear_offline.sweep_track import Track
+
+CHUNK = 8  # steps of a run that are launched together
+DEEP = 4  # chunks on their way, at most
+COMPARED_STEPS = 300
+DEVICE = torch.device("cuda")
+
+
+def make_learner(dataset: Dataset, options: Sequence[str], seed: int) -> Learner:
+    """Return a learner of the paper's model; it is built under torch's current random numbers."""
+    fixed = ("data.path=unused", "train.device=cuda", "train.log_every=1000000", f"seed={seed}")
+    recipe = load_recipe("paper", (*fixed, *options))
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    torch.manual_seed(seed)
+    return Learner(recipe, sizes, dataset, DEVICE)
+
+
+class Runs:
+    """Learners on tracks of their own that advance in turns."""
+
+    def __init__(
+        self, dataset: Dataset, options: Sequence[str], count: int, streams: Sequence[Any] = ()
+    ) -> None:
+        self.tracks = [Track(DEVICE, stream=streams[n] if streams else None) for n in range(count)]
+        self.learners = []
+        for seed, track in enumerate(self.tracks):
+            with track.alone():
+                self.learners.append(make_learner(dataset, options, seed))
+                torch.cuda.synchronize()
+
+    def advance(self, steps: int) -> None:
+        """Do `steps` steps of each run; the host runs ahead by a bounded number."""
+        marks: list[list[Any]] = [[] for _ in self.tracks]
+        for done in range(0, steps, CHUNK):
+            for track, learner, mine in zip(self.tracks, self.learners, marks, strict=True):
+                if len(mine) >= DEEP:
+                    mine.pop(0).synchronize()
+                with track.alone() if learner._captured is None else track.launching():
+                    for _ in range(min(CHUNK, steps - done)):
+                        learner.advance()
+                mine.append(track.mark())
+        torch.cuda.synchronize()
+
+    def first(self, count: int) -> Runs:
+        """Return some of the runs."""
+        part = copy.copy(self)
+        part.tracks, part.learners = self.tracks[:count], self.learners[:count]
+        return part
+
+    def host_us(self) -> float:
+        """Return the microseconds that the host takes to launch one step of one run."""
+        began = time.perf_counter()
+        for track, learner in zip(self.tracks, self.learners, strict=True):
+            with track.launching():
+                for _ in range(CHUNK):
+                    learner.advance()
+        seconds = time.perf_counter() - began
+        torch.cuda.synchronize()
+        return seconds * 1e6 / CHUNK / len(self.tracks)
+
+    def parameters(self) -> list[list[Tensor]]:
+        return [[p.detach().clone() for p in x.model.parameters()] for x in self.learners]
+
+
+def rate(advance: Callable[[int], None], seconds: float, runs: int) -> dict[str, float]:
+    """Return optimiser steps a second of all runs together, the median of three turns."""
+    advance(2 * CHUNK)
+    began = time.perf_counter()
+    advance(10 * CHUNK)
+    steps = max(CHUNK, int(10 * CHUNK * seconds / 3 / (time.perf_counter() - began)))
+    found = []
+    for _ in range(3):
+        began = time.perf_counter()
+        advance(steps)
+        found.append(runs * steps / (time.perf_counter() - began))
+    return {"steps_per_second": sorted(found)[1], "slowest": min(found), "fastest": max(found)}
+
+
+def solo(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
+    """One run as `train` does it, on the default stream."""
+    with torch.random.fork_rng([DEVICE]):
+        learner = make_learner(dataset, options, 0)
+
+        def advance(steps: int) -> None:
+            for _ in range(steps):
+                learner.advance()
+            torch.cuda.synchronize()
+
+        return rate(advance, seconds, 1)
+
+
+def streams(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
+    """Each run's graph on a stream of its own; for 1, 2, 4, ... runs up to `count`."""
+    runs = Runs(dataset, options, count)
+    found: dict[str, Any] = {}
+    some = 1
+    while some <= count:
+        part = runs.first(some)
+        found[str(some)] = rate(part.advance, seconds, some) | {"host_us": part.host_us()}
+        some *= 2
+    return found
+
+
+def branches(
+    dataset: Dataset, options: Sequence[str], count: int, seconds: float
+) -> dict[str, Any]:
+    """The steps of all runs as branches of one graph."""
+    runs = Runs(dataset, options, count)
+    runs.advance(1)
+    graph = torch.cuda.CUDAGraph()
+    main = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for track in runs.tracks:  # as torch asks for: other random numbers than the default ones
+        graph.register_generator_state(track._random)
+    with torch.cuda.graph(graph, stream=main):
+        for track, learner in zip(runs.tracks, runs.learners, strict=True):
+            assert learner._captured is not None, "it advanced"
+            track.stream.wait_stream(main)
+            with track.alone():
+                learner.optimizer.zero_gradients()
+                learner._captured._run()
+            main.wait_stream(track.stream)
+    for learner in runs.learners:
+        learner.optimizer.finish_capture()
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            graph.replay()
+        torch.cuda.synchronize()
+
+    return rate(advance, seconds, count)
+
+
+def batched(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
+    """Stacked weights: one compiled graph whose kernels are `count` times as large."""
+    from gear_offline.bench.stacked_model import StackedModels
+    from gear_offline.captured_step import CapturedStep
+    from gear_offline.optimizer import Optimizer
+
+    learner = make_learner(dataset, (*options, f"loader.batch_size={64 * count}"), 0)
+    models = [make_learner(dataset, options, seed).model for seed in range(count)]
+    stacked = StackedModels(models)
+
+    def loss(batch: Any) -> Tensor:
+        fields = (batch.states, batch.actions, batch.returns_to_go, batch.timesteps)
+        parts = [x.view(count, 64, *x.shape[1:]) for x in (*fields, batch.attention_mask)]
+        return stacked.loss(*parts).sum()
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stacked = stacked
+
+        def loss(self, batch: Any) -> Tensor:
+            return loss(batch)
+
+    whole: Any = Whole()
+    step = CapturedStep(
+        whole,
+        Optimizer(whole, learner.recipe.optimizer, steps=learner.recipe.train.steps, captured=True),
+        learner.loader.device_batches(),
+        torch.zeros(1_000_000, 2, device=DEVICE),
+        step=0,
+        filled=0,
+        precision=learner.precision,
+        compiled=learner._compiled,
+    )
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            step.replay()
+        torch.cuda.synchronize()
+
+    return rate(advance, seconds, count)
+
+
+def green(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
+    """As `streams`, each on a share of the multiprocessors of its own."""
+    from gear_offline.bench.green_streams import green_streams
+
+    total = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    found, share = green_streams(count, total // count // 8 * 8)
+    runs = Runs(dataset, options, count, streams=found)
+    return {"multiprocessors": share, **rate(runs.advance, seconds, count)}
+
+
+def processes(
+    dataset: Dataset, options: Sequence[str], count: int, seconds: float
+) -> dict[str, Any]:
+    """One of several processes: it says when it is ready and runs until told how long."""
+    learner = make_learner(dataset, options, 0)
+    for _ in range(50):
+        learner.advance()
+    torch.cuda.synchronize()
+    print(json.dumps({"ready": True}), flush=True)
+    sys.stdin.readline()
+    began = time.perf_counter()
+    done = 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(50):
+            learner.advance()
+        torch.cuda.synchronize()
+        done += 50
+    return {"steps_per_second": done / (time.perf_counter() - began)}
+
+
+def equality(
+    dataset: Dataset, options: Sequence[str], count: int, seconds: float
+) -> dict[str, Any]:
+    """Weights after some steps: alone twice, on the default stream, and beside others."""
+
+    def alone(seed: int) -> list[Tensor]:
+        with torch.random.fork_rng([DEVICE]):
+            learner = make_learner(dataset, options, seed)
+            for _ in range(COMPARED_STEPS):
+                learner.advance()
+            torch.cuda.synchronize()
+            return [p.detach().clone() for p in learner.model.parameters()]
+
+    first = [alone(seed) for seed in range(count)]
+    again = alone(0)
+    runs = Runs(dataset, options, count)
+    runs.advance(COMPARED_STEPS)
+    together = runs.parameters()
+    import torch._dynamo.utils as dynamo
+
+    return {
+        "steps": COMPARED_STEPS,
+        "alone_twice": difference(first[0], again),
+        "together": max(difference(a, b) for a, b in zip(first, together, strict=True)),
+        "other_seeds": difference(first[0], first[1]) if count > 1 else None,
+        "frames_compiled": dict(dynamo.counters["stats"]),
+        "graphs_compiled": dict(dynamo.counters["aot_autograd"]),
+    }
+
+
+def difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """Return the largest difference of two models' weights; 0 where all bits are equal."""
+    if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+        return 0.0
+    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+
+
+WAYS: dict[str, Callable[..., dict[str, Any]]] = {
+    f.__name__: f for f in (solo, streams, branches, batched, green, processes, equality)
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    way, count, seconds, path, *options = arguments
+    if "deterministic" in options:
+        options.remove("deterministic")
+        torch.use_deterministic_algorithms(True)
+    dataset = open_dataset(Path(path), verify=False)
+    began = time.perf_counter()
+    found = WAYS[way](dataset, options, int(count), float(seconds))
+    found |= {
+        "seconds": time.perf_counter() - began,
+        "memory_bytes": torch.cuda.max_memory_reserved(),
+    }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
