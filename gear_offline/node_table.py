@@ -7,6 +7,7 @@ from typing import Any
 from gear_offline.dataset import Dataset
 from gear_offline.host_memory import HostHandle
 from gear_offline.host_table import host_table
+from gear_offline.shared_tables import current_tables
 from gear_offline.table import Table, build_table
 from gear_offline.world import World
 
@@ -28,6 +29,9 @@ def shared_table(
     GearError
         What `build_table` and `host_table` raise; ``RANK_FAILED`` on ranks that waited.
     """
+    tables = current_tables()
+    if tables is not None and world.size == 1:
+        return tables.table(dataset, mode=mode, layout=layout, **options)
     # Mapped files are shared by the page cache, and columns of them need no memory.
     if mode != "read" or len(world.nodes) == world.node_count:
         return build_table(dataset, mode=mode, layout=layout, **options)

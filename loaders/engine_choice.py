@@ -11,11 +11,13 @@ from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
+from gear_offline.shared_tables import current_tables
 from gear_offline.table import Table
 from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.placement import PlacedTable
 
 Engine = Literal["auto", "on", "off"]
 
@@ -39,8 +41,9 @@ def make_engine(
     weights = getattr(stream.selection, "episode_weight", None)
     if weights is not None and len(weights) != table.episodes.episodes:
         weights = None  # a node's share of the episodes
-    try:
-        placed = place_table(
+
+    def place() -> PlacedTable:
+        return place_table(
             table,
             device=device,
             placement=placement,
@@ -48,6 +51,14 @@ def make_engine(
             episode_weight=weights,
             world=world,
         )
+
+    try:
+        tables = current_tables() if world.size == 1 else None
+        if tables is None:
+            placed = place()
+        else:
+            options = {"device": device, "placement": placement, "hbm_budget": hbm_budget}
+            placed = tables.placed(table, options, place, weights=weights)
         return DeviceEngine(
             placed,
             stream.selection,
