@@ -267,6 +267,15 @@ class Learner:
         self._timed += 1
         self._busy_seconds += time.perf_counter() - began
 
+    def count_busy(self, seconds: float) -> None:
+        """Count time in which the GPU did steps while the host looked after something else."""
+        self._busy_seconds += seconds
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step is one replay of a graph that is there."""
+        return self._captured is not None
+
     def check(self) -> None:
         """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
         not finite."""

@@ -96,7 +96,7 @@ def train(
         quiet = quiet or not world.is_first
         dataset = _open(recipe, world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
-        world.lead(lambda: _check_resumed(directory, resolved))
+        world.lead(lambda: check_resumed(directory, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)
         if directory is None:
             Run(path, learner).complete()
@@ -122,7 +122,8 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     return verified or open_dataset(path, verify=False)
 
 
-def _check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:
+def check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:
+    """Refuse to go on with a run whose recipe would have made another run (``RUN_RECIPE``)."""
     if directory is None:
         return
     if directory.recipe_path.exists() and list_checkpoints(directory.checkpoints_path):

@@ -100,8 +100,9 @@ def _finish(child: subprocess.Popen[str]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
         return found
     lines = errors.strip().splitlines() or [f"exit code {child.returncode}"]
-    say("\n".join(lines[-12:]))
-    return {"error": lines[-1]}
+    told = [line for line in lines if "Error" in line] or lines
+    say(told[-1])
+    return {"error": told[-1]}
 
 
 def _child(

@@ -142,6 +142,7 @@ def branches(
             with track.alone():
                 learner.optimizer.zero_gradients()
                 learner._captured._run()
+        for track in runs.tracks:
             main.wait_stream(track.stream)
     for learner in runs.learners:
         learner.optimizer.finish_capture()
@@ -154,20 +155,43 @@ def branches(
     return rate(advance, seconds, count)
 
 
-def batched(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
-    """Stacked weights: one compiled graph whose kernels are `count` times as large."""
+def batched(
+    dataset: Dataset, options: Sequence[str], count: int, seconds: float, *, groups: int = 1
+) -> dict[str, Any]:
+    """Stacked weights: one compiled graph whose kernels are `count` times as large.
+
+    With several groups each has ``count / groups`` models and a stream of its own.
+    """
+    each = count // groups
+    tracks = [Track(DEVICE) for _ in range(groups)]
+    steps = []
+    for track in tracks:
+        with track.alone():
+            steps.append(_stacked_step(dataset, options, each))
+            torch.cuda.synchronize()
+
+    def advance(wanted: int) -> None:
+        marks: list[Any] = []
+        for done in range(0, wanted, CHUNK):
+            for track, step in zip(tracks, steps, strict=True):
+                with track.launching():
+                    for _ in range(min(CHUNK, wanted - done)):
+                        step.replay()
+                marks.append(track.mark())
+            if len(marks) > DEEP * groups:
+                marks.pop(0).synchronize()
+        torch.cuda.synchronize()
+
+    return rate(advance, seconds, count)
+
+
+def _stacked_step(dataset: Dataset, options: Sequence[str], count: int) -> Any:
     from gear_offline.bench.stacked_model import StackedModels
     from gear_offline.captured_step import CapturedStep
     from gear_offline.optimizer import Optimizer
 
     learner = make_learner(dataset, (*options, f"loader.batch_size={64 * count}"), 0)
-    models = [make_learner(dataset, options, seed).model for seed in range(count)]
-    stacked = StackedModels(models)
-
-    def loss(batch: Any) -> Tensor:
-        fields = (batch.states, batch.actions, batch.returns_to_go, batch.timesteps)
-        parts = [x.view(count, 64, *x.shape[1:]) for x in (*fields, batch.attention_mask)]
-        return stacked.loss(*parts).sum()
+    stacked = StackedModels([make_learner(dataset, options, seed).model for seed in range(count)])
 
     class Whole(torch.nn.Module):
         def __init__(self) -> None:
@@ -175,10 +199,12 @@ def batched(dataset: Dataset, options: Sequence[str], count: int, seconds: float
             self.stacked = stacked
 
         def loss(self, batch: Any) -> Tensor:
-            return loss(batch)
+            fields = (batch.states, batch.actions, batch.returns_to_go, batch.timesteps)
+            parts = [x.view(count, 64, *x.shape[1:]) for x in (*fields, batch.attention_mask)]
+            return self.stacked.loss(*parts).sum()
 
     whole: Any = Whole()
-    step = CapturedStep(
+    return CapturedStep(
         whole,
         Optimizer(whole, learner.recipe.optimizer, steps=learner.recipe.train.steps, captured=True),
         learner.loader.device_batches(),
@@ -189,12 +215,40 @@ def batched(dataset: Dataset, options: Sequence[str], count: int, seconds: float
         compiled=learner._compiled,
     )
 
-    def advance(steps: int) -> None:
-        for _ in range(steps):
-            step.replay()
-        torch.cuda.synchronize()
 
-    return rate(advance, seconds, count)
+def batched_2(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> Any:
+    """As `batched`, in two groups."""
+    return batched(dataset, options, count, seconds, groups=2)
+
+
+def batched_4(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> Any:
+    """As `batched`, in four groups."""
+    return batched(dataset, options, count, seconds, groups=4)
+
+
+def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
+    """The kernels of one step of one run, by name, microseconds each."""
+    from torch.profiler import ProfilerActivity
+
+    learner = make_learner(dataset, options, 0)
+    for _ in range(50):
+        learner.advance()
+    torch.cuda.synchronize()
+    untyped: Any = torch.profiler.profile
+    with untyped(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(20):
+            learner.advance()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)
+    kernels = [row for row in rows if row.device_time_total > 0]
+    return {
+        "kernels_a_step": sum(row.count for row in kernels) / 20,
+        "busy_us_a_step": sum(row.device_time_total for row in kernels) / 20,
+        "kernels": [
+            [row.key[:70], row.count / 20, round(row.device_time_total / 20, 2)]
+            for row in kernels[:60]
+        ],
+    }
 
 
 def green(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
@@ -265,7 +319,19 @@ def difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 WAYS: dict[str, Callable[..., dict[str, Any]]] = {
-    f.__name__: f for f in (solo, streams, branches, batched, green, processes, equality)
+    f.__name__: f
+    for f in (
+        solo,
+        streams,
+        branches,
+        batched,
+        batched_2,
+        batched_4,
+        green,
+        processes,
+        equality,
+        profile,
+    )
 }
 
 
@@ -274,6 +340,12 @@ def main(arguments: Sequence[str]) -> None:
     if "deterministic" in options:
         options.remove("deterministic")
         torch.use_deterministic_algorithms(True)
+    for option in [word for word in options if word.startswith("inductor:")]:
+        options.remove(option)
+        key, _, value = option.removeprefix("inductor:").partition("=")
+        import torch._inductor.config as inductor
+
+        setattr(inductor, key, json.loads(value))
     dataset = open_dataset(Path(path), verify=False)
     began = time.perf_counter()
     found = WAYS[way](dataset, options, int(count), float(seconds))

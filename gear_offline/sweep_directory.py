@@ -1,0 +1,199 @@
+"""The directory of a sweep: one ordinary run directory a point, and what is known of all of them.
+
+::
+
+    runs/hopper-medium-sweep/
+      sweep.json           the points, how they were run, where each stands, the table at the end
+      runs/NAME/           a run directory each, as `train` writes it
+      sweep.md, plots/     the report
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gear_offline.errors import InputError
+from gear_offline.metrics import finite
+from gear_offline.run_directory import read_regular, write_whole
+from gear_offline.sweep_points import SweepPoint, flat
+
+FORMAT = 1
+LOCK = ".lock"
+MOST_BYTES = 1 << 30
+
+
+class SweepDirectory:
+    """A sweep's directory held for writing; a context manager.
+
+    Parameters
+    ----------
+    path
+        Created when missing.
+    points
+        What is to be run; a sweep that is there must have the same ones.
+    free
+        Dotted options that may differ from those of the sweep's beginning.
+
+    Raises
+    ------
+    InputError
+        ``SWEEP_EXISTS`` for a sweep of other points, ``SWEEP_LOCKED`` when another process runs
+        it, ``SWEEP_DIRECTORY`` when the place cannot be the directory of a sweep.
+
+    Attributes
+    ----------
+    document
+        Content of ``sweep.json``.
+    """
+
+    def __init__(self, path: Path, points: Sequence[SweepPoint], *, free: Sequence[str]) -> None:
+        self.path = path
+        self._refuse_foreign()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InputError(
+                "SWEEP_DIRECTORY", f"cannot make the directory: {error.strerror}", where=str(path)
+            ) from error
+        try:
+            self._take_lock()
+            self.document = self._read() if self.json_path.exists() else {}
+            if self.document:
+                self._check_same(points, set(free))
+        except InputError:
+            self.close()
+            raise
+        rows = [
+            {
+                "name": point.name,
+                "seed": point.recipe.seed,
+                "settings": dict(point.settings),
+                "recipe": point.recipe.to_dict(),
+            }
+            for point in points
+        ]
+        before = {row["name"]: row.get("error") for row in self.document.get("points", ())}
+        for row in rows:
+            row["error"] = before.get(str(row["name"]))
+        self.document |= {"format": FORMAT, "recipe": points[0].recipe.name, "points": rows}
+
+    @property
+    def json_path(self) -> Path:
+        return self.path / "sweep.json"
+
+    def run_path(self, point: SweepPoint) -> Path:
+        """Return the run directory of a point."""
+        return self.path / "runs" / point.name
+
+    def note(self, **values: Any) -> None:
+        """Put values into ``sweep.json``."""
+        self.document |= values
+        self._write()
+
+    def note_run(self, name: str, **values: Any) -> None:
+        """Put values into a point's row of ``sweep.json``."""
+        next(row for row in self.document["points"] if row["name"] == name).update(values)
+        self._write()
+
+    def _write(self) -> None:
+        text = json.dumps(finite(self.document), indent=2, allow_nan=False)
+        write_whole(self.json_path, text.encode())
+
+    def _refuse_foreign(self) -> None:
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise InputError("SWEEP_DIRECTORY", "not a directory", where=str(path))
+        there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+        if there - {LOCK, ".sweep.json.partial"} and not self.json_path.is_file():
+            raise InputError(
+                "SWEEP_DIRECTORY",
+                "the directory is not empty and holds no sweep",
+                where=str(path),
+                remedy="give another directory with --out",
+            )
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                "SWEEP_LOCKED",
+                "another process is running this sweep",
+                where=str(self.path),
+                remedy="wait for it, or sweep into another directory",
+            ) from None
+
+    def _read(self) -> dict[str, Any]:
+        return read_sweep(self.path)
+
+    def _check_same(self, points: Sequence[SweepPoint], free: set[str]) -> None:
+        rows = {row["name"]: row for row in self.document["points"]}
+        names = {point.name for point in points}
+        odd = sorted(names ^ set(rows))
+        what = ""
+        if odd:
+            new = "is new" if odd[0] in names else "was one of its points and is none now"
+            what = f"{odd[0]} {new}"
+        for point in () if odd else points:
+            old, now = flat(rows[point.name]["recipe"]), flat(point.recipe.to_dict())
+            for key in sorted({*old, *now} - free):
+                if old.get(key) != now.get(key):
+                    what = f"{key} of {point.name} was {old.get(key)!r} and is {now.get(key)!r} now"
+                    break
+        if what:
+            raise InputError(
+                "SWEEP_EXISTS",
+                f"there is a sweep of other points: {what}",
+                where=str(self.path),
+                remedy="give the same points to go on with it, or another directory with --out",
+            )
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_sweep(path: Path) -> dict[str, Any]:
+    """Return the content of a sweep's ``sweep.json``.
+
+    Raises
+    ------
+    InputError
+        ``SWEEP_DIRECTORY`` if it is not one.
+    """
+    place = path / "sweep.json"
+    try:
+        found = json.loads(read_regular(place, most=MOST_BYTES))
+        if found["format"] != FORMAT:
+            raise ValueError(f"format {found['format']}")
+        for row in found["points"]:
+            if not isinstance(row["name"], str) or not isinstance(row["recipe"], Mapping):
+                raise ValueError("a point without name or recipe")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            "SWEEP_DIRECTORY",
+            f"sweep.json cannot be read ({error})",
+            where=str(place),
+            remedy="give the directory of a sweep",
+        ) from error
+    return dict(found)

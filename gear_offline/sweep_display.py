@@ -1,0 +1,119 @@
+"""What a person sees while a sweep runs: one bar for all runs, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
+
+REDRAW_SECONDS = 0.2
+
+
+class SweepDisplay:
+    """Runs done, optimiser steps of all runs, their rate and the time left, on stderr.
+
+    Parameters
+    ----------
+    name
+        Of the sweep.
+    runs
+        Steps of each run, by name.
+    quiet
+        Show nothing.
+    """
+
+    def __init__(self, name: str, runs: dict[str, int], *, quiet: bool) -> None:
+        self._name, self._quiet = name, quiet
+        self._wanted = dict(runs)
+        self._done = dict.fromkeys(runs, 0)
+        self._ended: set[str] = set()
+        self._first: int | None = None
+        self._began = self._drawn = self._printed = time.monotonic()
+        self._bar: Progress | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[facts]}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(name, total=sum(runs.values()), facts="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(message, quiet=self._quiet)
+
+    def begin(self, done: dict[str, int]) -> None:
+        """Begin to measure; runs that went on from before have `done` steps."""
+        self._done.update(done)
+        self._first = sum(self._done.values())
+        self._began = time.monotonic()
+        self._draw()
+
+    def step(self, name: str, done: int) -> None:
+        """Note where a run stands; cheap enough for every few steps."""
+        self._done[name] = min(done, self._wanted[name])
+        now = time.monotonic()
+        if self._bar is not None:
+            if now - self._drawn >= REDRAW_SECONDS:
+                self._draw()
+        elif now - self._printed >= PLAIN_INTERVAL_SECONDS:
+            self._printed = now
+            say(f"{self._name}: {self.facts()}", quiet=self._quiet)
+
+    def end(self, name: str, text: str) -> None:
+        """Note that a run has ended, and say how."""
+        self._ended.add(name)
+        self._wanted[name] = self._done[name]  # one that failed does no more
+        self.say(f"{name}: {text} ({len(self._ended)} of {len(self._wanted)} runs)")
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                total=sum(self._wanted.values()),
+                completed=sum(self._done.values()),
+                facts=self.facts(),
+            )
+
+    def facts(self) -> str:
+        """Return runs and steps done, rate and time left, as text."""
+        done, wanted = sum(self._done.values()), sum(self._wanted.values())
+        parts = [
+            f"{len(self._ended)} of {len(self._wanted)} runs",
+            f"{done:,} of {wanted:,} steps",
+        ]
+        seconds = time.monotonic() - self._began
+        new = done - (self._first or 0)
+        if new > 0 and seconds > 0:
+            parts.append(f"{new / seconds:,.0f} steps/s")
+            if done < wanted:
+                left = timedelta(seconds=round((wanted - done) * seconds / new))
+                parts.append(f"left {left}")
+        return "  ".join(parts)

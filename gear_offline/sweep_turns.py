@@ -1,0 +1,344 @@
+"""Several runs in one process that take turns: on a GPU their steps overlap.
+
+Each run has a stream and random numbers of its own and launches a few steps at a time.  Where the
+host needs a run's numbers (a log line, a checkpoint, an evaluation) it leaves that run until they
+are there and goes on with the others, so that the GPU always has something to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import GearError
+from gear_offline.interruption import StopRequest
+from gear_offline.learner import Learner
+from gear_offline.preparation import resolve
+from gear_offline.run_directory import RunDirectory
+from gear_offline.shared_tables import SharedTables
+from gear_offline.staging import write_error
+from gear_offline.sweep_display import SweepDisplay
+from gear_offline.sweep_points import SweepPoint
+from gear_offline.sweep_track import Track
+from gear_offline.trainer import check_resumed
+from gear_offline.training_run import LeadingRun, TrainingInterrupted
+
+CHUNK = 8  # steps of a run that are launched together
+DEEP = 4  # chunks of a run on their way, at most
+PAUSE_SECONDS = 0.002  # of the host when every run waits for something
+MEMORY_SPARE = 1.25  # a further run begins if the GPU has so many times what one has taken
+
+
+class TurnRun(LeadingRun):
+    """A run that advances a few steps at a time, beside others."""
+
+    def begin(self) -> None:
+        """Take over the newest checkpoint, open the files, do what a kill left undone."""
+        self._restore()
+        self._begin()
+        if self.learner.step > 0:
+            self._look(self.learner.step)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done."""
+        return self.learner.step >= self.settings.steps
+
+    @property
+    def steps_to_look(self) -> int:
+        """Steps until the host has to look at the run's numbers."""
+        step, settings = self.learner.step, self.settings
+        nexts = [settings.steps]
+        for every in (settings.log_every, settings.checkpoint_every, settings.evaluate_every):
+            if every is not None:
+                nexts.append(step - step % every + every)
+        return min(nexts) - step
+
+    def look(self) -> None:
+        """Log, evaluate, save and stop, whatever is due after the step that was done last."""
+        self._look(self.learner.step)
+
+    def finish(self) -> None:
+        """Close the files of a run that is done, and sum it up."""
+        self._end()
+        self.learner.close()
+        self._sum_up()
+
+    def abandon(self) -> None:
+        """Close the files of a run that goes no further."""
+        self._end()
+        self.learner.close()
+
+
+class Lane:
+    """Where one run at a time trains; another follows when it has ended.
+
+    Parameters
+    ----------
+    device
+        Where to train.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.track = Track(device)
+        self.point: SweepPoint | None = None
+        self._marks: deque[Any] = deque()
+        self._looking = False
+        self._launched_seconds = 0.0
+        self._window_began: float | None = None
+
+    def start(self, point: SweepPoint, run: TurnRun, held: ExitStack) -> None:
+        """Take a run that has begun; `held` is closed when it ends."""
+        self.point, self.run, self._held = point, run, held
+        self._marks.clear()
+        self._looking, self._window_began = False, None
+
+    def release(self) -> None:
+        """Let go of the run."""
+        self._held.close()
+        self.point = None
+        del self.run
+        self._marks.clear()
+
+    def turn(self) -> bool:
+        """Launch steps, or look at the numbers if they are there; return whether it did.
+
+        Raises
+        ------
+        GearError
+            Of the run.
+        """
+        while self._marks and _reached(self._marks[0]):
+            self._marks.popleft()
+        if self._looking or self.run.is_done:
+            if self._marks:
+                return False
+            self._count_time()
+            with self.track.alone():
+                self.run.look()
+            self._looking = False
+            return True
+        if len(self._marks) >= DEEP:
+            return False
+        self._launch()
+        return True
+
+    def _launch(self) -> None:
+        run, began = self.run, time.perf_counter()
+        if self._window_began is None:
+            self._window_began, self._launched_seconds = began, 0.0
+        to_look = run.steps_to_look
+        steps = min(CHUNK, to_look)
+        simple = run.learner.is_captured
+        with self.track.launching() if simple else self.track.alone():
+            for _ in range(steps):
+                run.learner.advance()
+        mark = self.track.mark()
+        if mark is not None:
+            self._marks.append(mark)
+        self._looking = steps == to_look
+        self._launched_seconds += time.perf_counter() - began
+
+    def _count_time(self) -> None:
+        """Tell the learner of the time in which its steps ran and it was not asked."""
+        if self._window_began is not None and self.track.stream is not None:
+            whole = time.perf_counter() - self._window_began
+            self.run.learner.count_busy(max(0.0, whole - self._launched_seconds))
+        self._window_began = None
+
+
+def _reached(mark: Any) -> bool:
+    return bool(mark.query())
+
+
+class Turns:
+    """Runs the points of a sweep in one process.
+
+    Parameters
+    ----------
+    device
+        Where to train.
+    parallel
+        Runs at a time.
+    prepare
+        Gives the dataset of a recipe, opened and checked.
+    place
+        Gives the run directory of a point.
+    display
+        Is told where runs stand.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        parallel: int,
+        prepare: Callable[[SweepPoint], Dataset],
+        place: Callable[[SweepPoint], Path],
+        display: SweepDisplay,
+    ) -> None:
+        self._device, self._prepare, self._place = device, prepare, place
+        self._display = display
+        self._lanes = [Lane(device) for _ in range(parallel)]
+        self._tables = SharedTables()
+        self._stop = StopRequest()
+        self._largest_bytes = 0
+
+    def complete(
+        self, points: Sequence[SweepPoint], ended: Callable[[SweepPoint, GearError | None], None]
+    ) -> None:
+        """Run all points; `ended` is told of each how it ended.
+
+        Raises
+        ------
+        TrainingInterrupted
+            ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; every run has saved a checkpoint.
+        """
+        waiting = deque(points)
+        self._ended = ended
+        with self._stop, self._many_shapes(len(points)):
+            try:
+                while waiting or self._busy():
+                    self._admit(waiting)
+                    moved = [self._turn(lane) for lane in self._busy()]
+                    if self._stop.signal_name is not None:
+                        self._interrupt()
+                    if not any(moved):
+                        time.sleep(PAUSE_SECONDS)
+            finally:
+                for lane in self._busy():
+                    self._abandon(lane)
+
+    def _busy(self) -> list[Lane]:
+        return [lane for lane in self._lanes if lane.point is not None]
+
+    def _admit(self, waiting: deque[SweepPoint]) -> None:
+        for lane in self._lanes:
+            if not waiting or lane.point is not None or not self._has_room():
+                continue
+            point = waiting.popleft()
+            try:
+                with _in_words(point, self._place(point)):
+                    self._open(lane, point)
+            except GearError as error:
+                self._ended(point, error)
+
+    def _has_room(self) -> bool:
+        if self._device.type != "cuda" or not self._busy():
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
+        return free + cached > MEMORY_SPARE * self._largest_bytes
+
+    def _open(self, lane: Lane, point: SweepPoint) -> None:
+        path = self._place(point)
+        lane.track.renew()
+        before = _allocated(self._device)
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
+            dataset = self._prepare(point)
+            recipe, sizes = resolve(point.recipe, dataset, quiet=True)
+            check_resumed(directory, recipe)
+            with lane.track.alone():
+                torch.manual_seed(recipe.seed)
+                with self._tables.used():
+                    learner = Learner(recipe, sizes, dataset, self._device)
+                run = TurnRun(directory, learner, dataset, quiet=True)
+                run.stop = self._stop
+                try:
+                    run.begin()
+                except BaseException:
+                    run.learner.close()
+                    raise
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # a table may be on its way for others
+            lane.start(point, run, stack.pop_all())
+        self._largest_bytes = max(self._largest_bytes, _allocated(self._device) - before)
+        self._display.step(point.name, learner.step)
+
+    def _turn(self, lane: Lane) -> bool:
+        point = lane.point
+        assert point is not None, "a busy lane"
+        before = lane.run.learner.step
+        try:
+            with _in_words(point, lane.run.path):
+                moved = lane.turn()
+                if lane.run.is_done and not lane.run.learner.unreported:
+                    with lane.track.alone():
+                        lane.run.finish()
+                    lane.release()
+                    self._display.step(point.name, point.recipe.train.steps)
+                    self._ended(point, None)
+                    return True
+        except TrainingInterrupted:  # it has saved; the others follow
+            self._abandon(lane)
+            return True
+        except GearError as error:
+            self._abandon(lane)
+            self._ended(point, error)
+            return True
+        if lane.run.learner.step != before:
+            self._display.step(point.name, lane.run.learner.step)
+        return moved
+
+    def _interrupt(self) -> None:
+        """Save a checkpoint of every run."""
+        for lane in self._busy():
+            try:
+                with lane.track.alone():
+                    lane.run.look()
+            except TrainingInterrupted:
+                pass  # as it should be
+            except GearError as error:
+                assert lane.point is not None, "a busy lane"
+                self._ended(lane.point, error)
+            self._abandon(lane)
+        raise TrainingInterrupted("TRAIN_INTERRUPTED", f"stopped by {self._stop.signal_name}")
+
+    def _abandon(self, lane: Lane) -> None:
+        try:
+            with lane.track.alone():
+                lane.run.abandon()
+        finally:
+            lane.release()
+
+    @contextmanager
+    def _many_shapes(self, count: int) -> Iterator[None]:
+        """Let torch.compile keep a version of the step for each of `count` shapes."""
+        if self._device.type != "cuda":
+            yield
+            return
+        import torch._dynamo.config as dynamo
+
+        patched: Any = dynamo
+        with patched.patch(recompile_limit=max(8, 2 * count)):
+            yield
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+@contextmanager
+def _in_words(point: SweepPoint, path: Path) -> Iterator[None]:
+    """Turn what may end one run into its error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise GearError(
+            "MEMORY",
+            f"out of memory: {str(error).splitlines()[0]}",
+            where=point.name,
+            remedy="fewer runs at a time (--parallel), or a smaller model or batch",
+        ) from error
+    except OSError as error:
+        raise write_error(error, str(path)) from error

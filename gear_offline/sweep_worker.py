@@ -1,0 +1,54 @@
+"""A process that trains the runs of a sweep one by one; see `gear_offline.sweep_processes`.
+
+It reads one JSON object a line, ``{"recipe": ..., "path": ...}``, and answers each with one line,
+``{}`` when the run is complete or ``{"code", "what", "where", "remedy"}``.  The first line it reads
+has what all its runs share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gear_offline.errors import GearError
+from gear_offline.processes import die_with_parent
+from gear_offline.recipe import Recipe
+from gear_offline.shared_tables import SharedTables
+from gear_offline.trainer import train
+
+
+def main(parent: int) -> None:
+    """Answer requests until there are no more."""
+    die_with_parent(parent)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints must not answer
+    tables = SharedTables(json.loads(sys.stdin.readline())["tables"])
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(_answer(request, tables)), file=answers, flush=True)
+
+
+def _answer(request: dict[str, Any], tables: SharedTables) -> dict[str, str]:
+    try:
+        with tables.used():
+            train(
+                Recipe.parse(request["recipe"]),
+                out=Path(request["path"]),
+                resume=Path(request["path"]).exists(),
+                quiet=True,
+            )
+    except GearError as error:
+        return {
+            "code": error.code,
+            "what": error.what,
+            "where": error.where,
+            "remedy": error.remedy,
+        }
+    return {}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
