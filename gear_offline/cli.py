@@ -18,6 +18,7 @@ import gear_offline
 from gear_offline.cli_errors import show, tell
 from gear_offline.cli_plan import plan
 from gear_offline.cli_strategies import strategies
+from gear_offline.cli_sweep import sweep
 from gear_offline.cli_values import (
     parse_count,
     parse_list,
@@ -346,6 +347,7 @@ def doctor(as_json: Json = False) -> None:
 
 app.command()(strategies)
 app.command()(plan)
+app.command()(sweep)
 
 
 def main(arguments: list[str] | None = None) -> int:

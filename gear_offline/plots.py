@@ -30,13 +30,15 @@ INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
 
 
-def _figure() -> Figure:
+def new_figure() -> Figure:
+    """Return an empty figure of the size that all plots have."""
     figure = Figure(figsize=SIZE_INCHES, dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
+def dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
+    """Name the axes and take away what is no information."""
     axes.set_facecolor("white")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -50,7 +52,7 @@ def _dress(axes: Axes, *, x: str = "", y: str = "", grid: str = "y") -> None:
     axes.set_axisbelow(True)
 
 
-def _titles(figure: Figure, title: str, subtitle: str) -> None:
+def titles(figure: Figure, title: str, subtitle: str) -> None:
     """Write the finding and, below it, what it was found in, flush with the left edge."""
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
@@ -59,7 +61,8 @@ def _titles(figure: Figure, title: str, subtitle: str) -> None:
     figure.text(0.013, 0.896, subtitle, fontsize=9.5, color=GREY)
 
 
-def _thousands(axis: Any) -> None:
+def thousands(axis: Any) -> None:
+    """Write an axis's numbers with separators."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
 
 
@@ -70,7 +73,8 @@ def short(value: float) -> str:
     return f"{value:,.3g}"
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure so that a reader finds all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, format="png", dpi=DPI)
@@ -97,7 +101,7 @@ def plot_data_returns(
     values, steps = values[keep], steps[keep]
     mean, best, half = float(values.mean()), float(values.max()), float(np.median(values))
     edges = np.histogram_bin_edges(values, bins=40)
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     percent = [100 * np.histogram(values, edges, weights=w / w.sum())[0] for w in
                (np.ones_like(steps), steps)]  # fmt: skip
@@ -114,15 +118,15 @@ def plot_data_returns(
             ha="right" if right else "left", va="bottom", fontweight="bold",
         )  # fmt: skip
     axes.set_ylim(0, top)
-    _dress(axes, x="return of an episode", y="share (%)")
-    _thousands(axes.xaxis)
-    _titles(
+    dress(axes, x="return of an episode", y="share (%)")
+    thousands(axes.xaxis)
+    titles(
         figure,
         f"Half of the episodes return less than {short(half)}, the best {short(best)}",
         f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}.  "
         "Bars: share of episodes; line: share of steps.",
     )
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def plot_learning_curve(
@@ -145,10 +149,10 @@ def plot_learning_curve(
         What the run is called.
     """
     x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
-    figure = _figure()
+    figure = new_figure()
     panels = figure.subplots(2 if evaluations else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].plot(x, y, color=BLUE, linewidth=1.8)
-    _dress(panels[0], y="training loss")
+    dress(panels[0], y="training loss")
     if y.size and y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
     else:
@@ -158,12 +162,12 @@ def plot_learning_curve(
     if evaluations:
         best = _plot_returns(panels[1], evaluations)
         title = f"{title}; best mean return {short(best)}"
-    _dress(panels[-1], x="optimiser step", y="mean return" if evaluations else "training loss")
-    _thousands(panels[-1].xaxis)
+    dress(panels[-1], x="optimiser step", y="mean return" if evaluations else "training loss")
+    thousands(panels[-1].xaxis)
     panels[-1].xaxis.set_major_locator(MaxNLocator(8))
-    _titles(figure, title, f"{name}: mean loss of the logged steps")
+    titles(figure, title, f"{name}: mean loss of the logged steps")
     figure.align_ylabels(list(panels))
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _plot_returns(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> float:
@@ -186,15 +190,15 @@ def _plot_returns(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> float
         ends.append((float(mean[-1]), f"asked {short(target)}", colour, float(at[-1])))
         best = max(best, float(mean.max()))
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    _label_ends(axes, ends)
-    _thousands(axes.yaxis)
+    label_ends(axes, ends)
+    thousands(axes.yaxis)
     axes.set_title(
         "evaluation: mean return and 95 % interval", loc="left", fontsize=9.5, color=GREY
     )
     return best
 
 
-def _label_ends(
+def label_ends(
     axes: Axes, ends: list[tuple[float, str, str, float]], *, gap: float = 0.125
 ) -> None:
     """Write each line's name behind its last point, moved apart where they would overlap."""
@@ -228,7 +232,7 @@ def plot_asked_vs_achieved(
     rows = sorted(evaluation["targets"], key=lambda row: float(row["target"]))
     asked = np.array([row["target"] for row in rows], np.float64)
     means = np.array([row["mean"] for row in rows], np.float64)
-    figure = _figure()
+    figure = new_figure()
     axes = figure.add_subplot()
     everything = [*asked, 0.0, *(value for row in rows for value in row["returns"])]
     everything += [level for level in (data_mean, data_best) if level is not None]
@@ -259,19 +263,19 @@ def plot_asked_vs_achieved(
         asked, means, yerr=bars, color=BLUE, linewidth=2, marker="o", markersize=7, capsize=4,
         markeredgecolor="white", zorder=4,
     )  # fmt: skip
-    _label_ends(axes, ends, gap=0.12)
-    _dress(axes, x="asked return", y="achieved return")
-    _thousands(axes.xaxis)
-    _thousands(axes.yaxis)
+    label_ends(axes, ends, gap=0.12)
+    dress(axes, x="asked return", y="achieved return")
+    thousands(axes.xaxis)
+    thousands(axes.yaxis)
     count = min(len(row["returns"]) for row in rows)
     place = f" at step {evaluation['step']:,}" if evaluation.get("step") is not None else ""
-    _titles(
+    titles(
         figure,
         asked_finding(asked, means),
         f"{evaluation.get('run') or 'policy'}{place} in {evaluation['environment']}: mean and 95 % "
         f"interval of {count_text(count, 'episode')} for each asked return",
     )
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def asked_finding(asked: npt.ArrayLike, means: npt.ArrayLike) -> str:

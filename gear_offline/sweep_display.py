@@ -27,9 +27,11 @@ class SweepDisplay:
         Steps of each run, by name.
     quiet
         Show nothing.
+    bar
+        Show a bar on a terminal; not where each run shows its own.
     """
 
-    def __init__(self, name: str, runs: dict[str, int], *, quiet: bool) -> None:
+    def __init__(self, name: str, runs: dict[str, int], *, quiet: bool, bar: bool = True) -> None:
         self._name, self._quiet = name, quiet
         self._wanted = dict(runs)
         self._done = dict.fromkeys(runs, 0)
@@ -37,7 +39,7 @@ class SweepDisplay:
         self._first: int | None = None
         self._began = self._drawn = self._printed = time.monotonic()
         self._bar: Progress | None = None
-        if not quiet and sys.stderr.isatty():
+        if bar and not quiet and sys.stderr.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

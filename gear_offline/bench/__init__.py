@@ -21,6 +21,7 @@ from gear_offline.errors import InputError
 
 BENCHES = {
     "train": "training steps a second, against the released class and the usual way (needs CUDA)",
+    "sweep": "several runs on one GPU: steps a second by way of sharing it (needs CUDA)",
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",
     "peers": "a table over the GPUs of a node, all reading at once (needs torchrun and CUDA)",
     "traffic": "what crosses nodes under the assignment, simulated, against fixed slots",

@@ -1,0 +1,262 @@
+"""Many runs as one: a directory with an ordinary run directory a point, and a table over seeds.
+
+What a run of a sweep leaves behind is what `gear_offline.trainer.train` would have left: the same
+batches, the same random numbers, the same steps.  `gear_offline.sweep_modes` decides how the runs
+share the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from gear_offline.dataset import Dataset
+from gear_offline.errors import GearError, InputError
+from gear_offline.loaders.loader import resolve_device
+from gear_offline.preparation import prepare_dataset, resolve
+from gear_offline.progress import say
+from gear_offline.recipe import Recipe
+from gear_offline.recipe_checks import check_recipe
+from gear_offline.shared_tables import SharedTables
+from gear_offline.sweep_directory import SweepDirectory
+from gear_offline.sweep_display import SweepDisplay
+from gear_offline.sweep_modes import Choice, Mode, choose
+from gear_offline.sweep_points import SweepPoint, name_points
+from gear_offline.sweep_results import RunResult, is_complete, read_result, steps_done
+from gear_offline.trainer import RESUMABLE, train
+from gear_offline.training_run import TrainingInterrupted
+from gear_offline.wording import count_text
+
+__all__ = ["RunResult", "default_sweep_path", "run_sweep"]
+
+Ended = Callable[[SweepPoint, GearError | None], None]
+
+
+def default_sweep_path(recipe: Recipe) -> Path:
+    """Return ``runs/NAME-sweep`` under the current directory."""
+    return Path("runs") / f"{recipe.name}-sweep"
+
+
+def run_sweep(
+    points: Sequence[Recipe],
+    out: str | Path,
+    *,
+    names: Sequence[str] | None = None,
+    mode: Mode = "auto",
+    parallel: int | None = None,
+    quiet: bool = False,
+    report: bool = True,
+) -> list[RunResult]:
+    """Train every point, each into a run directory of its own under ``OUT/runs``.
+
+    Called again with the same points it goes on: runs that are complete stay as they are, the
+    others continue from their newest checkpoints.
+
+    Parameters
+    ----------
+    points
+        One recipe a run; all for the same device.  See `gear_offline.sweep_points.grid`.
+    out
+        Directory of the sweep.
+    names
+        Of the run directories; by default what differs between the points, and the seed.
+    mode
+        ``"streams"``: in one process, their steps side by side on a GPU.  ``"processes"``: in
+        processes that read one table.  ``"serial"``: one after another.  ``"auto"``: streams on a
+        GPU, processes on a CPU with several cores.
+    parallel
+        Runs at a time; by default by mode.
+    quiet
+        Print nothing.
+    report
+        Write ``sweep.md`` and plots at the end.
+
+    Returns
+    -------
+    list of RunResult
+        In the order of `points`.  A run that fails ends alone, with ``status="failed"``.
+
+    Raises
+    ------
+    InputError
+        ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``, and
+        those of checking recipes and preparing data, before any run begins.
+    TrainingInterrupted
+        ``SWEEP_INTERRUPTED`` after Ctrl-C or SIGTERM; every run has saved a checkpoint.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("USAGE", "a sweep runs in one process", remedy="start it without torchrun")
+    whole = name_points(points, names)
+    for point in whole:
+        check_recipe(point.recipe, where=f"run {point.name}")
+    sweep = Sweep(whole, Path(out), mode=mode, parallel=parallel, quiet=quiet)
+    return sweep.complete(report=report)
+
+
+class Sweep:
+    """A sweep under way; use `run_sweep`."""
+
+    def __init__(
+        self,
+        points: Sequence[SweepPoint],
+        out: Path,
+        *,
+        mode: str,
+        parallel: int | None,
+        quiet: bool,
+    ) -> None:
+        self._points, self._out, self._quiet = points, out, quiet
+        self._mode, self._parallel = mode, parallel
+        self._datasets: dict[str, Dataset] = {}
+        self._device = self._one_device()
+        choose(points, self._device, mode=mode, parallel=parallel)  # refuses before data are made
+
+    def _one_device(self) -> torch.device:
+        names = {point.recipe.train.device for point in self._points}
+        if len(names) > 1:
+            raise InputError(
+                "SWEEP_POINTS",
+                f"the points train on different devices: {', '.join(sorted(names))}",
+                remedy="give all the same train.device",
+            )
+        return resolve_device(names.pop())
+
+    def complete(self, *, report: bool) -> list[RunResult]:
+        """Run what is left to run, and report."""
+        with SweepDirectory(self._out, self._points, free=RESUMABLE) as directory:
+            place = directory.run_path
+            for point in self._points:
+                resolve(point.recipe, self._dataset(point), quiet=True)
+            choice = choose(
+                self._points,
+                self._device,
+                mode=self._mode,
+                parallel=self._parallel,
+                threads=directory.document.get("threads"),
+            )
+            open_ = [point for point in self._points if not is_complete(point, place(point))]
+            directory.note(mode=choice.mode, parallel=choice.parallel, threads=choice.threads)
+            if open_:
+                self._announce(choice, len(open_))
+                try:
+                    self._run(directory, choice, open_)
+                except TrainingInterrupted as error:
+                    raise TrainingInterrupted(
+                        "SWEEP_INTERRUPTED",
+                        f"{error.what.split(' after step')[0]}, every run has saved a checkpoint",
+                        where=str(self._out),
+                        remedy="the same command goes on",
+                    ) from error
+            return self._conclude(directory, report=report)
+
+    def _dataset(self, point: SweepPoint) -> Dataset:
+        """Return the data of a point, opened and verified once for all."""
+        key = point.recipe.data.model_dump_json()
+        if key not in self._datasets:
+            self._datasets[key] = prepare_dataset(point.recipe, quiet=self._quiet)
+        return self._datasets[key]
+
+    def _announce(self, choice: Choice, left: int) -> None:
+        done = len(self._points) - left
+        before = f", {done} of them complete already" if done else ""
+        at_once = f", {choice.parallel} at a time" if choice.parallel > 1 else ""
+        threads = f", {count_text(choice.threads, 'thread')} each" if choice.threads else ""
+        say(
+            f"{count_text(len(self._points), 'run')}{before}, on {self._device}: {choice.mode}"
+            f"{at_once}{threads} ({choice.reason}); sweep directory {self._out}",
+            quiet=self._quiet,
+        )
+
+    def _run(self, directory: SweepDirectory, choice: Choice, points: list[SweepPoint]) -> None:
+        place = directory.run_path
+        wanted = {point.name: point.recipe.train.steps for point in self._points}
+        serial = choice.mode == "serial"
+        display = SweepDisplay(self._out.name, wanted, quiet=self._quiet, bar=not serial)
+
+        def ended(point: SweepPoint, error: GearError | None) -> None:
+            told = None if error is None else f"{error.code}: {error}"
+            directory.note_run(point.name, error=told)
+            display.end(point.name, told or _outcome(read_result(point, place(point))))
+
+        left = {point.name for point in points}
+        with display:
+            display.begin(
+                {name: steps for name, steps in wanted.items() if name not in left}
+                | {point.name: steps_done(place(point)) for point in points}
+            )
+            if serial:
+                self._in_series(points, place, ended)
+            elif choice.mode == "streams":
+                from gear_offline.sweep_turns import Turns
+
+                turns = Turns(
+                    self._device,
+                    parallel=choice.parallel,
+                    prepare=self._dataset,
+                    place=place,
+                    display=display,
+                )
+                turns.complete(points, ended)
+            else:
+                self._in_processes(points, choice, place, ended, display)
+
+    def _in_series(
+        self, points: list[SweepPoint], place: Callable[[SweepPoint], Path], ended: Ended
+    ) -> None:
+        tables = SharedTables()
+        for point in points:
+            path = place(point)
+            try:
+                with tables.used():
+                    train(point.recipe, out=path, resume=path.exists(), quiet=self._quiet)
+            except TrainingInterrupted:
+                raise
+            except GearError as error:
+                ended(point, error)
+            else:
+                ended(point, None)
+
+    def _in_processes(
+        self,
+        points: list[SweepPoint],
+        choice: Choice,
+        place: Callable[[SweepPoint], Path],
+        ended: Ended,
+        display: SweepDisplay,
+    ) -> None:
+        from gear_offline.sweep_processes import Processes, build_tables
+
+        tables = build_tables(points, self._dataset)
+        processes = Processes(
+            parallel=choice.parallel, threads=choice.threads, place=place, display=display
+        )
+        processes.complete(points, ended, tables=tables)
+
+    def _conclude(self, directory: SweepDirectory, *, report: bool) -> list[RunResult]:
+        from gear_offline.sweep_summary import summarize
+
+        errors = {row["name"]: row["error"] for row in directory.document["points"]}
+        results = [
+            read_result(point, directory.run_path(point), error=errors[point.name])
+            for point in self._points
+        ]
+        for result in results:
+            directory.note_run(result.name, status=result.status, error=result.error)
+        directory.note(summary=summarize(self._points, results))
+        if report:
+            from gear_offline.sweep_report import write_sweep_report
+
+            write_sweep_report(self._out)
+        return results
+
+
+def _outcome(result: RunResult) -> str:
+    parts = ["complete"]
+    if result.loss is not None:
+        parts.append(f"loss {result.loss:.4g}")
+    if result.evaluation_last is not None and result.evaluation_last.get("score") is not None:
+        parts.append(f"return {result.evaluation_last['score']:,.4g}")
+    return ", ".join(parts)
