@@ -126,10 +126,10 @@ class Sweep:
 
     def complete(self, *, report: bool) -> list[RunResult]:
         """Run what is left to run, and report."""
+        for point in self._points:  # whatever does not fit shows before the first step
+            resolve(point.recipe, self._dataset(point), quiet=True)
         with SweepDirectory(self._out, self._points, free=RESUMABLE) as directory:
             place = directory.run_path
-            for point in self._points:
-                resolve(point.recipe, self._dataset(point), quiet=True)
             choice = choose(
                 self._points,
                 self._device,

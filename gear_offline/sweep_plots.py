@@ -63,7 +63,7 @@ def plot_sweep_curves(
     dress(panels[-1], x="optimiser step", y=panels[-1].get_ylabel())
     thousands(panels[-1].xaxis)
     hidden = len(order) - len(shown)
-    title = f"{_head(shown[0])} does best of {len(order)}" if len(order) > 1 else name
+    title = f"{short_label(shown[0])} has the best mean of {len(order)} settings" if len(order) > 1 else name
     if len(order) == 1 and kinds:
         last = curves[shown[0]][kinds[-1]][-1]
         title = f"Mean {kinds[-1]} {short(last['mean'])} after {count_text(last['step'], 'step')}"
@@ -88,7 +88,7 @@ def _bands(
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
         marker = "o" if len(curve) <= 20 else None
         axes.plot(at, mean, color=colour, linewidth=1.8, marker=marker, markersize=4)
-        ends.append((float(mean[-1]), _head(label), colour, float(at[-1])))
+        ends.append((float(mean[-1]), short_label(label), colour, float(at[-1])))
     return ends
 
 
@@ -113,8 +113,9 @@ def plot_sweep_runs(
         found = row[metric]
         values = np.asarray(found["values"], np.float64)
         colour = SERIES[0]
-        spread = np.linspace(-0.16, 0.16, values.size) if values.size > 1 else np.zeros(1)
-        axes.scatter(values, place + spread, s=22, color=colour, alpha=0.4, linewidth=0)
+        axes.scatter(
+            values, np.full(values.size, place - 0.18), s=26, color=colour, alpha=0.4, linewidth=0
+        )
         low, high = found["ci95"]
         if low is not None and not np.isnan(low):
             axes.plot([low, high], [place, place], color=colour, linewidth=2.4, zorder=3)
@@ -122,7 +123,7 @@ def plot_sweep_runs(
             [found["mean"]], [place], marker="o", markersize=8, color=colour,
             markeredgecolor="white", zorder=4,
         )  # fmt: skip
-    axes.set_yticks(range(len(shown)), [_head(str(row["label"])) for row in shown])
+    axes.set_yticks(range(len(shown)), [short_label(str(row["label"])) for row in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     dress(axes, x=what, grid="x")
     axes.tick_params(axis="y", length=0)
@@ -132,7 +133,7 @@ def plot_sweep_runs(
     best = shown[0]
     low, high = best[metric]["ci95"]
     interval = "" if low is None or np.isnan(low) else f", {short(low)} to {short(high)}"
-    subject = "" if len(shown) == 1 else f"{_head(str(best['label']))}: "
+    subject = "" if len(shown) == 1 else f"{short_label(str(best['label']))}: "
     titles(
         figure,
         f"{subject}{what} {short(best[metric]['mean'])}{interval}",
@@ -142,7 +143,7 @@ def plot_sweep_runs(
     return save_figure(figure, path)
 
 
-def _head(label: str) -> str:
+def short_label(label: str) -> str:
     """Return a label short enough to stand beside a curve: options without their sections."""
     parts = [part.rpartition("=") for part in label.split(", ")]
     text = ", ".join(f"{k.rpartition('.')[2]}={v}" if k else v for k, _, v in parts)

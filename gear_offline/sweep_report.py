@@ -200,7 +200,8 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
         table.add_column(COLUMNS[name], justify="right")
     for row in rows:
         cells = [_cell(row[name]) for name in columns]
-        table.add_row(escape(row["label"]), str(row["complete"]), *cells)
+        label = ", ".join(part.rpartition(".")[2] for part in row["label"].split(", "))
+        table.add_row(escape(label), str(row["complete"]), *cells)
     console.print(table, highlight=False)
     console.print(f"In brackets: {INTERVAL}.", highlight=False)
     for result in results:
