@@ -247,8 +247,12 @@ class Sweep:
             directory.note_run(result.name, status=result.status, error=result.error)
         directory.note(summary=summarize(self._points, results))
         if report:
+            from gear_offline.report import write_report
             from gear_offline.sweep_report import write_sweep_report
 
+            for result in results:  # a kill may have come between the summary and its report
+                if result.status == "complete" and not (result.path / "report.md").exists():
+                    write_report(result.path)
             write_sweep_report(self._out)
         return results
 
