@@ -195,6 +195,7 @@ class Sweep:
                 turns = Turns(
                     self._device,
                     parallel=choice.parallel,
+                    share=choice.recipe,
                     prepare=self._dataset,
                     place=place,
                     display=display,
@@ -231,7 +232,11 @@ class Sweep:
 
         tables = build_tables(points, self._dataset)
         processes = Processes(
-            parallel=choice.parallel, threads=choice.threads, place=place, display=display
+            parallel=choice.parallel,
+            threads=choice.threads,
+            share=choice.recipe,
+            place=place,
+            display=display,
         )
         processes.complete(points, ended, tables=tables)
 

@@ -65,7 +65,11 @@ def test_any_text_gives_a_name_that_is_a_directory(signs: list[str]) -> None:
 def test_keys_with_the_same_end_are_told_apart() -> None:
     recipes = grid(load_recipe("paper"), {"seed": [0], "evaluate.seed": [1, 2]})
     assert [point.name for point in name_points(recipes)] == ["seed=1,s0", "seed=2,s0"]
-    both = {"data.path": ["a", "b"], "data.source": ["c"], "model.layers": [1, 2]}
+    both: dict[str, list[Any]] = {
+        "data.path": ["a", "b"],
+        "data.source": ["c"],
+        "model.layers": [1, 2],
+    }
     assert len(grid(load_recipe("paper"), both, seeds=[1, 2, 3])) == 12
 
 
