@@ -284,7 +284,7 @@ def held_share(facts: Mapping[str, Any]) -> float:
         properties.shared_memory_per_multiprocessor // shared,
     )
     blocks = math.prod(facts["grid"])
-    return min(1.0, blocks / (max(1, resident) * properties.multi_processor_count))
+    return float(min(1.0, blocks / (max(1, resident) * properties.multi_processor_count)))
 
 
 def green(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
