@@ -32,6 +32,9 @@ from gear_offline.wording import count_text
 
 __all__ = ["RunResult", "default_sweep_path", "run_sweep"]
 
+# of the driver for streams; its default of 8 makes further ones wait for each other
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 Ended = Callable[[SweepPoint, GearError | None], None]
 
 
@@ -112,6 +115,8 @@ class Sweep:
         self._mode, self._parallel = mode, parallel
         self._datasets: dict[str, Dataset] = {}
         self._device = self._one_device()
+        if self._device.type == "cuda" and not torch.cuda.is_initialized():
+            os.environ.setdefault(*QUEUES)
         choose(points, self._device, mode=mode, parallel=parallel)  # refuses before data are made
 
     def _one_device(self) -> torch.device:
