@@ -115,8 +115,8 @@ class Sweep:
         self._mode, self._parallel = mode, parallel
         self._datasets: dict[str, Dataset] = {}
         self._device = self._one_device()
-        if self._device.type == "cuda" and not torch.cuda.is_initialized():
-            os.environ.setdefault(*QUEUES)
+        if self._device.type == "cuda":
+            os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
         choose(points, self._device, mode=mode, parallel=parallel)  # refuses before data are made
 
     def _one_device(self) -> torch.device:
