@@ -18,8 +18,9 @@ import resource
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
+from gear_offline.read_queue import Int64Array, ReadQueue
 from gear_offline.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
 
 DIRECT_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
@@ -103,12 +105,75 @@ class DiskFile:
             os.posix_fadvise(self._handle, begin, end - begin, os.POSIX_FADV_DONTNEED)
         return offset - begin, at
 
+    def fileno(self) -> int:
+        return self._handle
+
     def stamp(self) -> tuple[int, ...]:
         """Return what `gear_offline.shards.file_stamp` says of it now."""
         return file_stamp(self._handle)
 
     def close(self) -> None:
         os.close(self._handle)
+
+
+def read_ranges(
+    files: Sequence[DiskFile],
+    ranges: Ranges,
+    buffer: UInt8Array,
+    queue: ReadQueue | None,
+) -> int:
+    """Read many ranges of several files into one buffer; return how many bytes were read.
+
+    Parameters
+    ----------
+    buffer
+        As for `DiskFile.read`.
+    queue
+        Of this thread, or ``None`` to read one after the other.
+
+    Raises
+    ------
+    InputError
+        ``FILE_SIZE`` when a file ends early, ``DATASET_READ`` when the disk fails.
+    """
+    found = np.full(len(ranges.file), -1, np.int64)
+    if queue is not None and all(file.direct for file in files):
+        handles = np.array([file.fileno() for file in files], np.int64)
+        begin = ranges.begin
+        # Whole pages; the last one of a file may end early.
+        nbytes = ranges.end - begin + -ranges.end % DIRECT_BYTES
+        address = int(buffer.__array_interface__["data"][0]) + ranges.place
+        # A refusal of the call: everything is read the other way, which says what is wrong.
+        with suppress(OSError):
+            found = queue.read(handles[ranges.file], begin, nbytes, address)
+    late = np.flatnonzero(found < ranges.end - ranges.begin)
+    for at in late.tolist():
+        offset = int(ranges.begin[at])
+        wanted = int(ranges.end[at]) - offset
+        file = files[int(ranges.file[at])]
+        _, found[at] = file.read(offset, wanted, buffer[int(ranges.place[at]) :])
+    return int(found.sum())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranges:
+    """Parts of files, (n,) int64 each.
+
+    Attributes
+    ----------
+    file
+        Which of the files.
+    begin, end
+        Bytes of it; `begin` is a multiple of `DIRECT_BYTES`.
+    place
+        Byte of the buffer where `begin` goes, a multiple of `DIRECT_BYTES`; up to a page more
+        than asked for is written there.
+    """
+
+    file: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    place: Int64Array
 
 
 def _make_direct(handle: int) -> bool:
@@ -147,28 +212,32 @@ class ShardFiles:
         self._close = weakref.finalize(self, _close_all, self._directory, self._open)
 
     @contextmanager
-    def opened(self, index: int) -> Iterator[DiskFile]:
-        """Give shard `index` for reading; at the end checks that it is what was verified.
+    def opened(self, *indices: int) -> Iterator[list[DiskFile]]:
+        """Give shards for reading; at the end checks that they are what was verified.
 
         Raises
         ------
         InputError
             ``DATASET_CHANGED``; what `gear_offline.shards.open_member` raises.
         """
-        if self._keep:
-            with self._lock:
-                file = self._open.get(index)
-                if file is None:
-                    file = self._open[index] = self._opened(index)
-            yield file
-            self._check(index, file)
-        else:
-            file = self._opened(index)
-            try:
-                yield file
+        files: list[DiskFile] = []
+        try:
+            for index in indices:
+                files.append(self._kept(index) if self._keep else self._opened(index))
+            yield files
+            for index, file in zip(indices, files, strict=True):
                 self._check(index, file)
-            finally:
-                file.close()
+        finally:
+            if not self._keep:
+                for file in files:
+                    file.close()
+
+    def _kept(self, index: int) -> DiskFile:
+        with self._lock:
+            file = self._open.get(index)
+            if file is None:
+                file = self._open[index] = self._opened(index)
+            return file
 
     def _opened(self, index: int) -> DiskFile:
         shard = self._shards[index]

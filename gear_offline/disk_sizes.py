@@ -17,16 +17,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gear_offline.errors import InputError
-from gear_offline.host_memory import PAGE_BYTES
+from gear_offline.host_memory import PAGE_BYTES, pages
 from gear_offline.pinning import format_bytes
 from gear_offline.read_plan import REFERENCE_BYTES
 
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
-READ_BYTES = 128 << 10  # a read takes about as long as this many bytes more
+ROUND_BYTES = 16 << 20  # that a thread reads at once, at most
+READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
+THREADS = 4  # that read, at most
+READ_SHARE = 16  # their buffers take at most the budget over this
+MAX_CHUNKS = 256  # that a thread reads at once
 RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
 HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
-COPY_BYTES = 512 << 10  # of windows on their way from a thread's buffer to their slots
+COPY_BYTES = 1 << 20  # of windows on their way from a thread's buffer to their slots
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be held
 OUTPUT_SHARE = 256  # a block of outputs takes at most the budget over this, or one batch
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a selection
@@ -41,8 +45,8 @@ class DiskSizes:
     ----------
     slots
         Windows that are kept, S.
-    chunk_steps
-        Steps of a chunk.
+    chunk_steps, chunks
+        Steps of a chunk, and how many a thread reads at once.
     threads
         That read.
     output_bytes
@@ -55,6 +59,7 @@ class DiskSizes:
 
     slots: int
     chunk_steps: int
+    chunks: int
     threads: int
     output_bytes: int
     depth: int
@@ -66,17 +71,27 @@ class DiskSizes:
         return min(segments, self.depth // 2), min(nbytes, self.output_bytes)
 
 
-def buffer_bytes(row_bytes: Sequence[int], span: int, chunk_steps: int) -> int:
-    """Return the bytes that a thread reads into: the widest column of a chunk, and margins."""
-    return (chunk_steps + 3 * span) * max(row_bytes) + 4 * PAGE_BYTES
+_Choice = tuple[float, int, int, tuple[bool, ...], int, int, int]
+
+
+def chunk_bytes(row_bytes: Sequence[int], spans: Sequence[int], chunk_steps: int) -> int:
+    """Return the bytes that a chunk takes in a buffer: its steps, those after, whole pages."""
+    rows = zip(row_bytes, spans, strict=True)
+    return sum((chunk_steps + span) * row + 2 * PAGE_BYTES for row, span in rows)
+
+
+def margin_bytes(row_bytes: Sequence[int], spans: Sequence[int]) -> int:
+    """Return the bytes in front of and behind a buffer, into which windows may reach."""
+    return pages(max(span * row for row, span in zip(row_bytes, spans, strict=True)))
 
 
 def share_out(
     *,
     budget_bytes: int,
     row_bytes: Sequence[int],
-    final_bytes: int,
-    converted_bytes: int,
+    leads: Sequence[int],
+    batch_bytes: int,
+    converted_share: float,
     longest: int,
     episodes: int,
     steps: int,
@@ -89,10 +104,10 @@ def share_out(
     ----------
     budget_bytes
         For everything that the disk tier keeps in memory.
-    row_bytes
-        Of each column.
-    final_bytes, converted_bytes
-        Bytes of a step in a batch, and of the widest field of those that are converted.
+    row_bytes, leads
+        Of each column: bytes of a step, and steps in front of each window.
+    batch_bytes, converted_share
+        Bytes of a batch, and how much of it the widest field is of those that are converted.
     longest
         Steps of the longest episode.
     episodes, steps, batch, span
@@ -103,48 +118,64 @@ def share_out(
     InputError
         ``HOST_BUDGET`` if it does not hold two batches and what they need.
     """
-    batch_bytes = batch * span * final_bytes
-    slot_bytes = span * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
-    index_bytes = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21)
-    thrifty = [False] * len(row_bytes)
-    comfort = _residents(row_bytes, steps + 2 * span, budget_bytes // RESIDENT_SHARE)
-    for output_bytes, resident, threads in (
-        *((max(batch_bytes, budget_bytes // OUTPUT_SHARE), comfort, t) for t in (8, 4, 2, 1)),
-        (batch_bytes, thrifty, 1),
-    ):
-        read = [row for row, stays in zip(row_bytes, resident, strict=True) if not stays]
-        fixed = index_bytes + OUTPUT_BLOCKS * output_bytes
-        fixed += CONVERSION_FACTOR * converted_bytes * output_bytes // final_bytes
-        fixed += (sum(row_bytes) - sum(read)) * (steps + 2 * span)
+    spans = [span + lead for lead in leads]
+    window = [row * rows for row, rows in zip(row_bytes, spans, strict=True)]
+    slot_bytes = sum(window) + HORIZON * REFERENCE_BYTES + 8
+    kept_rows = steps + 2 * max(spans)
+    rest = INDEX_BYTES * episodes + 8 * min(longest + 2 * span, 1 << 21)
+    copies = 2 * margin_bytes(row_bytes, spans) + max(COPY_BYTES, *window)
+    needed = 0
+
+    def best(threads: int, output_bytes: int, resident: Sequence[bool]) -> _Choice | None:
+        """Return the chunks of least cost, if there is room for any."""
+        nonlocal needed
+        read = [c for c, stays in enumerate(resident) if not stays]
+        rows, long = [row_bytes[c] for c in read], [spans[c] for c in read]
+        fixed = rest + OUTPUT_BLOCKS * output_bytes + threads * copies
+        fixed += int(CONVERSION_FACTOR * converted_share * output_bytes)
+        fixed += (sum(row_bytes) - sum(rows)) * kept_rows
+        needed = fixed + chunk_bytes(rows, long, 1) + 2 * batch * slot_bytes
         found = []
-        for chunk_steps in _chunk_choices(steps, sum(read)):
-            each = buffer_bytes(read, span, chunk_steps) + max(COPY_BYTES, span * max(row_bytes))
-            slots = (budget_bytes - fixed - threads * each) // slot_bytes
-            if slots >= 2 * batch and (threads == 1 or threads * each <= budget_bytes // 16):
-                found.append((_cost(slots, steps, chunk_steps, read, span), chunk_steps, slots))
-        if found:
-            break
-    else:
-        least = buffer_bytes(row_bytes, span, 1) + max(COPY_BYTES, span * max(row_bytes))
-        needed = fixed + least + 2 * batch * slot_bytes
+        for chunk_steps in _chunk_choices(steps, sum(rows)):
+            each = chunk_bytes(rows, long, chunk_steps)
+            room = min(budget_bytes // READ_SHARE // threads - copies, ROUND_BYTES)
+            chunks = max(min(room // each, MAX_CHUNKS), 1 if threads == 1 else 0)
+            slots = (budget_bytes - fixed - threads * chunks * each) // slot_bytes
+            if slots >= 2 * batch and chunks:
+                cost = _cost(slots, steps, chunk_steps, rows, long)
+                sizes = (threads, output_bytes, tuple(resident), chunk_steps, chunks, slots)
+                found.append((cost, *sizes))
+        return min(found) if found else None
+
+    comfort = _residents(row_bytes, kept_rows, budget_bytes // RESIDENT_SHARE)
+    block = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
+    choices = [c for t in (THREADS, 2, 1) if (c := best(t, block, comfort)) is not None]
+    # Threads have buffers of their own: with many of them chunks may have to be small.
+    choice = next((c for c in choices if c[0] <= 1.25 * min(choices)[0]), None)
+    choice = choice or best(1, batch_bytes, [False] * len(row_bytes))
+    if choice is None:
         raise InputError(
             "HOST_BUDGET",
             f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
             f"batches of {batch} windows of {span} steps",
-            remedy=f"give at least {needed + -needed % PAGE_BYTES} bytes "
-            f"({format_bytes(needed)}), or make batch_size or context_length smaller",
+            remedy=f"give at least {pages(needed)} bytes ({format_bytes(needed)}), or make "
+            "batch_size or context_length smaller",
         )
-    _, chunk_steps, slots = min(found)
+    _, threads, output_bytes, resident, chunk_steps, chunks, slots = choice
     slots = min(slots, max(16 * batch, 2 * -(-steps // span)))  # beyond that nothing is gained
-    depth = min(max(4 * batch, slots // 32), slots)
+    coverage = _coverage(slots, steps / chunk_steps)
+    # Twice what the threads have under way at once, if windows came evenly.
+    ahead = 2 * threads * chunks * (1 + coverage * chunk_steps // steps)
+    depth = min(max(4 * batch, slots // 32, min(ahead, slots // 8)), slots)
     return DiskSizes(
         slots=slots,
         chunk_steps=chunk_steps,
+        chunks=chunks,
         threads=threads,
         output_bytes=output_bytes,
         depth=depth,
-        horizon=max(min(_coverage(slots, steps / chunk_steps), HORIZON * slots), depth),
-        resident=tuple(resident),
+        horizon=max(min(coverage, HORIZON * slots), depth),
+        resident=resident,
     )
 
 
@@ -167,11 +198,13 @@ def _residents(row_bytes: Sequence[int], rows: int, share_bytes: int) -> list[bo
     return resident
 
 
-def _cost(slots: int, steps: int, chunk_steps: int, read: Sequence[int], span: int) -> float:
+def _cost(
+    slots: int, steps: int, chunk_steps: int, rows: Sequence[int], spans: Sequence[int]
+) -> float:
     """Return bytes read for each window, a read counting as `READ_BYTES` more."""
     chunks = steps / chunk_steps
     reads = chunks / (_coverage(slots, chunks) + chunks)
-    return reads * (READ_BYTES * len(read) + (chunk_steps + span) * sum(read))
+    return reads * (READ_BYTES * len(rows) + chunk_bytes(rows, spans, chunk_steps))
 
 
 def _coverage(slots: int, chunks: float) -> int:

@@ -25,6 +25,7 @@ from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
 from gear_offline.host_memory import HostBlock, pages
 from gear_offline.read_plan import Int64Array
 from gear_offline.returns import sum_returns, whole_episodes
+from gear_offline.schema import EpisodeIndex
 from gear_offline.shards import byte_view
 from gear_offline.table import Store, StorePlan, Table, plan_stores, private_rows
 from gear_offline.verification import thread_count
@@ -44,40 +45,58 @@ class DiskColumn:
         (shards,) int64, byte of each shard's first row in its file.
     derived
         The file is the scratch file rather than the shard.
+    lead
+        Rows in front of each window.
     rows
-        (K + N + K, row bytes) uint8 if the column is in memory whole, else None.
+        (margin + N + margin, row bytes) uint8 if the column is in memory whole, else None.
+    margin
+        Rows of zeros, at least K and the lead.
     """
 
     row_bytes: int
     offsets: Int64Array
     derived: bool
+    lead: int = 0
     rows: UInt8Array | None = None
+    margin: int = 0
 
 
 def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[Store]:
-    """Return a store a plan whose rows are its slots, (S * K, W), all in one block of memory.
+    """Return a store a plan whose rows are its slots, in one block of memory.
+
+    A slot has K rows and those of the field's lead: (S * (K + lead), W).
 
     Raises
     ------
     GearError
         ``HOST_MEMORY`` if the machine has less.
     """
-    sizes = [slots * span * plan.width * plan.dtype.itemsize for plan in plans]
+    rows = [slots * (span + lead_of(plan)) for plan in plans]
+    sizes = [
+        count * plan.width * plan.dtype.itemsize for count, plan in zip(rows, plans, strict=True)
+    ]
     block = HostBlock.create(sum(map(pages, sizes)), name="gear-disk")
     stores = [
         Store(
             fields=tuple(plan.fields.values()),
-            rows=block.allocate((slots * span, plan.width), plan.dtype),
+            rows=block.allocate((count, plan.width), plan.dtype),
         )
-        for plan in plans
+        for count, plan in zip(rows, plans, strict=True)
     ]
     block.close()
     return stores
 
 
-def slot_table(dataset: Dataset, stores: Sequence[Store], span: int) -> Table:
+def lead_of(plan: StorePlan) -> int:
+    """Return the rows in front of each window of a plan's only field."""
+    (field,) = plan.fields.values()
+    return field.lead
+
+
+def slot_table(episodes: EpisodeIndex, stores: Sequence[Store], span: int) -> Table:
     """Return a table over the slots; its rows are not in the order of the steps."""
-    return Table(episodes=dataset.episodes, stores=tuple(stores), margin=span, layout="columns")
+    margin = span + max(store.lead for store in stores)
+    return Table(episodes=episodes, stores=tuple(stores), margin=margin, layout="columns")
 
 
 def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
@@ -96,12 +115,16 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
                 for shard, found in zip(shards, tensors, strict=True)
             ]
             offsets = np.array(begins, np.int64)
-        columns.append(DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=column is None))
+        columns.append(
+            DiskColumn(
+                row_bytes=row_bytes, offsets=offsets, derived=column is None, lead=lead_of(plan)
+            )
+        )
     return columns
 
 
 def disk_plans(
-    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str]
+    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
 ) -> list[StorePlan]:
     """Return a store a column, in its source dtype, and one of the returns-to-go.
 
@@ -111,7 +134,11 @@ def disk_plans(
         As `gear_offline.table.build_table`.
     """
     found = plan_stores(
-        dataset, layout="columns", normalize_states=normalize_states, extra_columns=extra_columns
+        dataset,
+        layout="columns",
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
     )
     fields = {column: field for plan in found for column, field in plan.fields.items()}
     plans = []
@@ -155,14 +182,15 @@ def load_resident(
         ``DISK_SCRATCH``; what reading and computing raise.
     """
     found, handle = [], None
+    margin = span + max(column.lead for column in columns)
     for plan, column, stays in zip(plans, columns, resident, strict=True):
         (name,) = plan.fields
         rows = None
         if stays:
             rows = private_rows(
-                (dataset.spec.steps + 2 * span, column.row_bytes), np.dtype(np.uint8)
+                (dataset.spec.steps + 2 * margin, column.row_bytes), np.dtype(np.uint8)
             )
-            within = rows[span : span + dataset.spec.steps]
+            within = rows[margin : margin + dataset.spec.steps]
             if name is None:
                 returns(partial(_put_rows, within))
             else:
@@ -179,7 +207,7 @@ def load_resident(
             except BaseException:
                 os.close(handle)
                 raise
-        found.append(replace(column, rows=rows))
+        found.append(replace(column, rows=rows, margin=margin))
     return found, handle
 
 

@@ -83,15 +83,17 @@ def table_bytes(
     layout: str,
     normalize_states: bool,
     extra_columns: Sequence[str],
+    frame_stack: int = 1,
 ) -> int:
-    """Return the bytes that `host_table` takes for windows without stacks of frames."""
+    """Return the bytes that `host_table` takes."""
     plans = plan_stores(
         source,
         layout="columns" if layout == "columns" else "records",
         normalize_states=normalize_states,
         extra_columns=extra_columns,
+        frame_stack=frame_stack,
     )
-    return block_bytes(plans, source.episodes.steps + 2 * context_length)
+    return block_bytes(plans, source.episodes.steps + 2 * (context_length + frame_stack - 1))
 
 
 def block_bytes(plans: Sequence[StorePlan], rows: int) -> int:

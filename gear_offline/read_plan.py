@@ -9,6 +9,9 @@ packed, each in a slot; a slot is free again once its window was used.
 Where there are fewer slots than windows, those needed soonest stay and those needed last go
 (Belady's rule).  A window that went is read again when its time comes.
 
+Several chunks are planned in one go, with a few NumPy calls for all of their windows: work in
+Python for each window, or each chunk, would cost more time than a good disk needs to read it.
+
 Nothing is read here and nothing is locked: `gear_offline.disk_reader` does both.
 
 Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``, so that the
@@ -27,7 +30,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 SCAN = 4096  # references looked at in one go for the next one that is missing
-STRETCHES = 6  # parts of the horizon; each is sorted by chunk once
+STRETCHES = 3  # parts of the horizon; each is sorted by chunk once
 GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are evenly spread
 REFERENCE_BYTES = 48  # of the plan, for each reference of the horizon, at most
 
@@ -42,32 +45,36 @@ class Needs:
         First step of the window in the table, and how many of its steps exist.
     chunk
         The chunk in which it begins.
+    before
+        Steps of the episode in front of the window that are wanted too; for stacks of frames.
     """
 
     low: Int64Array
     real: Int64Array
     chunk: Int64Array
+    before: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """One chunk to read, and the windows to take from it, in the order of their first steps.
+    """Chunks to read, and the windows to take from them, in the order of their first steps.
 
     Attributes
     ----------
-    chunk
-        Number of the chunk.
-    references, slots, low, real
-        (m,) int64: which windows, where they go, their first steps and real steps.
+    chunks
+        (c,) int64, their numbers, in the order of need.
+    references, slots, low, real, before
+        (m,) int64: which windows, where they go, and what `Needs` says of them.
     generation
         Of the plan that made it.
     """
 
-    chunk: int
+    chunks: Int64Array
     references: Int64Array
     slots: Int64Array
     low: Int64Array
     real: Int64Array
+    before: Int64Array
     generation: int
 
 
@@ -78,6 +85,7 @@ class Stretch:
         count = len(needs.low)
         self.first, self.last = first, first + count
         self.low, self.real, self.chunk = needs.low, needs.real.astype(np.int32), needs.chunk
+        self.before = needs.before.astype(np.int16)
         self.slot = np.full(count, -1, np.int32)
         self.ready = np.zeros(count, bool)
         self.residents = 0  # ready ones
@@ -86,14 +94,19 @@ class Stretch:
         self._chunks, starts = np.unique(needs.chunk[self._order], return_index=True)
         self._bounds = np.append(starts, count)
 
-    def missing_in(self, chunk: int) -> Int64Array:
-        """Return the references of `chunk` that have no slot, in the order of use."""
-        place = int(self._chunks.searchsorted(chunk))
-        if place == len(self._chunks) or self._chunks[place] != chunk:
-            return np.empty(0, np.int64)
-        mine = self._order[self._bounds[place] : self._bounds[place + 1]]
-        found: Int64Array = self.first + mine[self.slot[mine] < 0].astype(np.int64)
-        return found
+    def missing_in(self, chunks: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return which of `chunks`, and the reference, of each window of theirs without a slot.
+
+        The references of one chunk come in the order of use.
+        """
+        place = np.minimum(self._chunks.searchsorted(chunks), len(self._chunks) - 1)
+        known = np.flatnonzero(self._chunks[place] == chunks)
+        begin = self._bounds[place[known]]
+        counts = self._bounds[place[known] + 1] - begin
+        behind = np.cumsum(counts) - counts
+        mine = self._order[np.arange(counts.sum()) + np.repeat(begin - behind, counts)]
+        missing = self.slot[mine] < 0
+        return np.repeat(known, counts)[missing], self.first + mine[missing].astype(np.int64)
 
     def latest_ready(self, count: int, after: int) -> Int64Array:
         """Return up to `count` ready references beyond `after`, the latest ones."""
@@ -197,41 +210,73 @@ class ReadPlan:
             if stretch.last > self._base:
                 self._stretches.append(stretch)
 
-    def next_job(self) -> Job | None:
-        """Return what to read next, or None if nothing should be or can be read now."""
-        needed = self._first_missing()
-        if needed is None:
+    def next_job(self, most: int) -> Job | None:
+        """Return what to read next, up to `most` chunks, or None if nothing should or can be."""
+        chunks = self._due_chunks(most)
+        if not len(chunks):
             return None
-        stretch, place = needed
-        if stretch.first + place >= self._base + self._depth:
-            return None
-        chunk = int(stretch.chunk[place])
-        missing = np.concatenate([part.missing_in(chunk) for part in self._stretches])
-        known = missing[(missing >= self._base) & (missing < self._base + self._horizon)]
-        references = self._admit(self._spread(chunk, known))
-        return self._job(chunk, references) if len(references) else None
+        parts = [stretch.missing_in(chunks) for stretch in self._stretches]
+        which, missing = (np.concatenate(part) for part in zip(*parts, strict=True))
+        known = (missing >= self._base) & (missing < self._base + self._horizon)
+        which, missing = self._spread(chunks, which[known], missing[known])
+        if len(missing) <= self._free_count:
+            missing.sort()
+            return self._job(chunks, missing, self._assign(missing))
+        references, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for number in range(len(chunks)):
+            admitted = self._admit(missing[which == number])
+            if not len(admitted):
+                chunks = chunks[:number]
+                break
+            references.append(admitted)
+            slots.append(self._assign(admitted))
+        found = np.concatenate(references)
+        order = np.argsort(found)
+        return self._job(chunks, found[order], np.concatenate(slots)[order]) if len(found) else None
 
-    def _spread(self, chunk: int, missing: Int64Array) -> Int64Array:
+    def _due_chunks(self, most: int) -> Int64Array:
+        """Return up to `most` chunks of windows that are due and have no slot, the soonest first.
+
+        Not all if there are very many windows: the others are found the next time.
+        """
+        end = self._base + self._depth
+        chunks = np.empty(0, np.int64)
+        if self._first_missing():
+            for stretch in self._stretches:
+                part = slice(max(self._cursor - stretch.first, 0), max(end - stretch.first, 0))
+                missing = np.flatnonzero(stretch.slot[part] < 0)[:SCAN]
+                chunks = np.concatenate([chunks, stretch.chunk[part][missing]])
+        _, first = np.unique(chunks, return_index=True)
+        found: Int64Array = chunks[np.sort(first)[:most]]
+        return found
+
+    def _spread(
+        self, chunks: Int64Array, which: Int64Array, missing: Int64Array
+    ) -> tuple[Int64Array, Int64Array]:
         """Return the part of `missing` that may be taken, so that chunks run out one by one.
 
         At the start nearly all chunks are needed at once.  If each were read for the whole horizon,
         they would all run out at the same time, and memory would be half empty before that.
         """
-        end = self._start + int(self._horizon * (chunk * GOLDEN_RATIO % 1.0))
-        return missing[missing < end] if missing[0] < end else missing
+        ends = self._start + (self._horizon * (chunks * GOLDEN_RATIO % 1.0)).astype(np.int64)
+        first = np.full(len(chunks), np.iinfo(np.int64).max)
+        np.minimum.at(first, which, missing)
+        kept = (missing < ends[which]) | (first >= ends)[which]
+        return which[kept], missing[kept]
 
-    def _first_missing(self) -> tuple[Stretch, int] | None:
-        """Return the soonest window without a slot that is due, by its place in its stretch."""
+    def _first_missing(self) -> bool:
+        """Move the cursor to the soonest window without a slot; return whether it is due."""
+        end = self._base + self._depth
         for stretch in self._stretches:
-            while stretch.first <= self._cursor < stretch.last:
+            while stretch.first <= self._cursor < min(stretch.last, end):
                 begin = self._cursor - stretch.first
                 missing = stretch.slot[begin : begin + SCAN] < 0
                 place = int(missing.argmax())
                 if missing[place]:
                     self._cursor += place
-                    return stretch, begin + place
+                    return self._cursor < end
                 self._cursor += len(missing)
-        return None
+        return False
 
     def _admit(self, missing: Int64Array) -> Int64Array:
         """Return those of `missing` that get a slot, after letting go of windows needed later."""
@@ -261,25 +306,34 @@ class ReadPlan:
         admitted: Int64Array = missing[missing <= bound]
         return admitted
 
-    def _job(self, chunk: int, references: Int64Array) -> Job:
-        """Give `references` their slots."""
-        low, real = np.empty_like(references), np.empty_like(references)
+    def _assign(self, references: Int64Array) -> Int64Array:
+        """Give sorted `references` their slots, and return these."""
         left = self._free_count - len(references)
         slots = self._free[left : self._free_count].copy()
         self._free_count = left
         for stretch in self._stretches:
             begin, end = references.searchsorted([stretch.first, stretch.last])
-            if begin < end:
-                places = references[begin:end] - stretch.first
-                low[begin:end], real[begin:end] = stretch.low[places], stretch.real[places]
-                stretch.slot[places] = slots[begin:end]
-        order = np.argsort(low, kind="stable")
+            stretch.slot[references[begin:end] - stretch.first] = slots[begin:end]
+        return slots
+
+    def _job(self, chunks: Int64Array, references: Int64Array, slots: Int64Array) -> Job:
+        """Return sorted `references` as a job."""
+        about = np.empty((3, len(references)), np.int64)
+        for stretch in self._stretches:
+            begin, end = references.searchsorted([stretch.first, stretch.last])
+            places = references[begin:end] - stretch.first
+            known: list[npt.NDArray[Any]] = [stretch.low, stretch.real, stretch.before]
+            for row, values in zip(about, known, strict=True):
+                row[begin:end] = values[places]
+        order = np.argsort(about[0], kind="stable")
+        low, real, before = about[:, order]
         return Job(
-            chunk=chunk,
+            chunks=chunks,
             references=references[order],
             slots=slots[order],
-            low=low[order],
-            real=real[order],
+            low=low,
+            real=real,
+            before=before,
             generation=self._generation,
         )
 

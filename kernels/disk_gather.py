@@ -18,11 +18,12 @@ from torch import Tensor
 
 from gear_offline.dataset import Dataset
 from gear_offline.disk_files import DiskFile, ShardFiles
-from gear_offline.disk_reader import DiskCounts, DiskReader, WindowReader
+from gear_offline.disk_reader import DiskCounts, DiskReader
 from gear_offline.disk_sizes import share_out
 from gear_offline.disk_table import (
     compute_returns,
     disk_plans,
+    lead_of,
     load_resident,
     locate,
     slot_stores,
@@ -31,7 +32,8 @@ from gear_offline.disk_table import (
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.read_plan import Int64Array, Needs, ReadPlan
 from gear_offline.selection import Segments, Selection
-from gear_offline.table import Store, StorePlan, Table
+from gear_offline.table import Store, StorePlan
+from gear_offline.window_reader import Chosen, WindowReader
 
 Array = npt.NDArray[Any]
 
@@ -77,7 +79,8 @@ class SlotGather(CpuGather):
         """Copy windows from their slots, whatever their steps."""
         # What a slot holds besides its window may be any bits, until it is overwritten with zeros.
         with np.errstate(invalid="ignore"):
-            super()._owned(store, out, view, self.at * self.context_length - self.table.margin)
+            span = self.context_length + store.lead
+            super()._owned(store, out, view, self.at * span - self.table.margin)
 
 
 class DiskGather:
@@ -122,16 +125,26 @@ class DiskGather:
         returns_scale: float = 1.0,
         normalize_states: bool = False,
         extra_columns: Sequence[str] = (),
+        frame_stack: int = 1,
         pin: bool = False,
         direct: bool = True,
     ) -> None:
-        plans = disk_plans(dataset, normalize_states=normalize_states, extra_columns=extra_columns)
+        plans = disk_plans(
+            dataset,
+            normalize_states=normalize_states,
+            extra_columns=extra_columns,
+            frame_stack=frame_stack,
+        )
         columns = locate(dataset, plans)
+        window = [_final_bytes(plan) * (context_length + lead_of(plan)) for plan in plans]
+        converted = [each * _is_converted(plan) for each, plan in zip(window, plans, strict=True)]
+        window_bytes = sum(window) + 16 * context_length
         self.sizes = share_out(
             budget_bytes=host_budget,
             row_bytes=[column.row_bytes for column in columns],
-            final_bytes=sum(_final_bytes(plan) for plan in plans) + 16,
-            converted_bytes=max(_final_bytes(plan) * _is_converted(plan) for plan in plans),
+            leads=[column.lead for column in columns],
+            batch_bytes=stream.share * window_bytes,
+            converted_share=max(converted) / window_bytes,
             longest=int(dataset.episodes.lengths.max()),
             episodes=dataset.episodes.episodes,
             steps=dataset.spec.steps,
@@ -166,7 +179,8 @@ class DiskGather:
             first_steps=dataset.first_steps,
             span=context_length,
             left=padding == "left",
-            chunk_steps=self.sizes.chunk_steps,
+            sizes=self.sizes,
+            direct=direct,
         )
 
         def release() -> None:
@@ -179,12 +193,12 @@ class DiskGather:
         except BaseException:
             release()
             raise
-        self.table = slot_table(dataset, stores, context_length)
+        self.table = slot_table(dataset.episodes, stores, context_length)
         self._gather = SlotGather(
             self.table, context_length=context_length, padding=padding, pin=pin
         )
         plan = ReadPlan(
-            _needs(dataset, stream, self._windows, context_length),
+            _needs(dataset, stream, self._windows, context_length, frame_stack - 1),
             batch=stream.share,
             slots=self.sizes.slots,
             depth=self.sizes.depth,
@@ -233,23 +247,28 @@ class DiskGather:
         real = self._gather.real_steps(episodes, starts)
         low = index.offsets[episodes] + starts
         stores = [
-            Store(fields=s.fields, rows=np.zeros((len(low) * span, s.width), s.dtype))
+            Store(
+                fields=s.fields,
+                rows=np.zeros((len(low) * (span + s.lead), s.width), s.dtype),
+            )
             for s in self.table.stores
         ]
-        targets = [_slots(store, span) for store in stores]
-        chunks = self._windows.chunk_of(low)
-        order = np.lexsort((low, chunks))
-        buffer = self._windows.buffer()
-        for mine in np.split(order, np.flatnonzero(np.diff(chunks[order])) + 1):
-            if len(mine):
-                chunk = int(chunks[mine[0]])
-                self._windows.read(chunk, low[mine], real[mine], mine, targets, buffer)
         aside = SlotGather(
-            Table(episodes=index, stores=tuple(stores), margin=span, layout="columns"),
-            context_length=span,
-            padding=self._padding,
+            slot_table(index, stores, span), context_length=span, padding=self._padding
         )
         aside.at = np.arange(len(low), dtype=np.int64)
+        targets = [_slots(store, span) for store in stores]
+        before = np.minimum(starts, max(store.lead for store in stores))
+        order = np.argsort(low, kind="stable")
+        chunks = np.cumsum(np.diff(self._windows.chunk_of(low[order]), prepend=-1) != 0) - 1
+        parts = np.flatnonzero(np.diff(chunks // self._windows.chunks)) + 1
+        buffer = self._windows.buffer()
+        try:
+            for mine in np.split(order, parts):
+                chosen = Chosen(low=low[mine], real=real[mine], before=before[mine], slots=mine)
+                self._windows.read(chosen, targets, buffer)
+        finally:
+            buffer.close()
         return aside.fill(segments)
 
     def counts(self) -> DiskCounts:
@@ -269,7 +288,7 @@ class DiskGather:
 
 
 def _needs(
-    dataset: Dataset, stream: Stream, windows: WindowReader, span: int
+    dataset: Dataset, stream: Stream, windows: WindowReader, span: int, lead: int
 ) -> Callable[[int, int], Needs]:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
     offsets, lengths = dataset.episodes.offsets, dataset.episodes.lengths
@@ -279,15 +298,16 @@ def _needs(
         episodes, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
         low = offsets[episodes] + starts
         real = np.minimum(lengths[episodes] - starts, span)
-        return Needs(low=low, real=real, chunk=windows.chunk_of(low))
+        before = np.minimum(starts, lead)
+        return Needs(low=low, real=real, chunk=windows.chunk_of(low), before=before)
 
     return needs
 
 
 def _slots(store: Store, span: int) -> Array:
-    """Return (S,) of void over the (S * K, W) rows of a store."""
+    """Return (S,) of void over the rows of a store, K and its lead for each slot."""
     assert store.rows is not None, "slots are in memory"
-    kind = np.dtype((np.void, span * store.rows.strides[0]))
+    kind = np.dtype((np.void, (span + store.lead) * store.rows.strides[0]))
     return store.rows.reshape(-1).view(np.uint8).view(kind)
 
 

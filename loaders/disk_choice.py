@@ -27,7 +27,6 @@ def open_disk(
     device: torch.device,
     mode: str,
     layout: str,
-    frame_stack: int = 1,
     **rows: Any,
 ) -> DiskGather | None:
     """Return the gather over shards if the rows stay there, else None.
@@ -36,8 +35,6 @@ def open_disk(
     ----------
     placement, host_budget, engine, device, mode, layout
         As `gear_offline.loaders.loader.GearLoader`.
-    frame_stack
-        Stacks of frames are not made of rows on disk.
     rows
         The other options of `DiskGather`.
 
@@ -60,18 +57,12 @@ def open_disk(
         )
     reason = "as asked for"
     if placement != "disk":
-        if placement != "auto" or mode != "read" or frame_stack > 1:
+        if placement != "auto" or mode != "read":
             return None
         why = _too_large(dataset, world, host_budget, layout, rows)
         if why is None:
             return None
         reason = why
-    if frame_stack > 1:
-        raise InputError(
-            "PLACEMENT",
-            f"placement='disk' cannot make stacks of {frame_stack} frames",
-            remedy="use another placement, or frame_stack=1",
-        )
     if mode != "read" or layout == "records":
         raise InputError(
             "LAYOUT",
@@ -111,6 +102,7 @@ def _too_large(
         layout=layout,
         normalize_states=rows["normalize_states"],
         extra_columns=rows["extra_columns"],
+        frame_stack=rows["frame_stack"],
     )
     limit = available_bytes() - RESERVE_BYTES if host_budget is None else host_budget
     if needed <= limit:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline import disk_reader, disk_sizes
+from gear_offline import disk_sizes, window_reader
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
@@ -30,9 +30,8 @@ def little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_sizes, "READ_BYTES", 64)
     monkeypatch.setattr(disk_sizes, "COPY_BYTES", 1024)
     monkeypatch.setattr(disk_sizes, "RESIDENT_SHARE", 1 << 60)
-    monkeypatch.setattr(disk_reader, "GAP_BYTES", 256)
-    monkeypatch.setattr(disk_reader, "COPY_BYTES", 1024)
-    monkeypatch.setattr(disk_reader, "SINGLE_BYTES", 500)
+    monkeypatch.setattr(window_reader, "GAP_BYTES", 256)
+    monkeypatch.setattr(window_reader, "COPY_BYTES", 1024)
 
 
 @contextmanager

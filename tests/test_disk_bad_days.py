@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.read_queue import Int64Array, ReadQueue
+from gear_offline.window_reader import WindowReader
 from tests import disk_support
 from tests.disk_support import LENGTHS, OPTIONS, on_disk
 from tests.support import failing_code, make_dataset
@@ -94,6 +97,11 @@ def test_damage_of_the_rewards_is_found_when_the_loader_is_made(tmp_path: Path) 
     assert failing_code(lambda: on_disk(dataset, **OPTIONS)) == "SHARD_DIGEST"
 
 
+def refused(queue: ReadQueue, handles: Int64Array, *_: Int64Array) -> Int64Array:
+    """Answer as a disk that fails."""
+    return np.full(len(handles), -errno.EIO, np.int64)
+
+
 def test_a_failing_disk_is_one_error_and_ends_the_threads(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +112,7 @@ def test_a_failing_disk_is_one_error_and_ends_the_threads(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(ReadQueue, "read", refused)
     loader.skip(1000)
     assert failing_code(lambda: next(loader)) == "DATASET_READ"
     assert failing_code(lambda: next(loader)) == "DATASET_READ"
@@ -127,13 +136,13 @@ def test_ctrl_c_while_waiting_for_the_disk(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = on_disk(dataset, **OPTIONS)
-    held, real = threading.Event(), os.preadv
+    held, real = threading.Event(), WindowReader.read
 
-    def slow(*arguments: Any) -> int:
+    def slow(*arguments: Any) -> tuple[int, int]:
         held.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(WindowReader, "read", slow)
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))

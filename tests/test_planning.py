@@ -1,4 +1,4 @@
-"""Plans: exact expectations, sizes of real tables and models, bad input, figures measured before."""
+"""Plans: exact expectations, sizes of real tables and models, bad input, measured figures."""
 
 from __future__ import annotations
 

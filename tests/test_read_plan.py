@@ -24,7 +24,8 @@ def low_of(step: int, batch: int) -> list[int]:
 def make(batch: int, slots: int, depth: int, horizon: int, chunk: int) -> ReadPlan:
     def needs(first_step: int, steps: int) -> Needs:
         low = np.array([low_of(s, batch) for s in range(first_step, first_step + steps)]).ravel()
-        return Needs(low=low, real=np.minimum(SPAN, STEPS - low), chunk=low // chunk)
+        real = np.minimum(SPAN, STEPS - low)
+        return Needs(low=low, real=real, chunk=low // chunk, before=low % 3)
 
     return ReadPlan(needs, batch=batch, slots=slots, depth=depth, horizon=horizon)
 
@@ -41,7 +42,8 @@ class Oracle:
 
     It gives all its windows of the horizon that are missing, those of a first read only up to a
     point that differs from chunk to chunk, as far as there is room.  Windows that are due take the
-    room of those that are needed last.
+    room of those that are needed last.  Several chunks are read together, those needed soonest;
+    what they give is known before any of them takes room.
     """
 
     batch: int
@@ -56,20 +58,30 @@ class Oracle:
     def low(self, reference: int) -> int:
         return low_of(reference // self.batch, self.batch)[reference % self.batch]
 
-    def next_job(self) -> tuple[int, list[int]] | None:
+    def next_job(self, most: int) -> tuple[list[int], list[int]] | None:
         due = range(self.base, self.base + self.depth)
         missing = [q for q in due if q not in self.held]
-        if not missing:
-            return None
-        chunk = self.low(missing[0]) // self.chunk
+        chunks = list(dict.fromkeys(self.low(q) // self.chunk for q in missing))[:most]
+        wanted = [self.wanted(chunk) for chunk in chunks]
+        found, begun = list[int](), list[int]()
+        for chunk, mine in zip(chunks, wanted, strict=True):
+            admitted = self.admit(mine, due)
+            if not admitted:
+                break
+            found += admitted
+            begun.append(chunk)
+        return (begun, sorted(found)) if found else None
+
+    def wanted(self, chunk: int) -> list[int]:
         mine = [
             q
             for q in range(self.base, self.base + self.horizon)
             if q not in self.held and self.low(q) // self.chunk == chunk
         ]
         end = self.start + int(self.horizon * (chunk * GOLDEN_RATIO % 1.0))
-        if mine[0] < end:
-            mine = [q for q in mine if q < end]
+        return [q for q in mine if q < end] if mine[0] < end else mine
+
+    def admit(self, mine: list[int], due: range) -> list[int]:
         room = self.slots - len(self.held)
         urgent = [q for q in mine if q in due]
         if len(urgent) <= room:
@@ -83,7 +95,7 @@ class Oracle:
                 else:
                     mine.pop()
         self.held |= dict.fromkeys(mine, False)
-        return (chunk, mine) if mine else None
+        return mine
 
     def move(self, step: int) -> None:
         self.base = step * self.batch
@@ -97,10 +109,11 @@ class Oracle:
     depth=st.integers(0, 12),
     further=st.integers(0, 60),
     chunk=st.integers(1, 25),
+    most=st.integers(1, 5),
     choices=st.lists(st.integers(0, 3), min_size=20, max_size=80),
 )
 def test_jobs_are_those_of_the_oracle(
-    batch: int, room: int, depth: int, further: int, chunk: int, choices: list[int]
+    batch: int, room: int, depth: int, further: int, chunk: int, most: int, choices: list[int]
 ) -> None:
     slots, depth = 2 * batch + room, batch + min(depth, batch + room)
     horizon = depth + further
@@ -118,15 +131,17 @@ def test_jobs_are_those_of_the_oracle(
             plan.move(step)
             oracle.move(step)
             extend(plan)
-        job, expected_job = plan.next_job(), oracle.next_job()
+        job, expected_job = plan.next_job(most), oracle.next_job(most)
         assert (job is None) == (expected_job is None)
         if job is not None and expected_job is not None:
-            assert (job.chunk, sorted(job.references.tolist())) == expected_job
+            assert (job.chunks.tolist(), sorted(job.references.tolist())) == expected_job
             assert job.low.tolist() == sorted(oracle.low(q) for q in expected_job[1])
-            for slot, reference, low in zip(
-                job.slots.tolist(), job.references.tolist(), job.low.tolist(), strict=True
+            parts = (job.slots, job.references, job.low, job.real, job.before)
+            for slot, reference, low, real, before in zip(
+                *(p.tolist() for p in parts), strict=True
             ):
                 assert oracle.low(reference) == low
+                assert (real, before) == (min(SPAN, STEPS - low), low % 3)
                 content[slot] = reference
             plan.finish(job)
             oracle.held |= dict.fromkeys(job.references.tolist(), True)
@@ -142,10 +157,11 @@ def test_jobs_are_those_of_the_oracle(
     room=st.integers(0, 10),
     chunk=st.integers(1, 30),
     parallel=st.integers(1, 5),
+    most=st.integers(1, 4),
     moves=st.lists(st.integers(0, 40), max_size=12),
 )
 def test_it_always_goes_on(
-    batch: int, room: int, chunk: int, parallel: int, moves: list[int]
+    batch: int, room: int, chunk: int, parallel: int, most: int, moves: list[int]
 ) -> None:
     """With several reads under way, across jumps to any step, with as little room as there is."""
     slots = 2 * batch + room
@@ -157,7 +173,7 @@ def test_it_always_goes_on(
         for step in range(wanted, wanted + 3):
             for _ in range(10_000):
                 extend(plan)
-                while len(under_way) < parallel and (job := plan.next_job()) is not None:
+                while len(under_way) < parallel and (job := plan.next_job(most)) is not None:
                     under_way.append(job)
                 if plan.slots_of(step, 1) is not None:
                     break
@@ -180,9 +196,9 @@ def test_a_selection_begun_before_a_jump_is_dropped() -> None:
     old = plan.select(*wanted[1:])
     plan.move(500)
     plan.extend(wanted[0], old)
-    assert plan.next_job() is None, "nothing is known of step 500 yet"
+    assert plan.next_job(1) is None, "nothing is known of step 500 yet"
     extend(plan)
-    job = plan.next_job()
+    job = plan.next_job(1)
     assert job is not None and job.references.min() >= 1000
 
 
@@ -194,7 +210,7 @@ def test_one_read_serves_all_windows_of_its_chunk() -> None:
     for step in range(1000):
         while plan.slots_of(step, 1) is None:
             extend(plan)
-            job = plan.next_job()
+            job = plan.next_job(1)
             assert job is not None
             plan.finish(job)
             jobs += 1

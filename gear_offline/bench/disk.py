@@ -4,11 +4,12 @@ For each kind of row a dataset is made.  A process opens it with ``placement="di
 a quarter of what batches need of it (observations, actions, rewards, returns-to-go).  It asks for
 batches as fast as they come.
 
-- *sequential*: bytes a second when as many threads read the same files from their first byte to
+- *sequential*: bytes a second when eight threads read the same files from their first byte to
   their last, 2 MiB at a time, past the page cache (``O_DIRECT``), with the loader idle.
 - *disk rate*: bytes a second that the loader reads, the same way, while batches are asked for.
 - *useful rate*: bytes a second of the windows handed out, padding apart, in the source's dtypes.
 - *amplification*: disk bytes for each useful byte; below 1 where one read serves several windows.
+- *processor*: seconds of processor time of the loader's process for each GiB that it reads.
 - *memory*: ``(peak of the loader's process - peak of one that only imports) / budget``, from
   ``VmHWM``; the goal is 1.05.
 
@@ -20,7 +21,6 @@ median of the rounds' ratios.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -43,7 +43,8 @@ from gear_offline.sources.base import SourceInfo
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
 SHARD_BYTES = 256 << 20
-SECONDS, QUICK_SECONDS = 8.0, 2.0  # of a round, for either
+SECONDS, QUICK_SECONDS = 2.5, 1.0  # of a round, for either
+THREADS = 8  # that read in order
 OVER = 4  # how many times the budget the data are
 PIECE_BYTES = 2 << 20
 EPISODE_STEPS = 500
@@ -119,7 +120,7 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
             with lock:
                 index, begin, count = pieces[place[0] % len(pieces)]
                 place[0] += 1
-            with files.opened(index) as file:
+            with files.opened(index) as (file,):
                 file.read(begin, count, buffer)
             with lock:
                 done[0] += count
@@ -170,6 +171,7 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
     answer(slots=disk.sizes.slots, threads=disk.sizes.threads, chunk_steps=disk.sizes.chunk_steps)
     for request in requests:
         before, began, batches = disk.counts(), time.perf_counter(), 0
+        worked = time.process_time()
         while time.perf_counter() - began < float(request):
             next(loader)
             batches += 1
@@ -179,6 +181,9 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
             useful=(after.window_bytes - before.window_bytes) / taken,
             read_bytes=(after.read_bytes - before.read_bytes) / (after.reads - before.reads),
             batches=batches / taken,
+            processor=(time.process_time() - worked)
+            / max(after.read_bytes - before.read_bytes, 1)
+            * (1 << 30),
             peak_bytes=_peak_bytes(),
         )
     loader.close()
@@ -192,7 +197,6 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -218,7 +222,7 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
         assert process.stdin is not None, "a pipe was asked for"
         sizes = _answer(process)
         for _ in range(rounds):
-            rate = read_in_order(dataset, threads=sizes["threads"], seconds=seconds)
+            rate = read_in_order(dataset, threads=THREADS, seconds=seconds)
             found.setdefault("sequential", []).append(rate)
             print(seconds, file=process.stdin, flush=True)
             for key, value in _answer(process).items():
@@ -236,6 +240,7 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
             read / useful for read, useful in zip(found["disk"], found["useful"], strict=True)
         ),
         "bytes_per_read": median(found["read_bytes"]),
+        "processor_seconds_per_gib": median(found["processor"]),
         "batches_per_second": median(found["batches"]),
         "imports_bytes": base,
         "peak_bytes": int(max(found["peak_bytes"])),
@@ -258,7 +263,17 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a header row and one row per kind of rows; rates in GB/s."""
     rows: list[tuple[str, ...]] = [
-        ("rows", "GB", "sequential", "disk", "ratio", "useful", "amplification", "memory / budget")
+        (
+            "rows",
+            "GB",
+            "sequential",
+            "disk",
+            "ratio",
+            "useful",
+            "amplification",
+            "processor s/GiB",
+            "memory / budget",
+        )
     ]
     for result in document["results"]:
         rates = {k: f"{median(v) / 1e9:.2f}" for k, v in result["bytes_per_second"].items()}
@@ -271,6 +286,7 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{result['ratio']:.2f}",
                 rates["useful"],
                 f"{result['amplification']:.2f}",
+                f"{result['processor_seconds_per_gib']:.2f}",
                 f"{result['memory']:.3f}",
             )
         )

@@ -1,0 +1,259 @@
+"""Bring windows from shards into slots: many at a time, each array handled in one go.
+
+All parts of the files that a call needs are read at once into one buffer, column after column.
+Windows whose rows lie closer than `GAP_BYTES` in one chunk are read together with what is between
+them.  Then each window is copied from the buffer to its slot.
+
+Shape legend: n windows, g ranges of a file, K steps of a window, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.disk_files import (
+    DIRECT_BYTES,
+    DiskFile,
+    Ranges,
+    ShardFiles,
+    UInt8Array,
+    aligned_buffer,
+    read_ranges,
+)
+from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, margin_bytes
+from gear_offline.disk_table import DiskColumn
+from gear_offline.read_plan import Int64Array
+from gear_offline.read_queue import ReadQueue, open_queue
+
+GAP_BYTES = 32 << 10  # reading this much more costs less than reading once more
+
+Array = npt.NDArray[Any]
+
+
+class Places(Protocol):
+    """Windows in the order of `low`, (n,) int64 each; such as `gear_offline.read_plan.Job`.
+
+    `low`, `real`, `before`: as `gear_offline.read_plan.Needs`; `slots`: where each goes.
+    """
+
+    @property
+    def low(self) -> Int64Array: ...
+    @property
+    def real(self) -> Int64Array: ...
+    @property
+    def before(self) -> Int64Array: ...
+    @property
+    def slots(self) -> Int64Array: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chosen:
+    """`Places` by themselves."""
+
+    low: Int64Array
+    real: Int64Array
+    before: Int64Array
+    slots: Int64Array
+
+
+class ReadBuffer:
+    """What one thread reads into, and its queue; close it in the end.
+
+    Attributes
+    ----------
+    memory
+        Bytes, from an address that is a multiple of a page.
+    queue
+        ``None`` where reads go one by one.
+    """
+
+    def __init__(self, nbytes: int, *, direct: bool) -> None:
+        self.memory = aligned_buffer(nbytes)
+        self.queue: ReadQueue | None = open_queue() if direct else None
+
+    def close(self) -> None:
+        if self.queue is not None:
+            self.queue.close()
+            self.queue = None
+
+
+class WindowReader:
+    """Copies windows from files to slots.
+
+    Parameters
+    ----------
+    files, scratch
+        The shards, and the file of derived columns.
+    columns
+        Where each column lies.
+    first_steps
+        (shards + 1,) int64.
+    span
+        K.
+    left
+        Real steps lie at the end of their slot rather than at its beginning.
+    sizes
+        Steps of a chunk, and chunks of one call.
+    direct
+        Whether files are read past the page cache.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        scratch: DiskFile | None,
+        columns: Sequence[DiskColumn],
+        *,
+        first_steps: Int64Array,
+        span: int,
+        left: bool,
+        sizes: DiskSizes,
+        direct: bool,
+    ) -> None:
+        self._files, self._scratch, self._columns = files, scratch, tuple(columns)
+        self._span, self._left, self._direct = span, left, direct
+        self._first_steps = first_steps
+        self._chunk_steps, self.chunks = sizes.chunk_steps, sizes.chunks
+        spans = [span + column.lead for column in columns]
+        rows = [column.row_bytes for column in columns]
+        self._margin = margin_bytes(rows, spans)
+        read = [column for column in columns if column.rows is None]
+        each = chunk_bytes(
+            [column.row_bytes for column in read],
+            [span + column.lead for column in read],
+            sizes.chunk_steps,
+        )
+        self._buffer_bytes = 2 * self._margin + sizes.chunks * each
+        self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // sizes.chunk_steps))])
+
+    def buffer(self) -> ReadBuffer:
+        """Return memory for `read`, of one thread."""
+        return ReadBuffer(self._buffer_bytes, direct=self._direct)
+
+    def chunk_of(self, low: Int64Array) -> Int64Array:
+        """Return the chunk in which each step lies; a chunk lies in one shard."""
+        shard = self._first_steps.searchsorted(low, side="right") - 1
+        within = (low - self._first_steps[shard]) // self._chunk_steps
+        found: Int64Array = self._chunk_firsts[shard] + within
+        return found
+
+    def read(
+        self, windows: Places, targets: Sequence[Array], buffer: ReadBuffer
+    ) -> tuple[int, int]:
+        """Read windows that begin in at most `chunks` chunks into their slots.
+
+        Parameters
+        ----------
+        targets
+            Per column (S,) of void, each a slot of K rows and the column's lead.
+
+        Returns
+        -------
+        tuple
+            Bytes that were read, and parts of files.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+        """
+        low, real = windows.low, windows.real
+        shard = self._first_steps.searchsorted(low, side="right") - 1
+        within = low - self._first_steps[shard]
+        chunk = within // self._chunk_steps
+        another = shard[1:] != shard[:-1]
+        apart = another | (chunk[1:] != chunk[:-1])
+        numbers = shard[np.append(0, np.flatnonzero(another) + 1)]
+        ends = np.maximum.accumulate(low + real)
+        ranges, starts, at = [], dict[int, Int64Array](), self._margin
+        for number, column in enumerate(self._columns):
+            if column.rows is None:
+                first = low - windows.before if column.lead else low
+                found, moved = self._ranges(column, first, ends, shard, apart, numbers, at)
+                at += int((found.end - found.begin + -found.end % DIRECT_BYTES).sum())
+                ranges.append(found)
+                starts[number] = moved
+        assert at + self._margin <= len(buffer.memory), "the parts of so few chunks have room"
+        total = calls = 0
+        with self._files.opened(*numbers.tolist()) as files:
+            if ranges:
+                together = _joined(ranges)
+                if self._scratch is not None:
+                    files = [*files, self._scratch]
+                total = read_ranges(files, together, buffer.memory, buffer.queue)
+                calls = len(together.file)
+        for number, (column, target) in enumerate(zip(self._columns, targets, strict=True)):
+            row = low - column.lead
+            if self._left:
+                row = low + real - (self._span + column.lead)  # ends with the last real step
+            if column.rows is None:
+                places = starts[number] + row * column.row_bytes
+                _copy(buffer.memory, places, windows.slots, target)
+            else:
+                places = (row + column.margin) * column.row_bytes
+                _copy(column.rows.reshape(-1), places, windows.slots, target)
+        return total, calls
+
+    def _ranges(
+        self,
+        column: DiskColumn,
+        first: Int64Array,
+        ends: Int64Array,
+        shard: Int64Array,
+        apart: npt.NDArray[np.bool_],
+        numbers: Int64Array,
+        at: int,
+    ) -> tuple[Ranges, Int64Array]:
+        """Return what to read of a column, and where in the buffer step 0 of each window would be.
+
+        Parameters
+        ----------
+        first, ends, shard
+            (n,) first steps, the greatest last ones so far, and their shards.
+        apart
+            (n - 1,) whether a window begins in another chunk than the one before it.
+        numbers
+            The shards, each once.
+        at
+            Where in the buffer the first part goes.
+        """
+        far = (first[1:] - ends[:-1]) * column.row_bytes
+        # A chunk's share of the buffer has no room for what lies between it and the next one.
+        limit = np.where(apart, 0, max(GAP_BYTES, 2 * DIRECT_BYTES))
+        cut = far > limit
+        if not column.derived:
+            cut |= shard[1:] != shard[:-1]
+        inner = np.flatnonzero(cut)
+        heads, tails = np.append(0, inner + 1), np.append(inner, len(first) - 1)
+        home, last = shard[heads], shard[tails]
+        origin = column.offsets - self._first_steps[:-1] * column.row_bytes
+        begin = origin[home] + first[heads] * column.row_bytes
+        begin -= begin % DIRECT_BYTES
+        end = origin[last] + ends[tails] * column.row_bytes
+        room = end - begin + -end % DIRECT_BYTES
+        place = at + np.cumsum(room) - room
+        file = np.full(len(heads), len(numbers)) if column.derived else numbers.searchsorted(home)
+        moved = np.repeat(origin[home] + place - begin, tails - heads + 1)
+        return Ranges(file=file, begin=begin, end=end, place=place), moved
+
+
+def _joined(parts: Sequence[Ranges]) -> Ranges:
+    def join(name: str) -> Int64Array:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return Ranges(file=join("file"), begin=join("begin"), end=join("end"), place=join("place"))
+
+
+def _copy(buffer: UInt8Array, places: Int64Array, slots: Int64Array, target: Array) -> None:
+    """Copy windows that begin at bytes `places` of a buffer to their slots."""
+    window = target.dtype.itemsize
+    # One element for each byte, a window that begins there; the bytes are only moved.
+    source: Array = np.ndarray((buffer.size - window + 1,), target.dtype, buffer.data, 0, (1,))
+    step = max(COPY_BYTES // window, 1)
+    for begin in range(0, len(places), step):
+        target[slots[begin : begin + step]] = source[places[begin : begin + step]]
