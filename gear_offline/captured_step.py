@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
-# small kernels that do not depend on each other become one: a third fewer launches a step
-COMPILE: dict[str, Any] = {"combo_kernels": True}
 
 
 def start_compilers() -> None:

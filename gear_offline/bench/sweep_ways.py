@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gear_offline import captured_step
+from gear_offline import data_parallel
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
@@ -377,7 +377,7 @@ def _set(option: str) -> None:
     key, _, value = rest.partition("=")
     untyped: Any = torch
     if kind == "inductor":
-        captured_step.COMPILE[key] = json.loads(value)
+        data_parallel.COMPILE[key] = json.loads(value)
     elif key == "split_k":
         untyped.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
             True,
