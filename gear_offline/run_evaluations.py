@@ -79,6 +79,11 @@ class RunEvaluations:
         """Steps whose checkpoints must stay, since they are still to be played."""
         return () if self._beside is None else self._beside.steps
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more evaluation would hold up training until another is done."""
+        return self._beside is not None and self._beside.is_full
+
     def begin(self, due: list[int]) -> None:
         """Take up what a killed run left: steps of `due` with a checkpoint and without a result."""
         there = {step for step, _ in list_checkpoints(self._folder / "checkpoints")}

@@ -33,6 +33,9 @@ from gear_offline.wording import count_text
 
 __all__ = ["RunResult", "default_sweep_path", "run_sweep"]
 
+# of the driver for streams; its default of 8 makes further ones wait for each other
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 Ended = Callable[[SweepPoint, GearError | None], None]
 
 
@@ -113,6 +116,8 @@ class Sweep:
         self._mode, self._parallel = mode, parallel
         self._datasets: dict[str, Dataset] = {}
         self._device = self._one_device()
+        if self._device.type == "cuda":
+            os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
         choose(points, self._device, mode=mode, parallel=parallel)  # refuses before data are made
 
     def _one_device(self) -> torch.device:
@@ -196,6 +201,7 @@ class Sweep:
                 turns = Turns(
                     self._device,
                     parallel=choice.parallel,
+                    share=choice.recipe,
                     prepare=self._dataset,
                     place=place,
                     display=display,
@@ -232,7 +238,11 @@ class Sweep:
 
         tables = build_tables(points, self._dataset)
         processes = Processes(
-            parallel=choice.parallel, threads=choice.threads, place=place, display=display
+            parallel=choice.parallel,
+            threads=choice.threads,
+            share=choice.recipe,
+            place=place,
+            display=display,
         )
         processes.complete(points, ended, tables=tables)
 
@@ -248,8 +258,12 @@ class Sweep:
             directory.note_run(result.name, status=result.status, error=result.error)
         directory.note(summary=summarize(self._points, results))
         if report:
+            from gear_offline.report import write_report
             from gear_offline.sweep_report import write_sweep_report
 
+            for result in results:  # a kill may have come between the summary and its report
+                if result.status == "complete" and not (result.path / "report.md").exists():
+                    write_report(result.path)
             write_sweep_report(self._out)
         return results
 

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation_choice import MOST_WORKERS
+from gear_offline.recipe import Recipe
 from gear_offline.sweep_points import SweepPoint
 
 Mode = Literal["auto", "streams", "processes", "serial"]
@@ -30,6 +32,8 @@ class Choice:
         Runs at a time.
     threads
         CPU threads of each run whose recipe does not say; None leaves it to torch.
+    evaluators
+        Processes that evaluate beside each run whose recipe does not say.
     reason
         The decision in one line.
     """
@@ -37,7 +41,18 @@ class Choice:
     mode: str
     parallel: int
     threads: int | None
+    evaluators: int | None
     reason: str
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        """Return a run's recipe with its share of the machine; none of it changes the result."""
+        changes: dict[str, int] = {}
+        if recipe.train.threads is None and self.threads is not None:
+            changes["train__threads"] = self.threads
+        evaluates = recipe.evaluate.episodes > 0 and recipe.evaluate.beside != "off"
+        if evaluates and recipe.evaluate.workers is None and self.evaluators is not None:
+            changes["evaluate__workers"] = self.evaluators
+        return recipe.replace(**changes) if changes else recipe
 
 
 def choose(
@@ -81,13 +96,18 @@ def choose(
     if mode == "auto":
         mode, reason = _automatic(points, device, cores, parallel)
     if mode == "serial":
-        return Choice(mode=mode, parallel=1, threads=None, reason=reason)
+        return Choice(mode=mode, parallel=1, threads=None, evaluators=None, reason=reason)
     if mode == "streams":
         parallel = min(count, parallel or STREAMS)
-        return Choice(mode=mode, parallel=parallel, threads=None, reason=reason)
-    parallel = min(count, parallel or (cores if device.type == "cpu" else GPU_PROCESSES))
-    threads = threads or max(1, cores // parallel)
-    return Choice(mode=mode, parallel=parallel, threads=threads, reason=reason)
+        threads, spare = None, cores - 1
+    else:
+        parallel = min(count, parallel or (cores if device.type == "cpu" else GPU_PROCESSES))
+        threads = threads or max(1, cores // parallel)
+        spare = cores - parallel * threads
+    evaluators = max(1, min(MOST_WORKERS, spare // parallel))
+    return Choice(
+        mode=mode, parallel=parallel, threads=threads, evaluators=evaluators, reason=reason
+    )
 
 
 def _automatic(

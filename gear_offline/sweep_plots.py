@@ -63,7 +63,11 @@ def plot_sweep_curves(
     dress(panels[-1], x="optimiser step", y=panels[-1].get_ylabel())
     thousands(panels[-1].xaxis)
     hidden = len(order) - len(shown)
-    title = f"{short_label(shown[0])} has the best mean of {len(order)} settings" if len(order) > 1 else name
+    title = (
+        f"{short_label(shown[0])} has the best mean of {len(order)} settings"
+        if len(order) > 1
+        else name
+    )
     if len(order) == 1 and kinds:
         last = curves[shown[0]][kinds[-1]][-1]
         title = f"Mean {kinds[-1]} {short(last['mean'])} after {count_text(last['step'], 'step')}"

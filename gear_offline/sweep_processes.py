@@ -137,7 +137,9 @@ class Processes:
     parallel
         Processes.
     threads
-        Of each, for runs whose recipe does not say; None leaves it to torch.
+        Of the numerical libraries in each; None leaves it to them.
+    share
+        Gives a run's recipe its share of the machine.
     place
         Gives the run directory of a point.
     display
@@ -149,10 +151,11 @@ class Processes:
         *,
         parallel: int,
         threads: int | None,
+        share: Callable[[Recipe], Recipe],
         place: Callable[[SweepPoint], Path],
         display: SweepDisplay,
     ) -> None:
-        self._parallel, self._threads = parallel, threads
+        self._parallel, self._threads, self._share = parallel, threads, share
         self._place, self._display = place, display
         self._workers: list[Worker] = []
         self._stop = StopRequest()
@@ -202,10 +205,7 @@ class Processes:
                 idle = Worker(handles, threads=self._threads)
                 self._workers.append(idle)
             point = waiting.popleft()
-            recipe = point.recipe
-            if recipe.train.threads is None and self._threads is not None:
-                recipe = recipe.replace(train__threads=self._threads)
-            idle.start(point, recipe, self._place(point))
+            idle.start(point, self._share(point.recipe), self._place(point))
 
     def _listen(self, ended: Callable[[SweepPoint, GearError | None], None]) -> None:
         busy = self._busy()

@@ -17,145 +17,23 @@ from typing import Any
 import torch
 
 from gear_offline.dataset import Dataset
+from gear_offline.determinism import deterministic
 from gear_offline.errors import GearError
 from gear_offline.interruption import StopRequest
 from gear_offline.learner import Learner
 from gear_offline.preparation import resolve
+from gear_offline.recipe import Recipe
 from gear_offline.run_directory import RunDirectory
 from gear_offline.shared_tables import SharedTables
 from gear_offline.staging import write_error
 from gear_offline.sweep_display import SweepDisplay
+from gear_offline.sweep_lane import Lane, TurnRun
 from gear_offline.sweep_points import SweepPoint
-from gear_offline.sweep_track import Track
 from gear_offline.trainer import check_resumed
-from gear_offline.training_run import LeadingRun, TrainingInterrupted
+from gear_offline.training_run import TrainingInterrupted
 
-CHUNK = 8  # steps of a run that are launched together
-DEEP = 4  # chunks of a run on their way, at most
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if the GPU has so many times what one has taken
-
-
-class TurnRun(LeadingRun):
-    """A run that advances a few steps at a time, beside others."""
-
-    def begin(self) -> None:
-        """Take over the newest checkpoint, open the files, do what a kill left undone."""
-        self._restore()
-        self._begin()
-        if self.learner.step > 0:
-            self._look(self.learner.step)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps are done."""
-        return self.learner.step >= self.settings.steps
-
-    @property
-    def steps_to_look(self) -> int:
-        """Steps until the host has to look at the run's numbers."""
-        step, settings = self.learner.step, self.settings
-        nexts = [settings.steps]
-        for every in (settings.log_every, settings.checkpoint_every, settings.evaluate_every):
-            if every is not None:
-                nexts.append(step - step % every + every)
-        return min(nexts) - step
-
-    def look(self) -> None:
-        """Log, evaluate, save and stop, whatever is due after the step that was done last."""
-        self._look(self.learner.step)
-
-    def finish(self) -> None:
-        """Close the files of a run that is done, and sum it up."""
-        self._end()
-        self.learner.close()
-        self._sum_up()
-
-    def abandon(self) -> None:
-        """Close the files of a run that goes no further."""
-        self._end()
-        self.learner.close()
-
-
-class Lane:
-    """Where one run at a time trains; another follows when it has ended.
-
-    Parameters
-    ----------
-    device
-        Where to train.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.track = Track(device)
-        self.point: SweepPoint | None = None
-        self._marks: deque[Any] = deque()
-        self._looking = False
-        self._launched_seconds = 0.0
-        self._window_began: float | None = None
-
-    def start(self, point: SweepPoint, run: TurnRun, held: ExitStack) -> None:
-        """Take a run that has begun; `held` is closed when it ends."""
-        self.point, self.run, self._held = point, run, held
-        self._marks.clear()
-        self._looking, self._window_began = False, None
-
-    def release(self) -> None:
-        """Let go of the run."""
-        self._held.close()
-        self.point = None
-        del self.run
-        self._marks.clear()
-
-    def turn(self) -> bool:
-        """Launch steps, or look at the numbers if they are there; return whether it did.
-
-        Raises
-        ------
-        GearError
-            Of the run.
-        """
-        while self._marks and _reached(self._marks[0]):
-            self._marks.popleft()
-        if self._looking or self.run.is_done:
-            if self._marks:
-                return False
-            self._count_time()
-            with self.track.alone():
-                self.run.look()
-            self._looking = False
-            return True
-        if len(self._marks) >= DEEP:
-            return False
-        self._launch()
-        return True
-
-    def _launch(self) -> None:
-        run, began = self.run, time.perf_counter()
-        if self._window_began is None:
-            self._window_began, self._launched_seconds = began, 0.0
-        to_look = run.steps_to_look
-        steps = min(CHUNK, to_look)
-        simple = run.learner.is_captured
-        with self.track.launching() if simple else self.track.alone():
-            for _ in range(steps):
-                run.learner.advance()
-        mark = self.track.mark()
-        if mark is not None:
-            self._marks.append(mark)
-        self._looking = steps == to_look
-        self._launched_seconds += time.perf_counter() - began
-
-    def _count_time(self) -> None:
-        """Tell the learner of the time in which its steps ran and it was not asked."""
-        if self._window_began is not None and self.track.stream is not None:
-            whole = time.perf_counter() - self._window_began
-            self.run.learner.count_busy(max(0.0, whole - self._launched_seconds))
-        self._window_began = None
-
-
-def _reached(mark: Any) -> bool:
-    return bool(mark.query())
 
 
 class Turns:
@@ -167,6 +45,8 @@ class Turns:
         Where to train.
     parallel
         Runs at a time.
+    share
+        Gives a run's recipe its share of the machine.
     prepare
         Gives the dataset of a recipe, opened and checked.
     place
@@ -180,12 +60,13 @@ class Turns:
         device: torch.device,
         *,
         parallel: int,
+        share: Callable[[Recipe], Recipe] = lambda recipe: recipe,
         prepare: Callable[[SweepPoint], Dataset],
         place: Callable[[SweepPoint], Path],
         display: SweepDisplay,
     ) -> None:
         self._device, self._prepare, self._place = device, prepare, place
-        self._display = display
+        self._share, self._display = share, display
         self._lanes = [Lane(device) for _ in range(parallel)]
         self._tables = SharedTables()
         self._stop = StopRequest()
@@ -246,9 +127,9 @@ class Turns:
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
             dataset = self._prepare(point)
-            recipe, sizes = resolve(point.recipe, dataset, quiet=True)
+            recipe, sizes = resolve(self._share(point.recipe), dataset, quiet=True)
             check_resumed(directory, recipe)
-            with lane.track.alone():
+            with lane.track.alone(), deterministic(recipe.train.deterministic):
                 torch.manual_seed(recipe.seed)
                 with self._tables.used():
                     learner = Learner(recipe, sizes, dataset, self._device)
@@ -257,7 +138,7 @@ class Turns:
                 try:
                     run.begin()
                 except BaseException:
-                    run.learner.close()
+                    run.abandon()
                     raise
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # a table may be on its way for others
@@ -271,9 +152,11 @@ class Turns:
         before = lane.run.learner.step
         try:
             with _in_words(point, lane.run.path):
+                if lane.will_capture:
+                    self._settle_saves()
                 moved = lane.turn()
-                if lane.run.is_done and not lane.run.learner.unreported:
-                    with lane.track.alone():
+                if lane.is_finished:
+                    with lane.alone():
                         lane.run.finish()
                     lane.release()
                     self._display.step(point.name, point.recipe.train.steps)
@@ -290,11 +173,16 @@ class Turns:
             self._display.step(point.name, lane.run.learner.step)
         return moved
 
+    def _settle_saves(self) -> None:
+        """Wait for the threads that write checkpoints: none may use the GPU during a capture."""
+        for lane in self._busy():
+            lane.run.saves.wait()
+
     def _interrupt(self) -> None:
         """Save a checkpoint of every run."""
         for lane in self._busy():
             try:
-                with lane.track.alone():
+                with lane.alone():
                     lane.run.look()
             except TrainingInterrupted:
                 pass  # as it should be
@@ -306,7 +194,7 @@ class Turns:
 
     def _abandon(self, lane: Lane) -> None:
         try:
-            with lane.track.alone():
+            with lane.alone():
                 lane.run.abandon()
         finally:
             lane.release()

@@ -32,6 +32,7 @@ SURFACE = {
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
     "bench": "name sizes quick json",
     "strategies": "recipe overrides strategies out json quiet",
+    "sweep": "recipe overrides seeds out mode parallel json quiet",
     "doctor": "json",
 }
 

@@ -22,6 +22,25 @@ from gear_offline.errors import UnavailableError
 from gear_offline.progress import progress, say
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
+BASE = "solo 1"
+WAYS = (
+    ("solo", 1),
+    ("streams", 16),
+    ("branches", 8),
+    ("batched", 8),
+    ("batched_2", 16),
+    ("green", 8),
+)
+NAMES = {
+    "solo": "one after another",
+    "streams": "streams",
+    "branches": "branches of one graph",
+    "batched": "stacked weights",
+    "batched_2": "stacked weights, two groups on streams",
+    "green": "streams on green contexts",
+    "processes": "processes",
+    "mps": "processes, multi-process service",
+}
 LIMIT_SECONDS = 150.0
 # The driver's default of 8 queues would make runs beyond the eighth wait for others.
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -37,37 +56,67 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     seconds = 1.5 if quick else 3.0
     steps, episodes = (STEPS // 10, EPISODES // 10) if quick else (STEPS, EPISODES)
     found: dict[str, Any] = {}
-    with _hopper_like(steps, episodes) as (dataset, _), progress(6, "sweep", unit="ways") as tick:
+    with (
+        _hopper_like(steps, episodes) as (dataset, _),
+        progress(len(WAYS) + 4, "sweep", unit="ways") as tick,
+    ):
         path = str(dataset.path)
-
-        def measure(way: str, count: int, *options: str) -> None:
-            found[f"{way} {count}"] = _child(way, count, seconds, path, (*OPTIONS, *options))
+        for way, count in WAYS:
+            found[f"{way} {count}"] = _child(way, count, seconds, path, OPTIONS)
             tick(1)
-
-        measure("solo", 1)
-        measure("streams", 16)
-        measure("batched", 8)
-        measure("branches", 8)
-        measure("green", 8)
-        found["equality"] = _equality(path)
         found["processes 8"] = _processes(8, seconds, path, {})
+        tick(1)
         found["mps 8"] = _mps(8, seconds, path)
         tick(1)
-    return {"gpu": torch.cuda.get_device_name(), "found": found}
+        equality = _equality(path)
+        tick(1)
+        profile = _child("profile", 1, seconds, path, OPTIONS)
+        tick(1)
+    rows = results(found)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "base": BASE,
+        "results": rows,
+        "skipped": {name: row["error"] for name, row in found.items() if "error" in row},
+        "equality": equality,
+        "profile": profile,
+    }
+
+
+def results(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each way and number of runs, with its ratio to the base."""
+    rows = []
+    base = found[BASE].get("steps_per_second", float("nan"))
+    for name, measured in found.items():
+        way, _, count = name.partition(" ")
+        many = [(count, measured)] if "steps_per_second" in measured else measured.items()
+        for runs, row in many:
+            if isinstance(row, Mapping) and "steps_per_second" in row:
+                rate = float(row["steps_per_second"])
+                rows.append(
+                    {
+                        "way": way,
+                        "runs": int(runs),
+                        "steps_per_second": rate,
+                        "ratio": rate / base,
+                        "memory_bytes": measured.get("memory_bytes"),
+                    }
+                )
+    return rows
 
 
 def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return a header and one row a way."""
-    base = document["found"]["solo 1"].get("steps_per_second", float("nan"))
     rows: list[tuple[Any, ...]] = [("", "runs", "steps/s in sum", "x one after another")]
-    for name, row in document["found"].items():
-        way, _, count = name.partition(" ")
-        for runs, part in (
-            row.items() if way == "streams" and "error" not in row else [(count, row)]
-        ):
-            if isinstance(part, Mapping) and "steps_per_second" in part:
-                sum_ = part["steps_per_second"]
-                rows.append((way, runs, f"{sum_:,.0f}", f"{sum_ / base:.2f}"))
+    for row in document["results"]:
+        rate, ratio = f"{row['steps_per_second']:,.0f}", f"{row['ratio']:.2f}"
+        rows.append((NAMES.get(row["way"], row["way"]), row["runs"], rate, ratio))
+    for name, row in document["equality"].items():
+        if "error" not in row:
+            text = f"{row['together']:.2g} beside others, {row['alone_twice']:.2g} alone twice"
+            rows.append((f"difference of weights, {name}", "", text, ""))
+    for name, error in document["skipped"].items():
+        rows.append((name, "", f"not measured: {error}"[:60], ""))
     return rows
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gear_offline import data_parallel
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
@@ -26,6 +29,7 @@ from gear_offline.sweep_track import Track
 CHUNK = 8  # steps of a run that are launched together
 DEEP = 4  # chunks on their way, at most
 COMPARED_STEPS = 300
+PROFILED = 20  # steps
 DEVICE = torch.device("cuda")
 
 
@@ -227,7 +231,12 @@ def batched_4(dataset: Dataset, options: Sequence[str], count: int, seconds: flo
 
 
 def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
-    """The kernels of one step of one run, by name, microseconds each."""
+    """The kernels of one step of one run, and the share of the GPU that each one holds.
+
+    A kernel holds multiprocessors as far as its blocks fill them, by threads, registers and shared
+    memory; what it holds times its duration, summed, is the time of a step that could at best
+    overlap with others.
+    """
     from torch.profiler import ProfilerActivity
 
     learner = make_learner(dataset, options, 0)
@@ -236,19 +245,46 @@ def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float
     torch.cuda.synchronize()
     untyped: Any = torch.profiler.profile
     with untyped(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(20):
+        for _ in range(PROFILED):
             learner.advance()
         torch.cuda.synchronize()
-    rows = sorted(profiler.key_averages(), key=lambda row: -row.device_time_total)
-    kernels = [row for row in rows if row.device_time_total > 0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    rows: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memset", "gpu_memcpy"):
+            continue
+        row = rows.setdefault(event["name"][:70], [0.0, 0.0, 0.0])
+        row[0] += 1 / PROFILED
+        row[1] += event["dur"] / PROFILED
+        row[2] += event["dur"] * held_share(event.get("args", {})) / PROFILED
+    ordered = sorted(rows.items(), key=lambda item: -item[1][2])
     return {
-        "kernels_a_step": sum(row.count for row in kernels) / 20,
-        "busy_us_a_step": sum(row.device_time_total for row in kernels) / 20,
-        "kernels": [
-            [row.key[:70], row.count / 20, round(row.device_time_total / 20, 2)]
-            for row in kernels[:60]
-        ],
+        "kernels_a_step": sum(row[0] for row in rows.values()),
+        "busy_us_a_step": sum(row[1] for row in rows.values()),
+        "held_us_a_step": sum(row[2] for row in rows.values()),
+        "kernels": [[name, *(round(value, 2) for value in row)] for name, row in ordered],
     }
+
+
+def held_share(facts: Mapping[str, Any]) -> float:
+    """Return the share of a GPU that a kernel's blocks hold, from what the profiler says of it."""
+    if "grid" not in facts:
+        return 0.0
+    properties: Any = torch.cuda.get_device_properties(DEVICE)
+    threads = math.prod(facts["block"])
+    registers = max(1, int(facts.get("registers per thread", 32)))
+    shared = int(facts.get("shared memory", 0)) + 1024  # the driver's own
+    resident = min(
+        32,
+        2048 // threads,
+        65_536 // (registers * threads),
+        properties.shared_memory_per_multiprocessor // shared,
+    )
+    blocks = math.prod(facts["grid"])
+    return float(min(1.0, blocks / (max(1, resident) * properties.multi_processor_count)))
 
 
 def green(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
@@ -335,17 +371,33 @@ WAYS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+def _set(option: str) -> None:
+    """Set what is no option of a recipe: ``inductor:KEY=JSON``, ``blas:...``."""
+    kind, _, rest = option.partition(":")
+    key, _, value = rest.partition("=")
+    untyped: Any = torch
+    if kind == "inductor":
+        data_parallel.COMPILE[key] = json.loads(value)
+    elif key == "split_k":
+        untyped.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+            True,
+            json.loads(value),
+        )
+    elif key == "library":
+        untyped.backends.cuda.preferred_blas_library(value)
+    elif key == "multiprocessors":
+        total = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        untyped._C._set_sm_carveout_experimental(total - int(value))
+
+
 def main(arguments: Sequence[str]) -> None:
     way, count, seconds, path, *options = arguments
     if "deterministic" in options:
         options.remove("deterministic")
         torch.use_deterministic_algorithms(True)
-    for option in [word for word in options if word.startswith("inductor:")]:
+    for option in [word for word in options if ":" in word]:
         options.remove(option)
-        key, _, value = option.removeprefix("inductor:").partition("=")
-        import torch._inductor.config as inductor
-
-        setattr(inductor, key, json.loads(value))
+        _set(option)
     dataset = open_dataset(Path(path), verify=False)
     began = time.perf_counter()
     found = WAYS[way](dataset, options, int(count), float(seconds))

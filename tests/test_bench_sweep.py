@@ -1,0 +1,95 @@
+"""The benchmark of sweeps without a GPU: its peer model, its table, its refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gear_offline.bench import sweep
+from gear_offline.bench.stacked_model import StackedModels
+from gear_offline.errors import UnavailableError
+from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.loss import action_loss
+
+MODELS, BATCH, STEPS, STATES, ACTIONS = 3, 4, 5, 6, 2
+
+
+def model(seed: int) -> DecisionTransformer:
+    torch.manual_seed(seed)
+    built = build_model(
+        state_dim=STATES,
+        action_dim=ACTIONS,
+        hidden_size=8,
+        heads=2,
+        layers=2,
+        dropout=0.0,
+        max_timestep=20,
+        context_length=STEPS,
+    )
+    trainable_parameters(built)
+    built.train()
+    return built
+
+
+def test_stacked_models_have_the_losses_and_gradients_of_each() -> None:
+    """The peer does the same work: otherwise its rate would say nothing."""
+    models = [model(seed) for seed in range(MODELS)]
+    torch.manual_seed(99)
+    shape = (MODELS, BATCH, STEPS)
+    states, actions = torch.randn(*shape, STATES), torch.rand(*shape, ACTIONS)
+    returns, timesteps = torch.randn(*shape, 1), torch.randint(0, 20, shape)
+    mask = (torch.arange(STEPS) < torch.randint(1, STEPS + 1, (MODELS, BATCH, 1))).long()
+    stacked = StackedModels(models)
+    losses = stacked.loss(states, actions, returns, timesteps, mask)
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    for n, one in enumerate(models):
+        output = one(
+            states=states[n],
+            actions=actions[n],
+            returns_to_go=returns[n],
+            timesteps=timesteps[n],
+            attention_mask=mask[n],
+            padding="right",
+            only_actions=True,
+        )
+        loss = action_loss(output.action_preds, actions[n], mask[n])
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(losses[n], loss, rtol=1e-5, atol=1e-6)
+        for name, parameter in one.named_parameters():
+            if parameter.grad is None:
+                continue
+            together: Any = getattr(stacked, name.replace(".", "_")).grad
+            torch.testing.assert_close(together[n], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_table_has_ratios_to_one_run_after_another() -> None:
+    found: dict[str, Any] = {
+        "solo 1": {"steps_per_second": 1000.0, "memory_bytes": 1},
+        "streams 4": {
+            "1": {"steps_per_second": 990.0},
+            "2": {"steps_per_second": 1500.0},
+            "memory_bytes": 7,
+        },
+        "green 8": {"error": "no green contexts"},
+    }
+    rows = sweep.results(found)
+    assert [(row["way"], row["runs"], row["ratio"]) for row in rows] == [
+        ("solo", 1, 1.0),
+        ("streams", 1, 0.99),
+        ("streams", 2, 1.5),
+    ]
+    equality = {"float32": {"together": 0.0, "alone_twice": 0.0}, "other": {"error": "lost"}}
+    document = {"results": rows, "equality": equality, "skipped": {"green 8": "no green contexts"}}
+    lines = sweep.table(document)
+    assert lines[1] == ("one after another", 1, "1,000", "1.00")
+    assert lines[-2][0] == "difference of weights, float32"
+    assert lines[-1][2] == "not measured: no green contexts"
+
+
+def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError):
+        sweep.run(quick=True)

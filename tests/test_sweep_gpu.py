@@ -1,0 +1,131 @@
+"""Sweeps on a GPU: runs that overlap on streams end with the bits of runs that are alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gear_offline import placement
+from gear_offline.learner import Learner
+from gear_offline.recipe import Recipe
+from gear_offline.sweep import run_sweep
+from gear_offline.sweep_points import grid, name_points
+from gear_offline.sweep_track import Track
+from gear_offline.trainer import train
+from tests.support import make_dataset
+from tests.training_support import learnt, tiny_recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("sweep"), [30, 7, 44, 12]).path
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+
+
+def recipe(data: Path, *overrides: str) -> Recipe:
+    return tiny_recipe(
+        data,
+        *("train.device=cuda", "train.graph=on", "train.precision=fp32", "train.compile=off"),
+        *("evaluate.episodes=0", "model.hidden_size=32", "model.heads=2", "model.layers=2"),
+        *("loader.batch_size=16", "loader.context_length=8", "train.steps=60"),
+        *("train.log_every=7", "train.checkpoint_every=20", *overrides),
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("train.compile=on", "train.precision=bf16", "train.deterministic=true")],
+    ids=["float32", "compiled bfloat16, deterministic"],
+)
+def test_overlapping_runs_are_those_that_are_alone(
+    data: Path, tmp_path: Path, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = []
+    place = placement.place_table
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        placed.append(place(*arguments, **options))
+        return placed[-1]
+
+    recipes = grid(recipe(data, *overrides), {}, seeds=[0, 1, 2, 3, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(placement, "place_table", counted)
+        results = run_sweep(recipes, tmp_path / "sweep", mode="streams", parallel=3, quiet=True)
+    assert [(r.status, r.error) for r in results] == [("complete", None)] * 5
+    assert len(placed) == 1, "one table for all runs"
+    for point, result in zip(name_points(recipes), results, strict=True):
+        alone = train(point.recipe, out=tmp_path / point.name, quiet=True)
+        assert learnt(result.path) == learnt(alone)
+    assert len({learnt(result.path)["model"] for result in results}) == 5, "they do differ"
+
+
+def test_shapes_and_failures_side_by_side(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose loss becomes NaN ends alone; the others, of several shapes, end as alone."""
+    advance = Learner.advance
+
+    def poisoned(self: Learner) -> None:
+        if self.recipe.seed == 1 and self.recipe.model.hidden_size == 16 and self.step == 25:
+            with torch.no_grad():
+                self.model.embed_ln.bias.fill_(float("nan"))
+        advance(self)
+
+    recipes = grid(recipe(data), {"model.hidden_size": [16, 32]}, seeds=[0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "advance", poisoned)
+        results = run_sweep(recipes, tmp_path / "sweep", mode="streams", quiet=True)
+    assert [result.status for result in results] == ["complete", "failed", "complete", "complete"]
+    assert str(results[1].error).startswith("LOSS_NONFINITE: the loss of step 26")
+    for result in (results[0], results[2], results[3]):
+        alone = train(result.recipe, out=tmp_path / result.name, quiet=True)
+        assert learnt(result.path) == learnt(alone)
+    again = run_sweep(recipes, tmp_path / "sweep", mode="streams", quiet=True, report=False)
+    assert [result.status for result in again] == ["complete"] * 4
+    alone = train(again[1].recipe, out=tmp_path / "again", quiet=True)
+    assert learnt(again[1].path) == learnt(alone)
+
+
+def test_tracks_draw_what_a_seeded_device_draws() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.random.fork_rng([device]):
+        torch.manual_seed(7)
+        expected = [torch.rand(5, device=device) for _ in range(3)]
+        tracks = [Track(device), Track(device)]
+        before = torch.cuda.get_rng_state(device)
+        drawn: list[list[torch.Tensor]] = [[], []]
+        for turn in range(3):
+            for track, mine in zip(tracks, drawn, strict=True):
+                with track.alone():
+                    if turn == 0:
+                        torch.manual_seed(7)
+                    mine.append(torch.rand(5, device=device))
+        torch.cuda.synchronize()
+        assert torch.equal(torch.cuda.get_rng_state(device), before)
+    for mine in drawn:
+        assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+def test_a_sweep_that_needs_more_memory_than_there_is_ends_that_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(self: Learner, *arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
+
+    monkeypatch.setattr(Learner, "__init__", short)
+    (result,) = run_sweep([recipe(data)], tmp_path / "sweep", mode="streams", quiet=True)
+    assert result.status == "failed" and str(result.error).startswith("MEMORY: ")
