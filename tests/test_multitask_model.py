@@ -242,6 +242,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ("state_mean", [1.0]),
         ("returns_scale", 0.0),
         ("surprise", 1),
+        ("return_best", "high"),
+        ("return_worst", float("nan")),
+        ("state_std", None),
+        ("name", 3),
     ):
         model.config.tasks = [{**good[0], key: value}, *good[1:]]
         assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL_CONFIG", key
