@@ -209,7 +209,8 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     alone.predict_action = head
     if model.embed_task is not None:
         table = model.embed_timestep.weight + model.embed_task.weight[number]
-        alone.embed_timestep = nn.Embedding(*table.shape, _weight=table)
+        rows, width = table.shape
+        alone.embed_timestep = nn.Embedding(rows, width, _weight=table)
     return alone
 
 

@@ -86,7 +86,7 @@ def learnable(folder: Path) -> dict[str, Dataset]:
 
 def losses_by_task(learner: Learner) -> list[float]:
     """Return the loss of each task's segments in 8 batches, without dropout."""
-    learner.model.eval()
+    learner.model.train(False)
     found = []
     with torch.no_grad():
         for task in range(len(learner.tasks)):
