@@ -246,7 +246,8 @@ class LeadingRun(Run):
         self.evaluations.begin(self._due_so_far(step))
         self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
         self._steps_began = self._steps_ended = self._logged
-        self._first_step = step
+        # The first step of a process is not counted: it prepares kernels.
+        self._first_step, self._timing = step, False
 
     def _due_so_far(self, step: int) -> list[int]:
         """Return the steps up to `step` after which an evaluation was due."""
@@ -293,6 +294,9 @@ class LeadingRun(Run):
 
     def _look(self, step: int) -> None:
         self.display.step(step)
+        if not self._timing and step > self._first_step:
+            self._timing, self._first_step = True, step
+            self._steps_began = time.perf_counter()
         self.saves.check()
         if self.evaluations.collect():
             self.saves.prune(self._what_stays())

@@ -314,7 +314,7 @@ def test_when_evaluations_run_beside_training(data: Path, monkeypatch: pytest.Mo
     assert chosen(CPU)[0] is False and chosen(CPU)[3] == "training uses all cores"
     assert chosen(CPU, "evaluate.beside=on")[:3] == (True, "cpu", 1)
     gymnasium.registry.pop(ENVIRONMENT)
-    gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type, return-value]
+    gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert chosen(CPU)[3] == f"{ENVIRONMENT} is known to this process only"
     on = recipe.replace(evaluate__beside="on")
     code = failing_code(lambda: choose_evaluation(on, CPU, World(), parameters=1))
