@@ -60,6 +60,8 @@ def choose_evaluation(
     there = torch.device("cpu") if asked == "auto" else torch.device(asked)
     if there.type == "cuda" and there.index is None and device.type == "cuda":
         here = there = device
+    if not environments_of(recipe) or settings.episodes == 0:
+        return EvaluationChoice(beside=False, reason="none are asked for", device=here)
     if settings.beside == "off":
         return EvaluationChoice(beside=False, reason="evaluate.beside=off", device=here)
     ranks = world.nodes.count(world.nodes[world.rank])
