@@ -45,9 +45,16 @@ class EvaluationChoice:
 
 
 def choose_evaluation(
-    recipe: Recipe, device: torch.device, world: World, *, parameters: int
+    recipe: Recipe, device: torch.device, world: World, *, parameters: int, neighbours: int = 1
 ) -> EvaluationChoice:
     """Decide for a run that trains on `device`.
+
+    Parameters
+    ----------
+    parameters
+        Of the model.
+    neighbours
+        Runs that share the cores that training leaves.
 
     Raises
     ------
@@ -89,7 +96,7 @@ def choose_evaluation(
     if problem:
         return EvaluationChoice(beside=False, reason=problem, device=here)
     threads = (train.threads or 1) if device.type == "cpu" else 1
-    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads))))
+    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads * neighbours))))
     if there.type == "cuda":
         workers = settings.workers or 1
     words = f"{workers} process{'es' if workers > 1 else ''} on {there}"

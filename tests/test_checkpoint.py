@@ -234,8 +234,9 @@ def damage(path: Path, kind: str) -> None:
         place = {"first bit": 0, "middle bit": len(whole) // 2, "last bit": -1}.get(kind)
         if place is not None:
             changed[place] ^= 1
-        cuts = {"truncated": changed[:-7], "half": changed[: len(changed) // 2], "empty": b""}
-        content = cuts.get(kind, changed + b"\0" if kind == "longer" else changed)
+        cuts = {"truncated": whole[:-7], "half": whole[: len(whole) // 2], "empty": b""}
+        longer = b"\0" if kind == "longer" else b""
+        content = cuts.get(kind, bytes(changed) + longer)
         path.write_bytes(b"\0" * len(whole) if kind == "zeros" else content)
 
 
