@@ -48,7 +48,7 @@ def train_for_ever(data: Path, run: Path, device: str) -> None:
     entry = "tests.training_support:TinyEnvironment"
     gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
     recipe = tiny_recipe(
-        *(data, "train.steps=100000", "train.checkpoint_every=2", "train.evaluate_every=50"),
+        *(data, "train.steps=100000", "train.checkpoint_every=2", "train.evaluate_every=2"),
         *("evaluate.beside=on", "evaluate.workers=2", f"train.device={device}"),
     )
     train(recipe, out=run, quiet=True)
