@@ -23,16 +23,23 @@ import torch
 from gear_offline import evaluation_beside, evaluation_choice
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError
-from gear_offline.evaluation_beside import EvaluationsBeside, WorkerLost
+from gear_offline.evaluation_beside import EvaluationsBeside
 from gear_offline.evaluation_choice import choose_evaluation
-from gear_offline.evaluation_worker import PlayRequest, answer
+from gear_offline.evaluation_worker import PlayRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
 from gear_offline.trainer import TrainingInterrupted, train
 from gear_offline.world import World
 from tests.support import failing_code
 from tests.test_resume import interrupted_in
-from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, tiny_data, tiny_recipe
+from tests.training_support import (
+    ENVIRONMENT,
+    FakeWorker,
+    learnt,
+    register_importable,
+    tiny_data,
+    tiny_recipe,
+)
 from tests.trust.leaks import session_processes, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
@@ -51,12 +58,6 @@ def importable(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
 
 
-def register_importable() -> None:
-    gymnasium.registry.pop(ENVIRONMENT, None)
-    entry = "tests.training_support:TinyEnvironment"
-    gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
-
-
 @pytest.fixture(scope="module")
 def in_place(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     register_importable()
@@ -70,33 +71,6 @@ def played(run: Path) -> list[Any]:
         (record["step"], record["score"], [dict(target) for target in record["targets"]])
         for record in read_records(run / "evaluations.jsonl")
     ]
-
-
-class FakeWorker:
-    """Plays in this process, `delay` polls after it was asked; step `deadly` kills it."""
-
-    delay, deadly = 0, 0
-    made: list[FakeWorker]
-
-    def __init__(self, *, threads: int) -> None:
-        self.step: int | None = None
-        self.pid, self.left, self.closed = 0, 0, False
-        FakeWorker.made.append(self)
-
-    def ask(self, request: PlayRequest) -> None:
-        self.step, self.left, self.request = request.step, FakeWorker.delay, request
-
-    def answer(self) -> dict[str, Any] | None:
-        if self.step == FakeWorker.deadly:
-            raise WorkerLost("killed by SIGKILL")
-        if self.left > 0:
-            self.left -= 1
-            return None
-        self.step = None
-        return answer(json.dumps(vars(self.request)))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture

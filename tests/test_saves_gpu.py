@@ -6,7 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,7 +21,7 @@ from gear_offline.tensor_file import write_tensors
 from gear_offline.trainer import TrainingInterrupted, train
 from tests.support import make_dataset
 from tests.test_resume import interrupted_in
-from tests.training_support import ENVIRONMENT, STEP_LIMIT, tiny_data, tiny_recipe
+from tests.training_support import register_importable, tiny_data, tiny_recipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,11 +120,8 @@ def test_evaluations_beside_on_the_gpu_find_what_those_in_place_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
-    entry = "tests.training_support:TinyEnvironment"
-    gymnasium.registry.pop(ENVIRONMENT, None)
     data_path = tiny_data(tmp_path)
-    gymnasium.registry.pop(ENVIRONMENT, None)
-    gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
+    register_importable()
     found = {}
     for how in ("on", "off"):
         options = ("train.device=cuda", "evaluate.device=cuda", f"evaluate.beside={how}")

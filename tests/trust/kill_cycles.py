@@ -39,14 +39,10 @@ def gpu_bytes() -> int:
 
 def train_for_ever(data: Path, run: Path, device: str) -> None:
     """Train the tiny recipe with a save every two steps and evaluations beside."""
-    import gymnasium
-
     from gear_offline.trainer import train
-    from tests.training_support import ENVIRONMENT, STEP_LIMIT, tiny_recipe
+    from tests.training_support import register_importable, tiny_recipe
 
-    gymnasium.registry.pop(ENVIRONMENT, None)
-    entry = "tests.training_support:TinyEnvironment"
-    gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
+    register_importable()
     recipe = tiny_recipe(
         *(data, "train.steps=100000", "train.checkpoint_every=2", "train.evaluate_every=2"),
         *("evaluate.beside=on", "evaluate.workers=2", f"train.device={device}"),
