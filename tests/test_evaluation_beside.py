@@ -306,3 +306,34 @@ def test_a_policy_can_act_elsewhere_in_place(
     run = train(tiny_recipe(data, "evaluate.beside=off"), out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
     assert learnt(run)["training"] == learnt(in_place)["training"]
+
+
+@pytest.mark.parametrize("beside", ["on", "off"])
+def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
+    data: Path,
+    tmp_path: Path,
+    fake: type[FakeWorker],
+    capfd: pytest.CaptureFixture[str],
+    beside: str,
+) -> None:
+    fake.delay, run = 10**9, tmp_path / "run"
+    recipe = tiny_recipe(data, "evaluate.beside=on")
+    with interrupted_in(16), pytest.raises(TrainingInterrupted):
+        train(recipe, out=run, quiet=True)
+    (run / "checkpoints" / "step-00000007" / "config.json").write_text("{}")
+    fake.delay = 0
+    train(recipe.replace(evaluate__beside=beside), out=run, resume=True)
+    assert capfd.readouterr().err.count("step 7 cannot be evaluated") == 1
+    assert [step for step, _, _ in played(run)] == [14, 20]
+
+
+def test_a_machine_without_room_for_a_process_goes_on(
+    data: Path, in_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    run = train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
+    assert played(run) == played(in_place)
