@@ -28,7 +28,7 @@ from gear_offline.task_recipes import open_tasks
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
 
-__all__ = ["RESUMABLE", "TrainingInterrupted", "train"]
+__all__ = ["RESUMABLE", "TrainingInterrupted", "check_same_run", "train"]
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",
@@ -132,11 +132,11 @@ def check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:
     if directory is None:
         return
     if directory.recipe_path.exists() and list_checkpoints(directory.checkpoints_path):
-        _check_same(load_recipe(directory.recipe_path), recipe, directory.path)
+        check_same_run(load_recipe(directory.recipe_path), recipe, directory.path)
 
 
-def _check_same(before: Recipe, now: Recipe, path: Path) -> None:
-    """Refuse to resume a run with a recipe that would have made another run."""
+def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
+    """Refuse to resume a run with a recipe that would have made another run: ``RUN_RECIPE``."""
     old, new = _leaves(before.to_dict()), _leaves(now.to_dict())
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":
