@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from gear_offline.loaders.device_batches import DeviceBatches, make_batches, spl
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, make_engine
 from gear_offline.loaders.feedback import check_planned, check_updates, update_count
-from gear_offline.loaders.options import check_options, check_state, no_engine
+from gear_offline.loaders.options import check_options, check_state, no_engine, window_bytes
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
@@ -32,6 +33,7 @@ from gear_offline.placement_plan import Placement
 from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
+from gear_offline.schema import Int64Array
 from gear_offline.world import World
 
 if TYPE_CHECKING:
@@ -284,6 +286,12 @@ class GearLoader(Iterator[Batch]):
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
         return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
 
+    def slots_at(self, step: int) -> Int64Array:
+        """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
+        if self._spread is not None:
+            return self._spread.slots_at(step)
+        return np.arange(self.share) + self._stream.first_slot
+
     def device_batches(self, *, ahead: bool = False) -> DeviceBatches:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
@@ -370,13 +378,7 @@ class GearLoader(Iterator[Batch]):
     def _steps_per_block(self) -> int:
         if self.learner is not None:
             return 1  # the next step depends on the losses of this one
-        window_bytes = sum(
-            (self.context_length + store.lead)
-            * store.width
-            * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
-            for store in self.table.stores
-        )
-        batch_bytes = self.share * (window_bytes + 16 * self.context_length)
+        batch_bytes = self.share * window_bytes(self.table, self.context_length)
         most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
         if self.disk is not None:
             most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)

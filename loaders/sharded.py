@@ -145,6 +145,13 @@ class ShardedBatches:
         self.far_segments += len(block.far)
         return windows
 
+    def slots_at(self, step: int) -> Int64Array:
+        """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
+        drawn = self._selection.select(seed=self._seed, step=step, count=self._batch)
+        homes = torch.from_numpy(self._share.nodes[drawn.episodes])
+        found = self._assigner.assign(self._anywhere, homes)
+        return np.asarray(found.slots[self._world.rank].numpy())
+
     def close(self) -> None:
         """End the exchange; all ranks together."""
         self._drop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
-from gear_offline.exchange.contract import Destination, Reads, Shelf
+from gear_offline.exchange.contract import Shelf
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 from gear_offline.selection import Segments, make_selection
 from gear_offline.sharding import shard_weights, share_shards, take_share
 from gear_offline.table import build_table
 from gear_offline.world import World
+from tests.one_process import OneProcess
 from tests.support import make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
@@ -33,43 +33,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return found
 
 
-class OneProcess:
-    """An exchange between ranks of this process: rows are copied as they are posted."""
-
-    name, world = "fake", 0
-
-    def __init__(self, rank: int, shelves: list[Shelf]) -> None:
-        self.rank, self.shelves = rank, shelves
-        self.posted: list[int] = []
-        self.waited: list[int] = []
-
-    def register(self, buffers: Any) -> Destination:
-        return Destination.of(buffers, self.shelves[0].row_bytes)
-
-    def post(self, step: int, reads: Reads, destination: Destination) -> None:
-        self.posted.append(step)
-        mine = reads.made_by(self.rank)
-        for read in range(len(mine)):
-            shelf = self.shelves[int(mine.owners[read])]
-            episodes = shelf.episodes[0].tolist()
-            place = episodes.index(int(mine.episodes[read]))
-            first = int(shelf.lengths[episodes[:place]].sum() + mine.starts[read])
-            count, row = int(mine.steps[read]), int(mine.rows[read])
-            for source, target in zip(shelf.memory[0], destination.memory, strict=True):
-                target.bytes[row : row + count] = source.bytes[first : first + count]
-
-    def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
-        assert step in self.posted and step not in self.waited
-        self.waited.append(step)
-
-    def close(self) -> None:
-        assert self.posted == self.waited
-
-
 def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[ShardedBatches]:
     """Return the batches of every rank."""
     owners = share_shards(shard_weights(dataset), len(set(nodes)))
-    parts, shelves = [], []
+    parts: list[Any] = []
+    shelves: dict[int, Shelf] = {}
     table_options = {k: options.pop(k) for k in ("normalize_states", "layout") if k in options}
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
@@ -77,7 +45,7 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
             share.dataset, context_length=options["context_length"], **table_options
         )
         parts.append((rank, share, table))
-        shelves.append(shelf_of(table, share, node))
+        shelves[rank] = shelf_of(table, share, node)
     found = []
     for rank, share, table in parts:
         gather = CpuGather(
