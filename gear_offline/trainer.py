@@ -103,6 +103,7 @@ def train(
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(directory, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)
+        stack.callback(learner.release)
         if directory is None:
             Run(path, learner).complete()
         else:

@@ -30,10 +30,10 @@ from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spre
 from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
+from gear_offline.schema import Int64Array
 from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
-from gear_offline.schema import Int64Array
 from gear_offline.world import World
 
 if TYPE_CHECKING:
@@ -226,9 +226,9 @@ class GearLoader(Iterator[Batch]):
         self.gather: Gather = self.disk or CpuGather(
             self.table, context_length=context_length, padding=padding, pin=self._moves
         )
-        self._spread: ShardedBatches | None = None
+        self.spread: ShardedBatches | None = None
         if node_share is not None:
-            self._spread = open_spread(
+            self.spread = open_spread(
                 self._stream,
                 self.world,
                 node_share,
@@ -238,7 +238,7 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        check_planned(self.selection, self.disk, self._spread)
+        check_planned(self.selection, self.disk, self.spread)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -288,8 +288,8 @@ class GearLoader(Iterator[Batch]):
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
-        if self._spread is not None:
-            return self._spread.slots_at(step)
+        if self.spread is not None:
+            return self.spread.slots_at(step)
         return np.arange(self.share) + self._stream.first_slot
 
     def device_batches(self, *, ahead: bool = False) -> DeviceBatches:
@@ -303,8 +303,8 @@ class GearLoader(Iterator[Batch]):
         UnavailableError
             ``ENGINE_OFF`` unless the loader has a GPU engine.
         """
-        if self.engine is None:
-            raise no_engine("this loader does not gather on the GPU")
+        if self.engine is None or self.spread is not None:
+            raise no_engine("the GPU alone does not gather this loader's batches")
         options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
         return make_batches(self.engine, step=self._step, ahead=ahead, **options)
 
@@ -347,8 +347,8 @@ class GearLoader(Iterator[Batch]):
         if self.disk is not None:
             self.disk.close()
             self._ready = []
-        if self._spread is not None:
-            self._spread.close()
+        if self.spread is not None:
+            self.spread.close()
             self._ready = []
 
     def __enter__(self) -> Self:
@@ -386,8 +386,8 @@ class GearLoader(Iterator[Batch]):
 
     def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
-        if self._spread is not None:
-            windows = self._spread.windows(first_step, steps)
+        if self.spread is not None:
+            windows = self.spread.windows(first_step, steps)
         elif self.engine is not None:
             windows = self.engine.fill(first_step=first_step, steps=steps)
         elif ahead and self.disk is not None:

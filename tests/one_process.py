@@ -44,7 +44,7 @@ class OneProcess:
             place = episodes.index(int(mine.episodes[read]))
             first = int(shelf.lengths[episodes[:place]].sum() + mine.starts[read])
             count, row = int(mine.steps[read]), int(mine.rows[read])
-            assert 0 <= mine.starts[read], "inside the episode"
+            assert mine.starts[read] >= 0, "inside the episode"
             assert mine.starts[read] + count <= shelf.lengths[int(mine.episodes[read])]
             for source, target in zip(shelf.memory[0], destination.memory, strict=True):
                 target.bytes[row : row + count] = source.bytes[first : first + count]

@@ -128,9 +128,7 @@ def test_the_stream_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("sharding", sorted(PLACES))
-def test_every_world_size(
-    dataset: Dataset, law: str, expected: list[str], sharding: str
-) -> None:
+def test_every_world_size(dataset: Dataset, law: str, expected: list[str], sharding: str) -> None:
     for nodes in PLACES[sharding]:
         ranks = open_ranks(dataset, nodes, sharding, selection=law, **OPTIONS)
         for step in range(5):  # more than a block
