@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
+SPREAD_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
 
 
 class Gather(Protocol):
@@ -382,7 +383,10 @@ class GearLoader(Iterator[Batch]):
         most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
         if self.disk is not None:
             most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
-        return max(1, min(most_segments // self.batch_size, most_bytes // batch_bytes))
+        most_steps = most_segments // self.batch_size
+        if self.spread is not None:
+            most_steps = min(most_steps, SPREAD_STEPS)
+        return max(1, min(most_steps, most_bytes // batch_bytes))
 
     def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""

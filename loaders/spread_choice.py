@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from gear_offline.dataset import Dataset
@@ -88,6 +89,7 @@ def open_spread(
 ) -> ShardedBatches:
     """Open the exchange between the ranks, and return what makes this rank's batches."""
     from gear_offline.exchange import open_exchange
+    from gear_offline.exchange.contract import TIMEOUT
     from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 
     shelf = shelf_of(table, share, world.nodes[world.rank])
@@ -96,7 +98,13 @@ def open_spread(
         share=share,
         table=table,
         gather=gather,
-        exchange=open_exchange(shelf, mode=exchange, group=world.control, quiet=not world.is_first),
+        exchange=open_exchange(
+            shelf,
+            mode=exchange,
+            group=world.control,
+            timeout=min(TIMEOUT, timedelta(seconds=world.timeout)),
+            quiet=not world.is_first,
+        ),
         selection=stream.selection,
         seed=stream.seed,
         batch_size=stream.batch_size,

@@ -98,7 +98,7 @@ def private_table(world: World, dataset: Dataset, **options: Any) -> Any:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_the_stream_is_that_of_one_process(
