@@ -86,6 +86,11 @@ def shard_weights(
     return np.array([weights[a:b].sum() for a, b in pairwise(firsts.tolist())])
 
 
+def without_episodes(dataset: Dataset) -> Dataset:
+    """Return a dataset of the same columns and statistics that holds nothing."""
+    return take_share(dataset, np.zeros(len(dataset.manifest.shards), np.int64), 1).dataset
+
+
 def take_share(dataset: Dataset, owners: Int64Array, node: int) -> NodeShare:
     """Return what `node` holds when shards lie as `owners` (S,) says."""
     manifest = dataset.manifest

@@ -50,6 +50,9 @@ class World:
         (W,), how each rank is asked whether it is there; empty when alone.
     timeout
         Seconds after which a silent rank counts as lost.
+    feeds
+        Whether this process reads data.  One that does not stands beside rank `rank`, whose batch
+        it works on; see `gear_offline.data_ranks`.
     """
 
     rank: int = 0
@@ -57,6 +60,7 @@ class World:
     control: Any = field(default=None, repr=False)
     cards: tuple[str, ...] = field(default=(), repr=False)
     timeout: float = TIMEOUT_SECONDS
+    feeds: bool = True
 
     @property
     def size(self) -> int:

@@ -156,17 +156,18 @@ class GearLoader(Iterator[Batch]):
         )
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
-        self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
+        self.world = World() if world is None else world
+        if isinstance(dataset, (str, Path)):
+            dataset = open_dataset(dataset, verify=self.world.feeds)
+        self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
-        law: dict[str, Any] = {
-            "gamma": float(gamma),
-            "returns_scale": float(returns_scale),
-            "normalize_states": bool(normalize_states),
-        }
-        self.world = World() if world is None else world
+        law: dict[str, Any] = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
+        law["normalize_states"] = bool(normalize_states)
         self.share = self.world.share(batch_size)
+        if not self.world.feeds:  # it holds no rows, whatever the options say
+            self.share, placement, engine, sharding, mode = 0, "host", "off", "replicate", "read"
         self._stream = Stream(
             selection=self.selection,
             seed=int(seed),
@@ -174,11 +175,8 @@ class GearLoader(Iterator[Batch]):
             first_slot=self.world.rank * self.share,
             share=self.share,
         )
-        rows: dict[str, Any] = {
-            "context_length": context_length,
-            "extra_columns": tuple(extra_columns),
-            **law,
-        }
+        rows: dict[str, Any] = {"extra_columns": tuple(extra_columns), **law}
+        rows["context_length"] = context_length
         self.disk = open_disk(
             self.dataset,
             self._stream,
@@ -239,7 +237,7 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        check_planned(self.selection, self.disk, self.spread)
+        check_planned(self.selection, self.disk)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -383,10 +381,8 @@ class GearLoader(Iterator[Batch]):
         most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
         if self.disk is not None:
             most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
-        most_steps = most_segments // self.batch_size
-        if self.spread is not None:
-            most_steps = min(most_steps, SPREAD_STEPS)
-        return max(1, min(most_steps, most_bytes // batch_bytes))
+        steps = min(most_segments // self.batch_size, most_bytes // max(batch_bytes, 1))
+        return max(1, steps if self.spread is None else min(steps, SPREAD_STEPS))
 
     def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""

@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ import gear_offline.exchange
 import gear_offline.loaders.loader as loader_module
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.exchange.contract import Shelf
+from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import World
 from tests.one_process import OneProcess, global_digest, row_digests
@@ -137,6 +140,32 @@ def test_every_world_size(dataset: Dataset, law: str, expected: list[str], shard
             assert found == expected[step], (nodes, step)
         for loader in ranks:
             loader.close()
+
+
+def test_a_law_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
+    """Losses of all ranks reach every rank; their weights are those of the slots they have."""
+    options = OPTIONS | {"selection": "prioritized"}
+    alone = GearLoader(dataset, **options)
+    ranks = open_ranks(dataset, (0, 1, 1), "shard", **options)
+    uniform = []
+    for step in range(6):
+        slots = [loader.slots_at(step) for loader in ranks]
+        expected, batches = next(alone), [next(loader) for loader in ranks]
+        found = global_digest(slots, [row_digests(batch) for batch in batches])
+        assert found == global_digest([range(BATCH)], [row_digests(expected)])
+        weights = LossFeedback(alone).importance()
+        for mine, loader in zip(slots, ranks, strict=True):
+            assert torch.equal(LossFeedback(loader).importance(), weights[torch.from_numpy(mine)])
+        uniform.append(bool((weights == 1).all()))
+        losses = expected.segments.sum(1).numpy().astype(np.float32) % 7
+        for loader in (alone, *ranks):
+            assert loader.learner is not None
+            loader.learner.update(expected.segments.numpy(), losses)
+    assert uniform == [True] + [False] * 5, "priorities have an effect"
+    states = [loader.state_dict() for loader in (alone, *ranks)]
+    assert all(state == states[0] for state in states)
+    for loader in ranks:
+        loader.close()
 
 
 def test_the_digest_notices_a_swap_and_a_changed_byte(dataset: Dataset) -> None:

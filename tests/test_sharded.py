@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.exchange.contract import Shelf
-from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 from gear_offline.selection import Segments, make_selection
 from gear_offline.sharding import shard_weights, share_shards, take_share
 from gear_offline.table import build_table
 from gear_offline.world import World
+from tests.image_support import image_columns
 from tests.one_process import OneProcess
 from tests.support import make_dataset
 
@@ -33,12 +34,24 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return found
 
 
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    columns = image_columns(sum(LENGTHS), (4, 5))
+    folder = tmp_path_factory.mktemp("frames")
+    path = make_dataset(folder, LENGTHS, columns=columns, shard_bytes=900).path
+    found = open_dataset(Path(path))
+    assert len(found.manifest.shards) >= 3
+    return found
+
+
 def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[ShardedBatches]:
     """Return the batches of every rank."""
     owners = share_shards(shard_weights(dataset), len(set(nodes)))
     parts: list[Any] = []
     shelves: dict[int, Shelf] = {}
-    table_options = {k: options.pop(k) for k in ("normalize_states", "layout") if k in options}
+    table_options = {
+        k: options.pop(k) for k in ("normalize_states", "layout", "frame_stack") if k in options
+    }
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
         table = build_table(
@@ -77,12 +90,13 @@ def rows_of(windows: Windows, segments: Segments | None = None) -> Counter[Any]:
 @given(data=st.data())
 def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> None:
     nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
-    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes"]))
+    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
+    span = data.draw(st.integers(1, 9))
     options: dict[str, Any] = {
-        "selection": make_selection(law, dataset),
+        "selection": make_selection(law, dataset, context_length=span),
         "seed": data.draw(st.integers(0, 99)),
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
-        "context_length": data.draw(st.integers(1, 9)),
+        "context_length": span,
         "padding": data.draw(st.sampled_from(["left", "right"])),
         "layout": data.draw(st.sampled_from(["records", "columns"])),
         "normalize_states": data.draw(st.booleans()),
@@ -96,7 +110,19 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
     )
     gather = CpuGather(whole, context_length=options["context_length"], padding=options["padding"])
     steps = data.draw(st.integers(1, 3))
-    for first in data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)])):
+    firsts = data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)]))
+    compare(ranks, gather, firsts, steps, options)
+
+
+def compare(
+    ranks: list[ShardedBatches],
+    gather: CpuGather,
+    firsts: tuple[int, ...],
+    steps: int,
+    options: dict[str, Any],
+) -> None:
+    """Ask for blocks of steps; together the ranks must get what `gather` finds in the whole."""
+    for first in firsts:
         found = [rank.windows(first, steps) for rank in ranks]
         drawn = options["selection"].select_many(
             seed=options["seed"], first_step=first, steps=steps, count=options["batch_size"]
@@ -105,7 +131,7 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
             expected = rows_of(gather.fill(drawn[step]))
             got: Counter[Any] = Counter()
             for windows in found:
-                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(nodes))
+                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(ranks))
                 got += rows_of(
                     Windows(
                         buffers=tuple(b[step] for b in windows.buffers),
@@ -118,6 +144,28 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
             assert got == expected
     for rank in ranks:
         rank.close()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> None:
+    """Rows before a window travel with it, and none of another episode."""
+    nodes = data.draw(st.sampled_from([(0, 1), (0, 1, 2), (0, 0, 1)]))
+    span, stack = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5))
+    padding: Padding = data.draw(st.sampled_from(["left", "right"]))
+    options: dict[str, Any] = {
+        "selection": make_selection("uniform_steps", frames),
+        "seed": data.draw(st.integers(0, 99)),
+        "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
+        "context_length": span,
+        "padding": padding,
+        "layout": data.draw(st.sampled_from(["records", "columns"])),
+        "frame_stack": stack,
+    }
+    ranks = spread(frames, nodes, **options)
+    whole = build_table(frames, context_length=span, layout=options["layout"], frame_stack=stack)
+    gather = CpuGather(whole, context_length=span, padding=padding)
+    compare(ranks, gather, (0, 2), 2, options)
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
