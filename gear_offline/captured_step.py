@@ -104,25 +104,22 @@ class CapturedStep:
         self._window, self._precision = window, precision
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        self._loss: Callable[..., Tensor] = make_loss(
-            model, World(), compiled=compiled, feedback=feedback
-        )
+        loss: Any = make_loss(model, World(), compiled=compiled, feedback=feedback)
         self._ranks: RankGradients | None = None
         if world is not None and world.size > 1:
             divisor = float(batches.batch.attention_mask.numel())
             self._ranks = RankGradients(optimizer.parameters, divisor=divisor)
-            self._loss = partial(self._loss, valid_steps=divisor)
+            loss = partial(loss, valid_steps=divisor)
+        self._loss: Callable[..., Tensor] = loss
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
-        if world is not None:
+        if self._ranks is not None and world is not None:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
-        with torch.cuda.graph(
-            self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE
-        ):
+        with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
             self._run()
         optimizer.finish_capture()
         self._put_back(step, filled)

@@ -356,8 +356,8 @@ class Learner:
 
     def release(self) -> None:
         """Give back what would keep the ranks' connections from being closed; after errors too."""
-        captured, self._captured = self._captured, None
-        if captured is not None:
+        if self._captured is not None and self.world.size > 1:
+            captured, self._captured = self._captured, None
             captured.close()
 
     def resume_training(self) -> None:
