@@ -194,7 +194,7 @@ class GearLoader(Iterator[Batch]):
         node_share: NodeShare | None = None
         if self.disk is None:
             rows |= {"layout": layout, "mode": mode}
-            node_share = choose_share(self.dataset, self.world, sharding, **rows)
+            node_share = choose_share(self.dataset, self.world, sharding, self.selection, **rows)
             held = self.dataset if node_share is None else node_share.dataset
             self.table = shared_table(self.world, held, frame_stack=frame_stack, **rows)
         else:

@@ -15,6 +15,7 @@ from gear_offline.errors import InputError
 from gear_offline.exchange.contract import Shelf
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+from gear_offline.loaders.spread_choice import choose_share
 from gear_offline.selection import Segments, make_selection
 from gear_offline.sharding import shard_weights, share_shards, take_share
 from gear_offline.table import build_table
@@ -190,5 +191,32 @@ def test_shards_are_shared_equally(weights: list[int], nodes: int) -> None:
     owners = share_shards(weights, nodes)
     sums = [sum(w for w, o in zip(weights, owners, strict=True) if o == n) for n in range(nodes)]
     assert set(owners.tolist()) == set(range(nodes)), "nobody goes without"
+    assert owners.tolist() == share_shards(weights, nodes).tolist()
     best = max(max(weights), sum(weights) / nodes)
     assert max(sums) <= (4 / 3) * best + max(weights) / 3 + 1e-6
+
+
+def test_what_is_never_drawn_is_shared_by_size() -> None:
+    weights, sizes = [8, 0, 0, 4, 0, 4, 0], [10, 30, 10, 10, 10, 10, 10]
+    owners = share_shards(weights, 2, sizes=sizes)
+    drawn = [sum(w for w, o in zip(weights, owners, strict=True) if o == n) for n in range(2)]
+    held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(2)]
+    assert drawn == [8, 8] and max(held) - min(held) <= 30
+    assert set(share_shards([5, 0, 0], 3, sizes=[1, 1, 1]).tolist()) == {0, 1, 2}
+
+
+def test_skewed_laws_share_their_probability(
+    dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten times the weight on half of the episodes: little crosses nodes all the same."""
+    law = make_selection("return_weighted", dataset)
+    weight = getattr(law, "episode_weight", None)
+    assert weight is not None and weight.max() > 2 * weight.min()
+    share = choose_share(
+        dataset, World(rank=1, nodes=(0, 1)), "shard", law, mode="read",
+        context_length=4, layout="auto", normalize_states=False, extra_columns=(),
+    )  # fmt: skip
+    assert share is not None
+    equal = weight[share.nodes == 1].sum() / weight.sum()
+    by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)
+    assert abs(equal - 0.5) < abs(weight[by_steps.nodes == 1].sum() / weight.sum() - 0.5)
