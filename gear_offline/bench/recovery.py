@@ -125,7 +125,9 @@ def _turn(data: str, device: str, *, several: bool) -> dict[str, float]:
         processes = [
             subprocess.Popen(
                 command,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1"}
+                | ({"CUDA_VISIBLE_DEVICES": str(number)} if several and device == "cuda" else {}),
                 stdout=subprocess.DEVNULL,
                 stderr=(folder / f"said{number}.txt").open("w"),
             )
