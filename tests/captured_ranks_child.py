@@ -21,7 +21,6 @@ from gear_offline.world import World, open_world, rank_device
 
 SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
 EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")
-FAST = ("train.precision=bf16", "train.compile=on")
 
 
 def note(world: World, text: str) -> None:
@@ -93,21 +92,28 @@ def rate(data: Path, world: World, device: torch.device, *options: str) -> float
 
 
 def main(data: str, *measure: str) -> None:
+    """Compare, then measure; each of `measure` is "BATCH GRAPH COMPILE", e.g. "64 on off"."""
     device = rank_device("cuda")
     with open_world(device, timeout=50) as world:
         note(world, "joined")
         document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
         note(world, "equal")
-        for batch in (int(size) for size in measure):
-            for graph in ("off", "on"):
-                options = (f"train.graph={graph}", f"loader.batch_size={batch * world.size}")
-                document[f"batch {batch} a rank, graph {graph}, steps/s"] = rate(
-                    Path(data), world, device, *options, *FAST
-                )
-                note(world, f"batch {batch}, graph {graph}: measured")
-        if world.is_first:
-            print(json.dumps(document), flush=True)
+        show(world, document)
+        for way in measure:
+            batch, graph, compiled = way.split()
+            document[way] = rate(
+                *(Path(data), world, device, f"loader.batch_size={int(batch) * world.size}"),
+                *(f"train.graph={graph}", f"train.compile={compiled}", "train.precision=bf16"),
+            )
+            note(world, f"{way}: measured")
+            show(world, document)
     note(world, "left")
+
+
+def show(world: World, document: dict[str, Any]) -> None:
+    """Print what is known so far; the last line counts."""
+    if world.is_first:
+        print(json.dumps(document), flush=True)
 
 
 BEGAN = time.monotonic()

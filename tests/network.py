@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +28,17 @@ class Node:
     interface: str
     address: str
 
-    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a process on the node."""
+    def start(self, command: Sequence[str], *, left: Path, **options: Any) -> subprocess.Popen[str]:
+        """Start a process on the node, with shared memory of its own as a node has.
+
+        The names of what it leaves there are written to the file `left`.
+        """
+        script = 'mount -t tmpfs shm /dev/shm; "$@"; code=$?; ls -A /dev/shm >"$LEFT"; exit $code'
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *command], text=True, **options
+            ["ip", "netns", "exec", self.namespace, "sh", "-c", script, "sh", *command],
+            text=True,
+            env=options.pop("env") | {"LEFT": str(left)},
+            **options,
         )
 
     def cut(self) -> None:

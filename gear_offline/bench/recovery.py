@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gear_offline.errors import GearError
 from gear_offline.progress import progress
 
 RANKS, STEPS, EVERY, KILL_AT = 2, 60, 20, 35
+SECONDS = 300  # for one run
 PARTS = ("detection", "restart", "start_up", "first_step", "replay")
 RECIPE = """
 name: recovery
@@ -122,21 +124,22 @@ def _turn(data: str, device: str, *, several: bool) -> dict[str, float]:
         folder = Path(name)
         text = RECIPE.format(data=data, steps=STEPS, every=EVERY, device=device)
         (folder / "recovery.yaml").write_text(text)
-        processes = [
-            subprocess.Popen(
-                command,
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1"}
-                | ({"CUDA_VISIBLE_DEVICES": str(number)} if several and device == "cuda" else {}),
-                stdout=subprocess.DEVNULL,
-                stderr=(folder / f"said{number}.txt").open("w"),
-            )
-            for number, command in enumerate(_commands(folder, several=several))
-        ]
-        codes = [process.wait(300) for process in processes]
+        with ExitStack() as stack:
+            processes = []
+            for number, command in enumerate(_commands(folder, several=several)):
+                said = stack.enter_context((folder / f"said{number}.txt").open("w"))
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                if several and device == "cuda":
+                    environment["CUDA_VISIBLE_DEVICES"] = str(number)
+                process = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.DEVNULL, stderr=said
+                )
+                stack.callback(process.terminate)  # torchrun takes its ranks with it
+                processes.append(process)
+            codes = [process.wait(SECONDS) for process in processes]
         if any(codes):
-            said = (folder / "said0.txt").read_text()[-800:]
-            raise GearError("BENCH_RUN", f"torchrun ended with {codes}: {said}")
+            text = (folder / "said0.txt").read_text()[-800:]
+            raise GearError("BENCH_RUN", f"torchrun ended with {codes}: {text}")
         lines = [
             json.loads(line)
             for path in folder.glob("*.jsonl")
