@@ -42,6 +42,7 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.steps",
     "train.device",
     "train.threads",
+    "train.timeout",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.tensorboard",
@@ -89,7 +90,7 @@ def train(
     """
     device = rank_device(resolve_device(recipe.train.device))
     path = default_run_path(recipe) if out is None else Path(out)
-    with open_world(device) as world, ExitStack() as stack:
+    with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         world.share(recipe.loader.batch_size)  # before anything is made
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
@@ -103,6 +104,7 @@ def train(
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(directory, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)
+        stack.callback(learner.release)
         if directory is None:
             Run(path, learner).complete()
         else:
