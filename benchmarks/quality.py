@@ -128,7 +128,7 @@ def judge(
     settings = settings_of(options)
     judged = DecisionTransformerModel(model.config)
     judged.load_state_dict(model.state_dict())
-    judged.eval()
+    judged.eval()  # type: ignore[no-untyped-call, unused-ignore]
     probe = PaperSampling(dataset, settings, seed=PROBE_SEED).batch(PROBE_WINDOWS)
     with torch.no_grad():
         found: dict[str, Any] = {"probe_loss": float(released_loss(judged, probe))}
