@@ -52,7 +52,7 @@ def measure(items: int, count: int, *, turns: int, device: torch.device) -> dict
     """Return the figures of `items` priorities, `count` draws or updates a call."""
     torch.cuda.synchronize()
     began = time.perf_counter()
-    index = EpisodeIndex(np.full(-(-items // EPISODE_STEPS), EPISODE_STEPS, np.int64))
+    index = EpisodeIndex(np.full(max(items // EPISODE_STEPS, 1), EPISODE_STEPS, np.int64))
     law = Prioritized(index, alpha=1.0)
     tree = law.on_device(device)
     torch.cuda.synchronize()
@@ -73,8 +73,7 @@ def measure(items: int, count: int, *, turns: int, device: torch.device) -> dict
 
     calls: dict[str, Callable[[], object]] = {"draw": select.next, "update": update}
     for own in (1024, 64):
-        small = _Calls(law, device, own)
-        calls[f"draw {own:,}"] = small.next
+        calls[f"draw {own:,}"] = _Calls(law, device, own).next
         calls[f"update {own:,}"] = partial(tree.update, names[0][:own], losses[0, :own])
     calls["shuffled"] = _Calls(ShuffledEpochs(index), device, count).next
     _never_wait(calls.values())

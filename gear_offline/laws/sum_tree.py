@@ -72,13 +72,13 @@ class SumTree:
             return
         more = masses - self._masses[items]  # modulo 2^64, as all sums are
         self._masses[items] = masses
-        width = GROUP
+        shift = GROUP.bit_length() - 1
         for sums in self._levels:
-            items = items // width
+            items = items >> shift
             first = np.flatnonzero(np.append(True, items[1:] != items[:-1]))
             items, more = items[first], np.add.reduceat(more, first)
             sums[items] += more
-            width = 2
+            shift = 1
         self._forget()
 
     def _forget(self) -> None:
