@@ -227,6 +227,7 @@ class DeviceEngine:
         """Describe the law to the kernels."""
         if law == MIN_DT:  # raises where there are too few episodes
             self.selection.select(seed=0, step=0, count=self.global_batch)
+        self._load(self._source)  # before masses move, which stay where they are
         self._job["rule"] = rule = describe_rule(
             self.selection,
             arrays=self._arrays,
@@ -235,7 +236,6 @@ class DeviceEngine:
         )
         if law == WEIGHTED_EPISODES:  # as the plain kernels find it
             self._job["thresholds"], self._job["episodes"] = rule["thresholds"], rule["size"]
-        self._load(self._source)
 
     def _load(self, source: str) -> None:
         names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.tree_job import (
     IMPORTANCE,
@@ -30,6 +31,7 @@ from gear_offline.kernels.tree_job import (
     job_of,
     level_sizes,
 )
+from gear_offline.pinning import format_bytes
 from gear_offline.schema import EpisodeIndex
 
 THREADS, BLOCK = 256, 1024
@@ -56,6 +58,8 @@ class DevicePriorities:
     ------
     UnavailableError
         ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
+    GearError
+        ``HBM_SHORT``
 
     Attributes
     ----------
@@ -75,9 +79,7 @@ class DevicePriorities:
         self._kernels: dict[str, Function] = load("tree.cu", KERNELS, device=device.index or 0)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
-        self._levels = [
-            torch.zeros(size, dtype=torch.int64, device=device) for size in level_sizes(index.steps)
-        ]
+        self._levels = _allocate(level_sizes(index.steps), device)
         self.tree = describe_tree([level.data_ptr() for level in self._levels])
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
         self._offsets = torch.from_numpy(np.array(index.offsets)).to(device)
@@ -228,6 +230,18 @@ class DevicePriorities:
         blocks = max(1, min(-(-items // threads), self._most_blocks))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._kernels[kernel].launch(blocks, threads, stream, Parameters(job.ctypes.data))
+
+
+def _allocate(sizes: list[int], device: torch.device) -> list[Tensor]:
+    try:
+        return [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
+    except torch.OutOfMemoryError as error:
+        raise GearError(
+            "HBM_SHORT",
+            f"the priorities of {sizes[0]:,} steps need {format_bytes(8 * sum(sizes))} of GPU "
+            f"memory, {format_bytes(torch.cuda.mem_get_info(device)[0])} are free",
+            remedy="use engine='off', or another strategy",
+        ) from error
 
 
 def _threads(count: int) -> int:

@@ -13,21 +13,13 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.laws.mixture import Mixture
-from gear_offline.laws.prioritized import Prioritized
+from gear_offline.laws.mixture import prioritized_parts
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches
 from gear_offline.loaders.feedback import SegmentFeedback
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
-    from gear_offline.selection import Selection
-
-
-def prioritized_parts(selection: Selection) -> tuple[Prioritized, ...]:
-    """Return the prioritised laws that a selection is or has as parts of a mixture."""
-    parts = selection.parts if isinstance(selection, Mixture) else (selection,)
-    return tuple(part for part in parts if isinstance(part, Prioritized))
 
 
 class DeviceFeedback(SegmentFeedback):

@@ -9,6 +9,7 @@ import torch
 from gear_offline.errors import GearError
 from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding
+from gear_offline.laws.mixture import prioritized_parts
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
 from gear_offline.shared_tables import current_tables
@@ -36,6 +37,7 @@ def make_engine(
 ) -> DeviceEngine | None:
     """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
     from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.kernels.rules import law_number
     from gear_offline.placement import place_table
 
     weights = getattr(stream.selection, "episode_weight", None)
@@ -53,6 +55,9 @@ def make_engine(
         )
 
     try:
+        law_number(stream.selection)  # raises before anything is moved
+        for part in prioritized_parts(stream.selection):
+            part.on_device(device)  # the table takes what is left
         tables = current_tables() if world.size == 1 else None
         if tables is None:
             placed = place()

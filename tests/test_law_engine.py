@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.laws.mixture import prioritized_parts
 from gear_offline.laws.prioritized import Prioritized
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import make_batches
-from gear_offline.loaders.device_feedback import DeviceFeedback, prioritized_parts
+from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss
 from gear_offline.selection import make_selection
@@ -183,6 +184,20 @@ def test_priorities_move_with_what_they_learned(library: Any) -> None:
             law.update(names, -losses)
         with pytest.raises(Exception, match="not of cuda"):
             law.on_device(torch.device("cuda", 1))
+
+
+def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
+    law = make("prioritized", {})
+    with on_cpu(library) as device:
+        monkeypatch.setattr(torch, "zeros", full)
+        with pytest.raises(GearError, match="MiB are free") as caught:
+            law.on_device(device)
+    assert caught.value.code == "HBM_SHORT"
+    assert law.select(seed=0, step=0, count=3).shape == (3,), "they stay on the host"
 
 
 def test_batches_name_what_they_are(library: Any, table: Table) -> None:

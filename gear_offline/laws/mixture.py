@@ -29,7 +29,7 @@ from gear_offline.laws.base import (
     selection_names,
 )
 from gear_offline.laws.options import integer, number, wrong
-from gear_offline.laws.prioritized import LearnsFromLosses, learner_of
+from gear_offline.laws.prioritized import LearnsFromLosses, Prioritized, learner_of
 from gear_offline.laws.thresholds import WHOLE, masses_of
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 
@@ -215,6 +215,12 @@ class Mixture(SlotLaw):
         for place, part in self._learners:
             begin = f"{place}/"
             part.load_state({k[len(begin) :]: v for k, v in state.items() if k.startswith(begin)})
+
+
+def prioritized_parts(selection: Selection) -> tuple[Prioritized, ...]:
+    """Return the prioritised laws that a selection is or has as parts of a mixture."""
+    parts = selection.parts if isinstance(selection, Mixture) else (selection,)
+    return tuple(part for part in parts if isinstance(part, Prioritized))
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
