@@ -2,7 +2,8 @@
 
 Returns-to-go are derived.  They are computed once, from the rewards as they stream by, into a file
 without a name, or into memory where they are kept whole: 4 bytes a step, and in passing no more
-than an eighth of the budget, or the longest episode's rewards a few times over.
+than an eighth of the budget, or the longest episode's rewards a few times over.  Of several tasks,
+whose rows are padded, all columns are derived in that sense: see `gear_offline.joint_disk`.
 
 Shape legend: N steps, K steps of a window, S slots.
 """
@@ -23,6 +24,8 @@ from gear_offline.dataset import Dataset
 from gear_offline.disk_files import UInt8Array, no_scratch, scratch_file, write_all
 from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
 from gear_offline.host_memory import HostBlock, pages
+from gear_offline.joint import tasks_of
+from gear_offline.joint_disk import copy_column, folder_of, scales_of
 from gear_offline.read_plan import Int64Array
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import EpisodeIndex
@@ -101,14 +104,17 @@ def slot_table(episodes: EpisodeIndex, stores: Sequence[Store], span: int) -> Ta
 
 def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
     """Return where each plan's column lies."""
-    shards = dataset.manifest.shards
+    copied = bool(tasks_of(dataset))  # rows of several tasks are put together in the scratch file
+    shards, base = dataset.manifest.shards, 0
     tensors = [{t.name: t for t in dataset.manifest.tensors(shard)} for shard in shards]
     columns = []
     for plan in plans:
         (column,) = plan.fields
         row_bytes = plan.width * plan.dtype.itemsize
-        if column is None:
-            offsets = dataset.first_steps[:-1] * row_bytes
+        derived = column is None or copied
+        if derived:
+            offsets = base + dataset.first_steps[:-1] * row_bytes
+            base += dataset.spec.steps * row_bytes
         else:
             begins = [
                 shard.header_bytes + found[column].start
@@ -116,9 +122,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
             ]
             offsets = np.array(begins, np.int64)
         columns.append(
-            DiskColumn(
-                row_bytes=row_bytes, offsets=offsets, derived=column is None, lead=lead_of(plan)
-            )
+            DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=derived, lead=lead_of(plan))
         )
     return columns
 
@@ -164,7 +168,7 @@ def load_resident(
     span: int,
     returns: Callable[[Callable[[int, Array], None]], None],
 ) -> tuple[list[DiskColumn], int | None]:
-    """Bring resident columns into memory, and the returns-to-go there or to a file without a name.
+    """Bring resident columns into memory, and what is derived there or to a file without a name.
 
     Parameters
     ----------
@@ -193,12 +197,18 @@ def load_resident(
             within = rows[margin : margin + dataset.spec.steps]
             if name is None:
                 returns(partial(_put_rows, within))
+            elif column.derived:
+                copy_column(dataset, name, partial(_put_rows, within))
             else:
                 _load(dataset, name, within)
-        elif name is None:
-            handle = scratch_file(dataset.path)
+        elif column.derived:
+            handle = scratch_file(folder_of(dataset)) if handle is None else handle
+            put = partial(_put_file, handle, int(column.offsets[0]))
             try:
-                returns(partial(_put_file, handle))
+                if name is None:
+                    returns(put)
+                else:
+                    copy_column(dataset, name, put)
                 os.fdatasync(handle)
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
@@ -215,8 +225,9 @@ def _put_rows(rows: UInt8Array, first: int, values: Array) -> None:
     rows[first : first + len(values)] = values.view(np.uint8).reshape(len(values), -1)
 
 
-def _put_file(handle: int, first: int, values: Array) -> None:
-    write_all(handle, byte_view(values), values.itemsize * first)
+def _put_file(handle: int, begin: int, first: int, values: Array) -> None:
+    row_bytes = values.nbytes // max(len(values), 1)
+    write_all(handle, byte_view(values), begin + row_bytes * first)
 
 
 def _load(dataset: Dataset, column: str, rows: UInt8Array) -> None:
@@ -247,7 +258,7 @@ def compute_returns(
     """
     firsts = dataset.first_steps.tolist()
     offsets = dataset.episodes.offsets
-    spec = dataset.spec[REWARDS]
+    spec, scales = dataset.spec[REWARDS], scales_of(dataset)
     threads = min(thread_count(None), len(firsts) - 1)
     piece_steps = max(min(budget_bytes // 8, 256 << 20) // (RETURNS_BYTES * threads), 1)
 
@@ -258,7 +269,9 @@ def compute_returns(
             for begin, end in whole_episodes(mine, piece_steps):
                 rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
                 reader.read(REWARDS, rewards)
-                found = sum_returns(rewards, mine[begin : end + 1], gamma=gamma, scale=scale)
+                found = sum_returns(
+                    rewards, mine[begin : end + 1], gamma=gamma, scale=scale * scales[index]
+                )
                 put(mine[begin], found)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="gear-returns") as pool:

@@ -303,7 +303,7 @@ def in_memory_only(what: str, remedy: str) -> InputError:
     """Return the error ``TASK_TIER``."""
     return InputError(
         "TASK_TIER",
-        f"{what} is not possible with several tasks: the files hold rows of different widths",
+        f"{what} is not possible with several tasks, whose files hold rows of different widths",
         where="data.tasks",
         remedy=remedy,
     )

@@ -138,8 +138,17 @@ def make_plan(
     Raises
     ------
     InputError
-        ``STRATEGIES_OPTION`` for an unusable number of seeds or of points.
+        ``STRATEGIES_OPTION`` for an unusable number of seeds or of points, and for a recipe of
+        several tasks, whose policies are judged in several environments.
     """
+    if recipe.data.tasks:
+        raise InputError(
+            "STRATEGIES_OPTION",
+            "runs of several tasks are not judged here",
+            where="data.tasks",
+            remedy="compare what is drawn, without training, or train them with `gear-offline "
+            "sweep RECIPE selection.strategy=a,b --seeds 3`",
+        )
     if not 1 <= seeds <= MOST_SEEDS:
         raise InputError(
             "STRATEGIES_OPTION",

@@ -27,6 +27,7 @@ from gear_offline.disk_files import (
 )
 from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, margin_bytes
 from gear_offline.disk_table import DiskColumn
+from gear_offline.joint_disk import CopiedShards
 from gear_offline.read_plan import Int64Array
 from gear_offline.read_queue import ReadQueue, open_queue
 
@@ -105,7 +106,7 @@ class WindowReader:
 
     def __init__(
         self,
-        files: ShardFiles,
+        files: ShardFiles | CopiedShards,
         scratch: DiskFile | None,
         columns: Sequence[DiskColumn],
         *,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from gear_offline.dataset import Dataset
-from gear_offline.disk_files import DiskFile, ShardFiles
+from gear_offline.disk_files import DiskFile
 from gear_offline.disk_reader import DiskCounts, DiskReader
 from gear_offline.disk_sizes import share_out
 from gear_offline.disk_table import (
@@ -29,6 +29,7 @@ from gear_offline.disk_table import (
     slot_stores,
     slot_table,
 )
+from gear_offline.joint_disk import open_shards
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.read_plan import Int64Array, Needs, ReadPlan
 from gear_offline.selection import Segments, Selection
@@ -171,7 +172,7 @@ class DiskGather:
         scratch = None
         if handle is not None:
             scratch = DiskFile(handle, "the file of the returns-to-go", direct=direct)
-        files = ShardFiles(dataset, direct=direct)
+        files = open_shards(dataset, scratch, direct=direct)
         self._row_bytes = sum(column.row_bytes for column in columns)
         self._context_length, self._padding = context_length, padding
         self._windows_given = self._bytes_given = 0

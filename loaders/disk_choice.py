@@ -56,10 +56,12 @@ def open_disk(
             f"placement={placement!r} is not usable",
             remedy="use 'auto', 'hbm', 'peer', 'host' or 'disk'",
         )
-    if tasks_of(dataset):
+    if tasks_of(dataset) and world.size > 1:
         if placement == "disk":
-            raise in_memory_only("placement='disk'", "use placement='auto', 'hbm' or 'host'")
-        return None
+            raise in_memory_only(
+                "placement='disk' on several ranks", "use one process, or another placement"
+            )
+        return None  # each would copy all rows
     reason = "as asked for"
     if placement != "disk":
         if placement != "auto" or mode != "read":

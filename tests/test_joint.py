@@ -22,7 +22,7 @@ from gear_offline.table import Layout, build_table
 from gear_offline.world import World
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
-from tests.task_support import SCALES, join, make_discrete, make_parts, reopened
+from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts, reopened
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,32 @@ def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
         np.testing.assert_array_equal(table.stores[0].rows[2:-2], whole.stores[0].rows[2:-2][mine])
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_rows_on_disk_are_those_in_memory(tmp_path: Path, padding: Padding) -> None:
+    parts = {
+        name: make_dataset(
+            tmp_path / name, [200, 37] * 25, seed=seed, state_dim=states, action_dim=actions,
+            shard_bytes=300_000, environment_id=None,
+        )
+        for seed, (name, (states, actions)) in enumerate(SIZES.items())
+    }  # fmt: skip
+    joint = join(parts)
+    options: dict[str, Any] = {"batch_size": 12, "context_length": 5, "seed": 3, "device": "cpu"}
+    memory = GearLoader(joint, placement="host", padding=padding, **options)
+    kept = []
+    for budget in (1_300_000, 2_600_000):
+        with GearLoader(
+            joint, placement="disk", host_budget=budget, padding=padding, **options
+        ) as disk:
+            assert disk.disk is not None
+            kept.append(sum(disk.disk.sizes.resident))
+            for step in range(20):
+                mine, theirs = next(disk).model_inputs(), memory.batch_at(step).model_inputs()
+                for name, tensor in theirs.items():
+                    assert torch.equal(mine[name], tensor), name
+    assert min(kept) < 4 and max(kept) > 0, "from the file, and from memory"
+
+
 def test_kinds_are_widened_without_loss(tmp_path: Path) -> None:
     wide = hopper_columns(12, state_dim=2, action_dim=1)
     wide["observations"] = wide["observations"].astype(np.float64) + 1e-12
@@ -231,5 +257,8 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: GearLoader(joint, normalize_states=True, **loader)) == (
         "LOADER_OPTION"
     )
-    assert failing_code(lambda: GearLoader(joint, placement="disk", **loader)) == "TASK_TIER"
+    ranks = World(nodes=(0, 0))
+    assert failing_code(lambda: GearLoader(joint, placement="disk", world=ranks, **loader)) == (
+        "TASK_TIER"
+    )
     assert failing_code(lambda: GearLoader(joint, mode="mmap", **loader)) == "TASK_TIER"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.run_evaluation import evaluate_run, print_run
 from gear_offline.strategies import compare
+from gear_offline.strategies_candidates import parse_candidates
+from gear_offline.strategies_plan import make_plan
 from gear_offline.task_evaluation import TasksReport
 from gear_offline.task_recipes import data_key, environments_of, recipe_selection
 from gear_offline.trainer import train
@@ -257,6 +260,9 @@ def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
     rows = {row["strategy"]: row for row in document["strategies"]}
     assert "cannot be mixed" in rows["shuffled_epochs"]["error"]
     assert "error" not in rows["uniform_steps"] and "error" not in rows["top_k"]
+    own = parse_candidates("uniform_steps", recipe)
+    plan = partial(make_plan, recipe, own, seeds=1, out=tmp_path)
+    assert failing_code(plan) == "STRATEGIES_OPTION"
 
 
 def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
