@@ -224,10 +224,8 @@ class Learner:
             reason = "CUDA graphs need a GPU"
         elif self.world.size > 1 and wanted == "auto":
             reason = "several processes exchange gradients while they compute them"
-        elif self.world.size > 1 and self.loader.learner is not None:
-            reason = "the ranks tell each other the losses of segments"
-        elif self.loader.spread is not None:
-            reason = "rows of other nodes come through the exchange"
+        elif self.world.size > 1 and (self.loader.spread or self.loader.learner):
+            reason = "the processes send each other rows or losses between the steps"
         elif self.loader.engine is None:
             reason = "batches are not made by the GPU (loader.engine)"
         if reason and wanted == "on":

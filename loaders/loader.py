@@ -395,7 +395,5 @@ class GearLoader(Iterator[Batch]):
             windows = self.disk.fill_steps(segments, first_step=first_step)
         else:
             windows = self.gather.fill(self._stream.segments(first_step, steps))
-        return split(self._moved(windows), self.padding, self._task_bounds)
-
-    def _moved(self, windows: Windows) -> Windows:
-        return windows.to(self.device, non_blocking=True) if self._moves else windows
+        moved = windows.to(self.device, non_blocking=True) if self._moves else windows
+        return split(moved, self.padding, self._task_bounds)

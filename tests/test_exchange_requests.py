@@ -23,7 +23,7 @@ from gear_offline.exchange.endpoint import RETRIES, Region, retry_exponent
 from gear_offline.exchange.step_requests import fill_requests
 from gear_offline.exchange.work_requests import (
     RDMA_READ,
-    REQUEST_BYTES,
+    ROW_BYTES,
     SIGNALED,
     Chain,
     find_marker,
@@ -39,7 +39,7 @@ def follow(first: int) -> list[Request]:
     """
     found: list[Request] = []
     while first:
-        raw = ctypes.string_at(first, REQUEST_BYTES)
+        raw = ctypes.string_at(first, ROW_BYTES)
         number, first, elements = struct.unpack_from("<QQQ", raw)
         count, opcode, flags, _, remote, rkey = struct.unpack_from("<iIIIQI", raw, 24)
         assert count == 1

@@ -2,7 +2,8 @@
 
 A `SendWR` object of pyverbs costs microseconds.  Here the C structures themselves (`ibv_send_wr`
 and `ibv_sge`, 64-bit Linux, unchanged since verbs 1.1) are rows of two arrays, whose constant parts
-and links are written once.  A batch fills in addresses, lengths and keys, column by column.
+and links are written once.  A batch fills in addresses, lengths and keys, column by column.  Rows
+are half a structure apart: the rest of it is for other operations and other queue pairs.
 
 The chain is posted through pyverbs' own ``QP.post_send``: a `SendWR` embeds its structure, and the
 first row of the chain is copied over it for the time of the call; its ``next`` leads to the others.
@@ -20,7 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-REQUEST_BYTES = 128
+REQUEST_BYTES = 128  # of an `ibv_send_wr`
+ROW_BYTES = 64  # of it are read for an RDMA read of a connected queue pair: rows lie closer
 RDMA_READ, SIGNALED = 4, 2  # IBV_WR_RDMA_READ, IBV_SEND_SIGNALED
 REQUEST = np.dtype(
     {
@@ -30,7 +32,7 @@ REQUEST = np.dtype(
         ],
         "formats": ["u8", "u8", "u8", "i4", "u4", "u4", "u4", "i8", "u4"],
         "offsets": [0, 8, 16, 24, 28, 32, 36, 40, 48],
-        "itemsize": REQUEST_BYTES,
+        "itemsize": ROW_BYTES,
     }
 )  # fmt: skip
 ELEMENT = np.dtype([("addr", "i8"), ("length", "u4"), ("lkey", "u4")])
@@ -57,18 +59,20 @@ class Chain:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.requests = np.zeros(capacity, REQUEST)
+        room = np.zeros(capacity * ROW_BYTES + ROW_BYTES, np.uint8)
+        shift = -int(room.ctypes.data) % ROW_BYTES  # a row is one line of the cache
+        whole = room[shift : shift + capacity * ROW_BYTES].reshape(capacity, ROW_BYTES)
+        self.requests = whole.reshape(-1).view(REQUEST)
         self.elements = np.zeros(capacity, ELEMENT)
         self._base = int(self.requests.ctypes.data)
         numbers = np.arange(capacity, dtype=np.uint64)
-        self.requests["next"] = np.uint64(self._base) + (numbers + 1) * np.uint64(REQUEST_BYTES)
+        self.requests["next"] = np.uint64(self._base) + (numbers + 1) * np.uint64(ROW_BYTES)
         self.requests["next"][-1:] = 0
         self.requests["sg_list"] = np.uint64(self.elements.ctypes.data) + numbers * np.uint64(16)
         self.requests["num_sge"] = 1
         self.requests["opcode"] = RDMA_READ
         # Views of columns, made once: a look-up by name costs as much as tens of reads.  A key and
         # the four bytes beside it are one number, so that a column is written in one go.
-        whole = self.requests.view(np.uint8).reshape(capacity, REQUEST_BYTES)
         pairs = whole[:, 40:56]
         self._remote, self._rkey = (pairs[:, at : at + 8].view(np.int64)[:, 0] for at in (0, 8))
         self._sources = pairs.view(PAIR)[:, 0]
@@ -160,18 +164,18 @@ class Chain:
         """
         firsts = []
         for (begin, end), number in zip(parts, numbers, strict=True):  # as many as peers
-            place = (end - 1) * REQUEST_BYTES
+            place = (end - 1) * ROW_BYTES
             _IDS.pack_into(self._memory, place, number, 0)
             _FLAGS.pack_into(self._memory, place + 32, SIGNALED)
             self._ends.append(end)
-            firsts.append(self._base + begin * REQUEST_BYTES)
+            firsts.append(self._base + begin * ROW_BYTES)
         return firsts
 
     def join(self) -> None:
         """Undo `cut`, for the next batch; a provider has copied what was posted."""
         for end in self._ends:
-            place = (end - 1) * REQUEST_BYTES
-            following = self._base + end * REQUEST_BYTES if end < self.capacity else 0
+            place = (end - 1) * ROW_BYTES
+            following = self._base + end * ROW_BYTES if end < self.capacity else 0
             _IDS.pack_into(self._memory, place, 0, following)
             _FLAGS.pack_into(self._memory, place + 32, 0)
         self._ends.clear()
@@ -203,14 +207,16 @@ class ChainPoster:
         self._head = _send_wr(verbs, _MARKER)
         offset = find_marker(_object_bytes(self._head))
         self._address = id(self._head) + offset  # CPython: the address of the object
-        self._saved = ctypes.string_at(self._address, REQUEST_BYTES)
+        head: Any = (ctypes.c_char * ROW_BYTES).from_address(self._address)
+        self._view = memoryview(head).cast("B")
+        self._saved = bytes(self._view)
 
     def post(self, qp: Any, first: int, count: int) -> None:
-        ctypes.memmove(self._address, first, REQUEST_BYTES)
+        ctypes.memmove(self._address, first, ROW_BYTES)
         try:
             qp.post_send(self._head)
         finally:  # it would free a list of elements that is not its own
-            ctypes.memmove(self._address, self._saved, REQUEST_BYTES)
+            self._view[:] = self._saved
 
 
 class ObjectPoster:
@@ -220,7 +226,7 @@ class ObjectPoster:
         self._verbs = verbs
 
     def post(self, qp: Any, first: int, count: int) -> None:
-        requests = np.frombuffer(ctypes.string_at(first, count * REQUEST_BYTES), dtype=REQUEST)
+        requests = np.frombuffer(ctypes.string_at(first, count * ROW_BYTES), dtype=REQUEST)
         data = ctypes.string_at(int(requests["sg_list"][0]), count * ELEMENT.itemsize)
         elements = np.frombuffer(data, dtype=ELEMENT)  # those of a chain lie side by side
         columns = [requests[name].tolist() for name in ("wr_id", "send_flags", "rkey")]
