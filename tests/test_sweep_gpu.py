@@ -46,6 +46,7 @@ def recipe(data: Path, *overrides: str) -> Recipe:
     )
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
 @pytest.mark.parametrize(
     "overrides",
     [(), ("train.compile=on", "train.precision=bf16", "train.deterministic=true")],
