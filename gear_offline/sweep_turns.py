@@ -83,7 +83,7 @@ class Turns:
         """
         waiting = deque(points)
         self._ended = ended
-        with self._stop, self._many_shapes(len(points)):
+        with self._stop, self._many_shapes(points):
             try:
                 while waiting or self._busy():
                     self._admit(waiting)
@@ -197,15 +197,16 @@ class Turns:
             lane.release()
 
     @contextmanager
-    def _many_shapes(self, count: int) -> Iterator[None]:
-        """Let torch.compile keep a version of the step for each of `count` shapes."""
-        if self._device.type != "cuda":
+    def _many_shapes(self, points: Sequence[SweepPoint]) -> Iterator[None]:
+        """Let torch.compile keep a version of the step for each shape that there may be."""
+        compiled = any(point.recipe.train.compile != "off" for point in points)
+        if self._device.type != "cuda" or not compiled:
             yield
             return
         import torch._dynamo.config as dynamo
 
         patched: Any = dynamo
-        with patched.patch(recompile_limit=max(8, 2 * count)):
+        with patched.patch(recompile_limit=max(8, 2 * len(points))):
             yield
 
 

@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # of inductor
 ]
 
 
@@ -46,7 +47,6 @@ def recipe(data: Path, *overrides: str) -> Recipe:
     )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
 @pytest.mark.parametrize(
     "overrides",
     [(), ("train.compile=on", "train.precision=bf16", "train.deterministic=true")],
