@@ -9,6 +9,8 @@ Shape legend: n rows of the window of losses and gradient norms.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from gear_offline.data_parallel import make_loss
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.optimizer import Optimizer
+from gear_offline.rank_gradients import RankGradients
 from gear_offline.world import World
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
+# Other threads may ask for events meanwhile: NCCL's watchdog does all the time.
+CAPTURE_MODE = "thread_local"
 
 
 def start_compilers() -> None:
@@ -72,6 +77,8 @@ class CapturedStep:
         Compile forward and loss.
     feedback
         Of those batches, for selections that learn from losses.
+    world
+        The ranks that train together; all build theirs and replay it together.
 
     Attributes
     ----------
@@ -91,18 +98,28 @@ class CapturedStep:
         precision: torch.dtype | None,
         compiled: bool,
         feedback: DeviceFeedback | None = None,
+        world: World | None = None,
     ) -> None:
         self._model, self._optimizer, self._batches = model, optimizer, batches
         self._window, self._precision = window, precision
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        self._loss = make_loss(model, World(), compiled=compiled, feedback=feedback)
+        loss: Any = make_loss(model, World(), compiled=compiled, feedback=feedback)
+        self._ranks: RankGradients | None = None
+        if world is not None and world.size > 1:
+            divisor = float(batches.batch.attention_mask.numel())
+            self._ranks = RankGradients(optimizer.parameters, divisor=divisor)
+            loss = partial(loss, valid_steps=divisor)
+        self._loss: Callable[..., Tensor] = loss
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
-        with torch.cuda.graph(self._graph, stream=_own_stream()):
+        if self._ranks is not None and world is not None:
+            torch.cuda.synchronize()
+            world.gather(None)  # nobody captures while others still connect
+        with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
             self._run()
         optimizer.finish_capture()
         self._put_back(step, filled)
@@ -110,6 +127,11 @@ class CapturedStep:
     def replay(self) -> None:
         """Do the next step; returns at once."""
         self._graph.replay()
+
+    def close(self) -> None:
+        """Give the graph back: NCCL waits for those that hold its collectives when it is closed."""
+        torch.cuda.synchronize()
+        self._graph.reset()
 
     def wait_seconds(self) -> float:
         """Return the GPU seconds that a step waits for its batch; the last one must be done.
@@ -127,6 +149,8 @@ class CapturedStep:
         with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
             loss = self._loss(self._batches.batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._ranks is not None:
+            loss = self._ranks.average(loss, self._batches.batch)
         self._optimizer.finish_on_device(
             loss.detach(), index=self._index, row=self._row, window=self._window
         )
@@ -139,7 +163,7 @@ class CapturedStep:
         )
         graph = torch.cuda.CUDAGraph()
         self._batches.enqueue()
-        with torch.cuda.graph(graph, stream=_own_stream()):
+        with torch.cuda.graph(graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
             for _ in range(TIMED_FILLS):
                 self._batches.enqueue()
         graph.replay()

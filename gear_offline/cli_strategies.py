@@ -18,24 +18,60 @@ def strategies(
         str | None,
         typer.Option(help="Comma-separated, options after colons: uniform_steps,top_k:k=50."),
     ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train each strategy as well, and compare the scores.")
+    ] = False,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each strategy, with --train; default 3.")
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(help="Return to reach; default 90 % of the recipe's own strategy's best."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes that play policies; default: the cores.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the page; default runs/NAME-strategies.")
+        Path | None, typer.Option(help="Folder of page and runs; default runs/NAME-strategies.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document on stdout.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")] = False,
 ) -> None:
-    """Compare what selection strategies draw, without training."""
+    """Compare what selection strategies draw and, with --train, what is learnt from it."""
+    from gear_offline.errors import InputError
     from gear_offline.recipe import load_recipe
     from gear_offline.strategies import compare, write_comparison
+    from gear_offline.strategies_candidates import parse_candidates
+    from gear_offline.strategies_learning_text import print_learning
     from gear_offline.strategies_text import print_comparison
+    from gear_offline.strategies_train import train_strategies
 
+    given = {"--seeds": seeds, "--threshold": threshold, "--jobs": jobs}
+    for option, value in given.items():
+        if value is not None and not train:
+            raise InputError("USAGE", f"{option} is for --train", remedy="add --train")
     found = load_recipe(recipe, overrides or ())
+    folder = out or Path("runs") / f"{found.name}-strategies"
     document = compare(found, strategies=strategies, quiet=quiet)
-    _, page = write_comparison(document, out or Path("runs") / f"{found.name}-strategies")
+    if train:
+        bad = {row["label"] for row in document["strategies"] if "error" in row}
+        candidates = [c for c in parse_candidates(strategies, found) if c.label not in bad]
+        document["training"] = train_strategies(
+            found,
+            candidates,
+            out=folder,
+            seeds=3 if seeds is None else seeds,
+            jobs=jobs,
+            threshold=threshold,
+            quiet=quiet,
+        )
+    _, page = write_comparison(document, folder)
     if as_json:
         print(json.dumps(document, indent=2, allow_nan=False))
-    else:
-        print_comparison(document)
-        print(page)
+        return
+    print_comparison(document)
+    if train:
+        print_learning(document["training"])
+    print(page)

@@ -16,7 +16,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import action_loss
-from gear_offline.world import World, peers
+from gear_offline.world import World
 
 # small kernels that do not depend on each other become one: a third fewer launches a step
 COMPILE: dict[str, Any] = {"combo_kernels": True}
@@ -57,7 +57,7 @@ def make_loss(
     wrapped: nn.Module = model
     device = next(model.parameters()).device
     if world.size > 1:
-        with peers("building the model"):
+        with world.guard("building the model"):
             wrapped = DistributedDataParallel(
                 model,
                 device_ids=[device] if device.type == "cuda" else None,

@@ -40,6 +40,11 @@ class Worker:
     ----------
     threads
         Of torch and the numerical libraries.
+
+    Raises
+    ------
+    WorkerLost
+        The system has no room for another process.
     """
 
     def __init__(self, *, threads: int) -> None:
@@ -47,13 +52,17 @@ class Worker:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "gear_offline.evaluation_worker", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **variables},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gear_offline.evaluation_worker", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **variables},
+            )
+        except OSError as error:
+            self._errors.close()
+            raise WorkerLost(f"it cannot be started: {error.strerror or error}") from error
         self.step: int | None = None
         self._received = b""
 

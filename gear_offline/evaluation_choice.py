@@ -45,9 +45,16 @@ class EvaluationChoice:
 
 
 def choose_evaluation(
-    recipe: Recipe, device: torch.device, world: World, *, parameters: int
+    recipe: Recipe, device: torch.device, world: World, *, parameters: int, neighbours: int = 1
 ) -> EvaluationChoice:
     """Decide for a run that trains on `device`.
+
+    Parameters
+    ----------
+    parameters
+        Of the model.
+    neighbours
+        Runs that share the cores that training leaves.
 
     Raises
     ------
@@ -60,8 +67,15 @@ def choose_evaluation(
     there = torch.device("cpu") if asked == "auto" else torch.device(asked)
     if there.type == "cuda" and there.index is None and device.type == "cuda":
         here = there = device
+
+    def in_place(reason: str) -> EvaluationChoice:
+        threads = torch.get_num_threads()
+        return EvaluationChoice(beside=False, reason=reason, device=here, threads=threads)
+
+    if not environments_of(recipe) or settings.episodes == 0:
+        return in_place("none are asked for")
     if settings.beside == "off":
-        return EvaluationChoice(beside=False, reason="evaluate.beside=off", device=here)
+        return in_place("evaluate.beside=off")
     ranks = world.nodes.count(world.nodes[world.rank])
     busy = ranks * (1 if device.type == "cuda" else torch.get_num_threads())
     spare = len(os.sched_getaffinity(0)) - busy
@@ -85,9 +99,9 @@ def choose_evaluation(
             remedy="use evaluate.beside=auto, or an environment that a package registers",
         )
     if problem:
-        return EvaluationChoice(beside=False, reason=problem, device=here)
+        return in_place(problem)
     threads = (train.threads or 1) if device.type == "cpu" else 1
-    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads))))
+    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads * neighbours))))
     if there.type == "cuda":
         workers = settings.workers or 1
     words = f"{workers} process{'es' if workers > 1 else ''} on {there}"

@@ -179,31 +179,33 @@ def _score(value: float, reference: ReferenceScores | None) -> float | None:
     return None if reference is None else _number(float(normalized_score(value, reference)))
 
 
-def student_t_quantile(freedom: int, *, level: float = 0.95) -> float:
-    """Return t such that Student's t with `freedom` degrees lies within ±t with `level`.
+def student_t_inside(theta: float, freedom: int) -> float:
+    """Return the probability that Student's t lies within ± ``tan(theta) * sqrt(freedom)``.
 
-    Uses the finite series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and
-    26.7.4) and bisection: exact to rounding, and no dependency on SciPy.
+    The finite series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4):
+    exact to rounding, and no dependency on SciPy.
     """
+    cosine, term, total = math.cos(theta), 1.0, 0.0
+    odd = freedom % 2 == 1
+    for k in range((freedom - 1) // 2 if odd else freedom // 2):
+        # odd: cos, cos^3 2/3, cos^5 2*4/(3*5), ...; even: 1, cos^2 1/2, cos^4 1*3/(2*4), ...
+        if k == 0:
+            term = cosine if odd else 1.0
+        else:
+            term *= cosine**2 * ((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
+        total += term
+    if odd:
+        return 2 / math.pi * (theta + math.sin(theta) * total)
+    return math.sin(theta) * total
 
-    def inside(theta: float) -> float:
-        cosine, term, total = math.cos(theta), 1.0, 0.0
-        odd = freedom % 2 == 1
-        for k in range((freedom - 1) // 2 if odd else freedom // 2):
-            # odd: cos, cos^3 2/3, cos^5 2*4/(3*5), ...; even: 1, cos^2 1/2, cos^4 1*3/(2*4), ...
-            if k == 0:
-                term = cosine if odd else 1.0
-            else:
-                term *= cosine**2 * ((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
-            total += term
-        if odd:
-            return 2 / math.pi * (theta + math.sin(theta) * total)
-        return math.sin(theta) * total
 
+def student_t_quantile(freedom: int, *, level: float = 0.95) -> float:
+    """Return t such that Student's t with `freedom` degrees lies within ±t with `level`."""
     low, high = 0.0, math.pi / 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < level else (low, middle)
+        inside = student_t_inside(middle, freedom)
+        low, high = (middle, high) if inside < level else (low, middle)
     return math.tan(low) * math.sqrt(freedom)
 
 

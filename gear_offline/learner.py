@@ -222,8 +222,12 @@ class Learner:
         reason = ""
         if self.device.type != "cuda":
             reason = "CUDA graphs need a GPU"
-        elif self.world.size > 1:
+        elif self.world.size > 1 and wanted == "auto":
             reason = "several processes exchange gradients while they compute them"
+        elif self.world.size > 1 and self.loader.learner is not None:
+            reason = "the ranks tell each other the losses of segments"
+        elif self.loader.spread is not None:
+            reason = "rows of other nodes come through the exchange"
         elif self.loader.engine is None:
             reason = "batches are not made by the GPU (loader.engine)"
         if reason and wanted == "on":
@@ -255,6 +259,7 @@ class Learner:
                 precision=self.precision,
                 compiled=self._compiled,
                 feedback=DeviceFeedback(self.loader, batches) if learns else None,
+                world=self.world,
             )
             began = time.perf_counter()  # not a part of this step
         self._captured.replay()
@@ -348,6 +353,12 @@ class Learner:
     def close(self) -> None:
         """Give back what the loader holds open; all ranks together."""
         self.loader.close()
+
+    def release(self) -> None:
+        """Give back what would keep the ranks' connections from being closed; after errors too."""
+        if self._captured is not None and self.world.size > 1:
+            captured, self._captured = self._captured, None
+            captured.close()
 
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""

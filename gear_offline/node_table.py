@@ -7,6 +7,7 @@ from typing import Any
 from gear_offline.dataset import Dataset
 from gear_offline.host_memory import HostHandle
 from gear_offline.host_table import host_table
+from gear_offline.sharding import without_episodes
 from gear_offline.shared_tables import current_tables
 from gear_offline.table import Table, build_table
 from gear_offline.world import World
@@ -29,6 +30,8 @@ def shared_table(
     GearError
         What `build_table` and `host_table` raise; ``RANK_FAILED`` on ranks that waited.
     """
+    if not world.feeds:
+        return build_table(without_episodes(dataset), mode="read", layout=layout, **options)
     tables = current_tables()
     if tables is not None and world.size == 1:
         return tables.table(dataset, mode=mode, layout=layout, **options)

@@ -77,6 +77,11 @@ class Optimizer:
                 fused=True,
             )
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that learn."""
+        return self._parameters
+
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
         limit = self._settings.clip_norm

@@ -224,6 +224,8 @@ class TrainSettings(Section):
     """With the graph: torch.compile; auto: for runs of 20,000 steps or more."""
     threads: Positive | None = None
     """CPU threads of torch; null: torch decides."""
+    timeout: PositiveFloat = 600.0
+    """Seconds to wait for other processes; an evaluation of the first one must fit in."""
     log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
     """Steps between two lines of metrics.jsonl."""
     checkpoint_every: Positive = 10_000

@@ -26,6 +26,8 @@ from gear_offline.run_directory import write_whole
 from gear_offline.scores import ReferenceScores, normalized_score
 from gear_offline.wording import count_text
 
+_STALENESS = ("steps", "seconds")  # of the records of evaluations
+
 
 def write_report(run: str | Path, *, random_return: float | None = None) -> Path:
     """Write the plots and ``report.md`` of a run directory and return the report's path.
@@ -69,7 +71,7 @@ def write_report(run: str | Path, *, random_return: float | None = None) -> Path
         plots["Returns of the data"] = data["plot"]
     for title, picture in plots.items():
         parts.append(f"## {title}\n\n![{title}]({picture.relative_to(run).as_posix()})\n")
-    parts.append(_training_section(recipe, metrics, data))
+    parts.append(_training_section(recipe, metrics, data, evaluations))
     path = run / "report.md"
     write_whole(path, "\n".join(parts).encode())
     return path
@@ -166,7 +168,10 @@ def _returns_table(
 
 
 def _training_section(
-    recipe: Recipe | None, metrics: list[dict[str, Any]], data: Mapping[str, Any]
+    recipe: Recipe | None,
+    metrics: list[dict[str, Any]],
+    data: Mapping[str, Any],
+    evaluations: list[dict[str, Any]],
 ) -> str:
     lines = ["## How it was made\n"]
     if data:
@@ -178,6 +183,13 @@ def _training_section(
         )
     if metrics:
         lines.append(f"- training: {count_text(metrics[-1]['step'], 'step')}")
+    late = [row for row in evaluations if row.get("staleness_steps")]
+    if late:
+        steps, seconds = (max(row[f"staleness_{unit}"] for row in late) for unit in _STALENESS)
+        lines.append(
+            f"- evaluations ran beside training: {len(late)} of {len(evaluations)} results came "
+            f"later than their step, by {count_text(steps, 'step')} and {seconds:,.0f} s at most"
+        )
     if recipe is not None:
         lines.append(
             "- again: `gear-offline train RUN/recipe.yaml --out ANOTHER`, with this directory as "

@@ -59,10 +59,11 @@ def read_regular(path: Path, *, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes; raises OSError, ValueError."""
     # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):  # a folder cannot even be made a file of Python's
+        os.close(handle)
+        raise ValueError("not a regular file")
     with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
         if found.st_size > most:
             raise ValueError(f"{found.st_size} bytes long, more than {most}")
         return file.read(most + 1)

@@ -15,6 +15,7 @@ import torch
 
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.checkpoint_writer import CheckpointWriter
+from gear_offline.errors import InputError
 from gear_offline.evaluation_beside import EvaluationsBeside
 from gear_offline.evaluation_choice import EvaluationChoice
 from gear_offline.evaluation_worker import PlayRequest, play, play_checkpoint, play_tasks
@@ -93,9 +94,19 @@ class RunEvaluations:
             if self._beside is not None:
                 self._beside.submit(self._request(step))
             elif step < self._learner.step:  # that of this step comes of itself
-                began = time.monotonic()
-                document = play_checkpoint(self._request(step))
-                self._record(step, document, time.monotonic() - began)
+                self._make_up(step)
+
+    def _make_up(self, step: int) -> None:
+        """Play in place what a run with evaluations beside has left."""
+        began = time.monotonic()
+        try:
+            document = play_checkpoint(self._request(step))
+        except InputError as error:
+            if not error.code.startswith("CHECKPOINT_"):
+                raise
+            self._display.say(f"step {step:,} cannot be evaluated: {error.what}")
+            return
+        self._record(step, document, time.monotonic() - began)
 
     def evaluate(self, step: int) -> bool:
         """Play the weights of `step`; return whether a checkpoint of them is needed.

@@ -74,8 +74,8 @@ def held_piece(tensor: Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(tensor=tensor.detach(), offset=(0,) * len(shape), shape=shape)
     found = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    local: Any = tensor.detach().to_local()  # type: ignore[no-untyped-call, unused-ignore]
-    return Piece(tensor=local, offset=tuple(found[1]), shape=shape)
+    distributed: Any = tensor.detach()
+    return Piece(tensor=distributed.to_local(), offset=tuple(found[1]), shape=shape)
 
 
 def pieces_to_save(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Piece]:
@@ -220,11 +220,10 @@ def load_pieces(folder: Path, wanted: Mapping[str, Piece]) -> None:
             _check_disjoint(folder, name, index["files"])
         for file, facts in index["files"].items():
             touched = {
-                name: _overlap(wanted[name], held)
+                name: overlap
                 for name, held in facts["pieces"].items()
-                if name in wanted
+                if name in wanted and (overlap := _overlap(wanted[name], held)) is not None
             }
-            touched = {name: overlap for name, overlap in touched.items() if overlap is not None}
             if not touched:
                 continue
             tensors = _read_file(folder, file, facts)

@@ -19,7 +19,9 @@ from gear_offline.schema import EpisodeIndex
 Int64Array = npt.NDArray[np.int64]
 
 
-def share_shards(weights: npt.ArrayLike, nodes: int) -> Int64Array:
+def share_shards(
+    weights: npt.ArrayLike, nodes: int, *, sizes: npt.ArrayLike | None = None
+) -> Int64Array:
     """Return (S,) int64 the node of each shard: equal sums of weight, as far as shards allow.
 
     The heaviest shard goes to the lightest node, again and again (Graham 1969); no node gets more
@@ -31,6 +33,8 @@ def share_shards(weights: npt.ArrayLike, nodes: int) -> Int64Array:
         (S,), how often each shard is drawn from; its bytes for a law that is uniform over steps.
     nodes
         D.
+    sizes
+        (S,), bytes or steps: shards that are never drawn from (weight 0) go where these are least.
 
     Raises
     ------
@@ -44,14 +48,32 @@ def share_shards(weights: npt.ArrayLike, nodes: int) -> Int64Array:
             f"{len(given)} shards cannot be shared by {nodes} nodes",
             remedy="convert with a smaller --shard-size, or set loader.sharding=replicate",
         )
+    bulk = np.asarray(given if sizes is None else sizes, dtype=np.float64)
     owners = np.zeros(len(given), np.int64)
+    drawn = np.argsort(-given, kind="stable")[: int((given > 0).sum())]
+    never = np.array(sorted(set(range(len(given))) - set(drawn.tolist())), np.int64)
     lightest = [(0.0, node) for node in range(nodes)]
-    for shard in np.argsort(-given, kind="stable").tolist():
+    _give_out(drawn, given, lightest, owners)
+    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes)
+    shards = np.bincount(owners[drawn], minlength=nodes)
+    # Who has nothing comes first, so that nobody goes without.
+    lightest = [(held[n] if shards[n] else -1.0, n) for n in range(nodes)]
+    heapq.heapify(lightest)
+    _give_out(never, bulk, lightest, owners)
+    return owners
+
+
+def _give_out(
+    shards: Int64Array,
+    weights: npt.NDArray[np.float64],
+    lightest: list[tuple[float, int]],
+    owners: Int64Array,
+) -> None:
+    """Give each shard, in their order, to the node that has least; `lightest` is a heap."""
+    for shard in shards.tolist():
         total, node = heapq.heappop(lightest)
         owners[shard] = node
-        # A shard that is never drawn must still count, or one node would get all of them.
-        heapq.heappush(lightest, (total + max(given[shard], 1e-12), node))
-    return owners
+        heapq.heappush(lightest, (max(total, 0.0) + max(weights[shard], 1e-12), node))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,6 +106,11 @@ def shard_weights(
     weights = np.asarray(lengths if episode_weight is None else episode_weight, dtype=np.float64)
     firsts = np.cumsum([0, *(shard.episodes for shard in dataset.manifest.shards)])
     return np.array([weights[a:b].sum() for a, b in pairwise(firsts.tolist())])
+
+
+def without_episodes(dataset: Dataset) -> Dataset:
+    """Return a dataset of the same columns and statistics that holds nothing."""
+    return take_share(dataset, np.zeros(len(dataset.manifest.shards), np.int64), 1).dataset
 
 
 def take_share(dataset: Dataset, owners: Int64Array, node: int) -> NodeShare:

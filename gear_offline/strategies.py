@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError
 from gear_offline.preparation import prepare_dataset
 from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe
-from gear_offline.recipe_sections import SelectionSettings
 from gear_offline.schema import Int64Array
-from gear_offline.selection import Segments, Selection, selection_names
-from gear_offline.strict_yaml import parse_yaml
+from gear_offline.selection import Segments, Selection
+from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.task_recipes import recipe_selection
 
 Float64Array = npt.NDArray[np.float64]
@@ -37,71 +35,6 @@ BINS = 40  # of returns
 AGES = 20  # bins over the table's order
 NODES = (2, 4, 8)  # for which network traffic is predicted
 BATCHES_ASSIGNED = 50
-DEFAULT = (
-    *("uniform_steps", "uniform_episodes", "return_weighted", "top_percent"),
-    *("stratified_return", "shuffled_epochs", "min_dt", "d3rlpy"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A strategy with options, and what to call it."""
-
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> SelectionSettings:
-        return SelectionSettings(strategy=self.strategy, options=dict(self.options))
-
-    @property
-    def label(self) -> str:
-        shown = [f"{key}={value}" for key, value in self.options.items()]
-        short = [text if len(text) <= 24 else f"{text[:21]}..." for text in shown]
-        return " ".join([self.strategy, *short])
-
-
-def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
-    """Return what to compare: the recipe's own strategy first, then those named or the usual.
-
-    Parameters
-    ----------
-    text
-        ``"uniform_steps,top_k:k=50,return_weighted:rule=rank:temperature=2"``.
-
-    Raises
-    ------
-    InputError
-        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``USAGE``.
-    """
-    own = Candidate(strategy=recipe.selection.strategy, options=recipe.selection.options)
-    named = [_parse(part) for part in (text.split(",") if text else DEFAULT) if part.strip()]
-    found: list[Candidate] = []
-    for candidate in [own, *named]:
-        if candidate not in found:
-            found.append(candidate)
-    known = selection_names()
-    for candidate in found:
-        if candidate.strategy not in known:
-            raise InputError(
-                "SELECTION_UNKNOWN",
-                f"no selection strategy {candidate.strategy!r}",
-                remedy=f"strategies: {', '.join(known)}",
-            )
-    return found
-
-
-def _parse(text: str) -> Candidate:
-    name, *options = text.strip().split(":")
-    pairs = [option.partition("=") for option in options]
-    if not all(key and equals for key, equals, _ in pairs):
-        raise InputError(
-            "USAGE",
-            f"{text.strip()!r} is not a strategy with options",
-            remedy="write it like top_k:k=50 or return_weighted:rule=rank:temperature=2",
-        )
-    values = {key: parse_yaml(value, where=f"option {key}") for key, _, value in pairs}
-    return Candidate(strategy=name, options=values)
 
 
 def compare(

@@ -110,11 +110,12 @@ COLUMNS = (
 def facts_line(document: Row) -> str:
     """Return what was measured, in one line."""
     data = document["data"]
+    trained = "" if "training" in document else "; nothing was trained"
     return (
         f"{data['episodes']:,} episodes, {data['steps']:,} steps, mean return of a step's episode "
         f"{short(data['mean_return'])}. {document['batches']:,} batches of "
         f"{document['batch_size']:,} windows of {document['context_length']} steps a strategy, "
-        f"seed {document['seed']}; nothing was trained. {document['machine']['cpu']}, "
+        f"seed {document['seed']}{trained}. {document['machine']['cpu']}, "
         f"{document['machine']['date']}."
     )
 
@@ -136,10 +137,18 @@ def print_comparison(document: Row, *, console: Console | None = None) -> None:
     console = Console() if console is None else console
     rows = [row for row in document["strategies"] if "error" not in row]
     console.print(escape(facts_line(document)), highlight=False)
+    print_columns(console, COLUMNS, rows)
+    for row in document["strategies"]:
+        if "error" in row:
+            console.print(f"{escape(row['label'])}: {escape(row['error'])}", highlight=False)
+
+
+def print_columns(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    """Print columns of rows with a ``label``, as many side by side as there is room for."""
     labels = min(max([len(row["label"]) for row in rows], default=0), LABEL_WIDTH)
     group: list[tuple[Column, int]] = []
     room = 0
-    for column in COLUMNS if rows else ():
+    for column in columns if rows else ():
         width = max(len(word) for word in column.title.split())
         width = max(width, *(len(column.text(row)) for row in rows))
         if room < width + 3:
@@ -148,9 +157,6 @@ def print_comparison(document: Row, *, console: Console | None = None) -> None:
         room -= width + 3
         group.append((column, width))
     _print(console, group, rows, labels)
-    for row in document["strategies"]:
-        if "error" in row:
-            console.print(f"{escape(row['label'])}: {escape(row['error'])}", highlight=False)
 
 
 def _print(

@@ -132,7 +132,7 @@ class Turns:
                 with self._tables.used():
                     learner = Learner(recipe, sizes, dataset, self._device)
                 run = TurnRun(directory, learner, dataset, quiet=True)
-                run.stop = self._stop
+                run.stop, run.neighbours = self._stop, len(self._lanes)
                 try:
                     run.begin()
                 except BaseException:

@@ -100,7 +100,7 @@ def fill_stores(
             job.fill(opened, columns, offsets[first : last + 1], scale=scale)
 
     tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
-    if threads == 1 or len(tasks) == 1:
+    if threads == 1 or len(tasks) < 2:
         for task in tasks:
             work(task)
         return

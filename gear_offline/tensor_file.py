@@ -147,9 +147,10 @@ class _Fetched:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._places = [
-            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-        ]
+        with torch.cuda.device(device):  # a thread's own is the first one
+            self._places = [
+                torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+            ]
 
     def pieces(self, flat: Tensor) -> Iterator[memoryview]:
         """Yield the bytes of `flat`, (n,) uint8 on the GPU."""

@@ -28,7 +28,7 @@ from gear_offline.task_recipes import open_tasks
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
 
-__all__ = ["RESUMABLE", "TrainingInterrupted", "train"]
+__all__ = ["RESUMABLE", "TrainingInterrupted", "check_same_run", "train"]
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",
@@ -42,6 +42,7 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.steps",
     "train.device",
     "train.threads",
+    "train.timeout",
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.tensorboard",
@@ -89,7 +90,7 @@ def train(
     """
     device = rank_device(resolve_device(recipe.train.device))
     path = default_run_path(recipe) if out is None else Path(out)
-    with open_world(device) as world, ExitStack() as stack:
+    with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         world.share(recipe.loader.batch_size)  # before anything is made
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
@@ -103,6 +104,7 @@ def train(
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(directory, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)
+        stack.callback(learner.release)
         if directory is None:
             Run(path, learner).complete()
         else:
@@ -132,11 +134,11 @@ def check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:
     if directory is None:
         return
     if directory.recipe_path.exists() and list_checkpoints(directory.checkpoints_path):
-        _check_same(load_recipe(directory.recipe_path), recipe, directory.path)
+        check_same_run(load_recipe(directory.recipe_path), recipe, directory.path)
 
 
-def _check_same(before: Recipe, now: Recipe, path: Path) -> None:
-    """Refuse to resume a run with a recipe that would have made another run."""
+def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
+    """Refuse to resume a run with a recipe that would have made another run: ``RUN_RECIPE``."""
     old, new = _leaves(before.to_dict()), _leaves(now.to_dict())
     free = set(RESUMABLE)
     if now.optimizer.schedule != "constant":

@@ -7,14 +7,11 @@ steps; the first one alone writes, speaks and evaluates, and its word decides.
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from gear_offline.checkpoint import Checkpoint, TrainingState, damaged, newest_checkpoint
@@ -30,6 +27,7 @@ from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.run_evaluations import RunEvaluations
+from gear_offline.run_summary import summary_of
 from gear_offline.task_evaluation import plays
 from gear_offline.training_display import TrainingDisplay
 from gear_offline.wording import count_text
@@ -195,8 +193,21 @@ class LeadingRun(Run):
     ) -> None:
         super().__init__(directory.path, learner)
         self.directory, self.dataset, self.quiet = directory, dataset, quiet
+        self.neighbours = 1  # runs of this process, this one included
         self.seconds_before = 0.0
         self.began = time.monotonic()
+
+    @property
+    def steps_per_second(self) -> float:
+        """Of the steps of this process after the first one, what came between them included."""
+        seconds = self._steps_ended - self._steps_began
+        return (self.learner.step - self._first_step) / seconds if seconds > 0 else 0.0
+
+    @property
+    def save_wait_share(self) -> float:
+        """Share of the time between first and last step in which a checkpoint held them up."""
+        seconds = self._steps_ended - self._steps_began
+        return self.saves.held_seconds / seconds if seconds > 0 else 0.0
 
     @property
     def seconds(self) -> float:
@@ -246,7 +257,8 @@ class LeadingRun(Run):
         self.evaluations.begin(self._due_so_far(step))
         self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
         self._steps_began = self._steps_ended = self._logged
-        self._first_step = step
+        # The first step of a process is not counted: it prepares kernels.
+        self._first_step, self._timing = step, False
 
     def _due_so_far(self, step: int) -> list[int]:
         """Return the steps up to `step` after which an evaluation was due."""
@@ -274,7 +286,11 @@ class LeadingRun(Run):
         learner, spec = self.learner, self.dataset.spec
         parameters = sum(p.numel() for p in learner.model.parameters())
         self.choice = choose_evaluation(
-            self.recipe, learner.device, self.world, parameters=parameters
+            self.recipe,
+            learner.device,
+            self.world,
+            parameters=parameters,
+            neighbours=self.neighbours,
         )
         ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
         say(
@@ -293,6 +309,9 @@ class LeadingRun(Run):
 
     def _look(self, step: int) -> None:
         self.display.step(step)
+        if not self._timing and step > self._first_step:
+            self._timing, self._first_step = True, step
+            self._steps_began = time.perf_counter()
         self.saves.check()
         if self.evaluations.collect():
             self.saves.prune(self._what_stays())
@@ -345,41 +364,14 @@ class LeadingRun(Run):
 
     def _sum_up(self) -> None:
         """Write ``summary.json``, the plots and the report."""
-        evaluations = self.metrics.evaluations
-        best = self.metrics.best
-        spec, returns = self.dataset.spec, self.dataset.manifest.returns
-        steps_seconds = max(self._steps_ended - self._steps_began, 1e-9)
-        summary = {
-            "recipe": self.recipe.name,
-            "seed": self.recipe.seed,
-            "steps": self.learner.step,
-            "seconds": round(self.seconds, 3),
-            "data_wait_share": self.learner.data_wait_share,
-            "steps_per_second": (self.learner.step - self._first_step) / steps_seconds,
-            "save_wait_share": self.saves.held_seconds / steps_seconds,
-            "evaluation": self.evaluations.summary(),
-            "parameters": sum(p.numel() for p in self.learner.model.parameters()),
-            "device": str(self.learner.device),
-            "precision": self.learner.precision_reason,
-            "threads": torch.get_num_threads(),
-            "data": {
-                "path": self.recipe.data.path,
-                "episodes": spec.episodes,
-                "steps": spec.steps,
-                "return_mean": returns.mean,
-                "return_max": returns.max,
-            },
-            "evaluation_last": evaluations[-1] if evaluations else None,
-            "evaluation_best": best,
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
-        }
+        summary = summary_of(self)
         self.directory.write_summary(finite(summary))
         from gear_offline.report import write_report
 
         write_report(self.directory.path)
         say(
             f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
-            f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches",
+            f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches, "
+            f"{summary['save_wait_share']:.1%} for checkpoints",
             quiet=self.quiet,
         )

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,10 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.errors import GearError, InputError
+from gear_offline.exchange.addresses import address_of
+from gear_offline.joining import private_store
+from gear_offline.roll_call import RollCall, missing_ranks
 
 T = TypeVar("T")
 _untyped: Any = dist  # names that torch does not export for type checkers
-ATTEMPT = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "MASTER_PORT")
+INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
 # what gloo's errors, which have no class of their own, say of lost and silent ranks
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|recv|broken pipe", re.IGNORECASE)
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
@@ -43,11 +46,21 @@ class World:
         (W,), the node of each rank, from 0.
     control
         gloo group of all ranks, for words and tensors in host memory; ``None`` when alone.
+    cards
+        (W,), how each rank is asked whether it is there; empty when alone.
+    timeout
+        Seconds after which a silent rank counts as lost.
+    feeds
+        Whether this process reads data.  One that does not stands beside rank `rank`, whose batch
+        it works on; see `gear_offline.data_ranks`.
     """
 
     rank: int = 0
     nodes: tuple[int, ...] = (0,)
     control: Any = field(default=None, repr=False)
+    cards: tuple[str, ...] = field(default=(), repr=False)
+    timeout: float = TIMEOUT_SECONDS
+    feeds: bool = True
 
     @property
     def size(self) -> int:
@@ -90,7 +103,7 @@ class World:
         if self.size == 1:
             return [value]
         mine = json.dumps(value).encode()
-        with peers("exchanging a word"):
+        with self.guard("exchanging a word"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.nodes]
             dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)
             longest = max(int(length) for length in lengths)
@@ -134,13 +147,13 @@ class World:
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """Return `peers` for work that other ranks take part in."""
-        return nullcontext() if self.size == 1 else peers(doing)
+        return nullcontext() if self.size == 1 else peers(doing, self.cards, rank=self.rank)
 
     def sum_into(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place, wherever it lies."""
         if self.size > 1:
             group = None if tensor.is_cuda else self.control
-            with peers("adding up"):
+            with self.guard("adding up"):
                 dist.all_reduce(tensor, group=group)
 
     def send_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -160,7 +173,7 @@ class World:
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
             if self.size > 1 and value.numel():
-                with peers("sending the state of the run"):
+                with self.guard("sending the state of the run"):
                     flat = value.reshape(-1).view(torch.uint8)
                     dist.broadcast(flat, src=0, group=self.control)
             found[name] = value
@@ -172,14 +185,21 @@ class World:
         if self.size == 1:
             return [mine]
         found = [torch.empty_like(mine) for _ in self.nodes]
-        with peers("collecting tensors"):
+        with self.guard("collecting tensors"):
             dist.all_gather(found, mine, group=self.control)
         return found
 
 
 @contextmanager
-def peers(doing: str) -> Iterator[None]:
-    """Turn the errors of lost or silent ranks into one; torch's message names the peer.
+def peers(doing: str, cards: Sequence[str] = (), *, rank: int = 0) -> Iterator[None]:
+    """Turn the errors of lost or silent ranks into one that names them.
+
+    Parameters
+    ----------
+    doing
+        What was going on, for the message.
+    cards, rank
+        Of the world, and this one; without cards torch's message has to do, which names an address.
 
     Raises
     ------
@@ -191,13 +211,19 @@ def peers(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
             raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        who = "; ".join(missing_ranks(cards, but=rank)) or "another rank is gone or too slow"
         raise GearError(
             "RANK_LOST",
-            f"another rank is gone or cannot be reached while {doing}: {lines[0]}",
+            f"{who}, while {doing}: {_short(error)}",
             remedy="see the messages of the other ranks; torchrun --max-restarts goes on from the "
-            "last checkpoint with --resume",
+            "last checkpoint with --resume; train.timeout says how long to wait",
         ) from error
+
+
+def _short(error: RuntimeError) -> str:
+    """Return torch's message without where in its sources it was made, and without its advice."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).split(". ")[0]
 
 
 @contextmanager
@@ -220,10 +246,10 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
         yield World()
         return
     limit = timedelta(seconds=timeout)
+    address = _own_address()
     with peers("joining the group"):
         store, rank, size = next(_untyped.rendezvous("env://", timeout=limit))
-        # torchrun may keep its store when it restarts: addresses of the dead must not be found.
-        store = _untyped.PrefixStore("/".join(os.environ.get(n, "") for n in ATTEMPT), store)
+        store = private_store(store, rank=rank, size=size, timeout=timeout)
         group: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -232,14 +258,31 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
         else:
             dist.init_process_group("gloo", timeout=limit, **group)
             control = dist.group.WORLD
-    alone = World(rank=dist.get_rank(), nodes=(0,) * dist.get_world_size(), control=control)
+    roll_call = RollCall(address, ranks=size)
+    alone = World(rank=rank, nodes=(0,) * size, control=control, timeout=timeout)
     try:
-        found = alone.gather(int(os.environ.get("GROUP_RANK", "0")))
-        numbers = sorted(set(found))
-        nodes = tuple(numbers.index(node) for node in found)
-        yield World(rank=alone.rank, nodes=nodes, control=control)
+        words = alone.gather([int(os.environ.get("GROUP_RANK", "0")), roll_call.card])
+        numbers = sorted({node for node, _ in words})
+        nodes = tuple(numbers.index(node) for node, _ in words)
+        cards = tuple(card for _, card in words)
+        yield replace(alone, nodes=nodes, cards=cards)
     finally:
+        roll_call.close()
         dist.destroy_process_group()
+
+
+def _own_address() -> str:
+    """Return the address that other ranks reach this one at.
+
+    ``GEAR_OFFLINE_INTERFACE`` names the interface for everything, unless torch is told another one.
+    """
+    interface = os.environ.get(INTERFACE_VARIABLE)
+    if interface:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
+        return address_of(interface)
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if alone else address_of(None)
 
 
 def rank_device(name: str | torch.device) -> torch.device:

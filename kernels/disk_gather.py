@@ -58,6 +58,9 @@ class Stream:
 
     def segments(self, first_step: int, steps: int) -> Segments:
         """Return the segments of consecutive steps, (steps, share)."""
+        if not self.share:  # of a rank that does not feed a model's input
+            none = np.zeros((steps, 0), np.int64)
+            return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
         drawn = self.selection.select_many(
             seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
         )

@@ -107,10 +107,11 @@ class Batch:
         return self._map(lambda tensor: tensor.contiguous())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        segments, bounds = change(self.segments), self.task_bounds
         return Batch(
             **{name: change(tensor) for name, tensor in self._fields().items()},
-            segments=change(self.segments),
+            segments=segments,
             padding=self.padding,
             extras={name: change(tensor) for name, tensor in self.extras.items()},
-            task_bounds=None if self.task_bounds is None else change(self.task_bounds),
+            task_bounds=None if bounds is None else bounds.to(segments.device),  # not of segments
         )

@@ -98,9 +98,9 @@ class LossFeedback(SegmentFeedback):
         They undo the law's preference; call it before `update`.
         """
         loader = self._loader
-        step, first = loader.step - 1, loader.world.rank * loader.share
+        step = loader.step - 1
         weights = self._learner.importance(loader.segments_at(step).probability, step=step)
-        return torch.from_numpy(weights[first : first + loader.share]).float().to(loader.device)
+        return torch.from_numpy(weights[loader.slots_at(step)]).float().to(loader.device)
 
     def update(self, batch: Batch, losses: Tensor) -> None:
         """Tell the selection the (B,) losses of a batch's segments; waits for a GPU.
@@ -137,21 +137,21 @@ def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) ->
         )
 
 
-def check_planned(selection: Selection, disk: object | None, spread: object | None) -> None:
-    """Refuse what rows on disk or spread over nodes, which are fetched ahead, cannot serve.
+def check_planned(selection: Selection, disk: object | None) -> None:
+    """Refuse what rows on disk, which are fetched ahead, cannot serve.
 
     Raises
     ------
     InputError
         ``LOADER_OPTION`` for laws that learn from losses and for windows of given lengths.
     """
-    if disk is None and spread is None:
+    if disk is None:
         return
     if learner_of(selection) is not None or getattr(selection, "cuts_windows", False):
         raise InputError(
             "LOADER_OPTION",
-            f"strategy {selection.name!r} needs the rows in the memory of every node",
-            remedy="use placement='host' and sharding='replicate', or another strategy",
+            f"strategy {selection.name!r} needs the rows in memory",
+            remedy="use placement='host', or another strategy",
         )
 
 

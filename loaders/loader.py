@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +24,13 @@ from gear_offline.loaders.device_batches import DeviceBatches, make_batches, spl
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, make_engine
 from gear_offline.loaders.feedback import check_planned, check_updates, update_count
-from gear_offline.loaders.options import check_options, check_state, no_engine
+from gear_offline.loaders.options import check_options, check_state, no_engine, window_bytes
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
+from gear_offline.schema import Int64Array
 from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
 from gear_offline.shards import digest
 from gear_offline.table import Layout, Mode
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
+SPREAD_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
 
 
 class Gather(Protocol):
@@ -153,17 +156,18 @@ class GearLoader(Iterator[Batch]):
         )
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
-        self.dataset = open_dataset(dataset) if isinstance(dataset, (str, Path)) else dataset
+        self.world = World() if world is None else world
+        if isinstance(dataset, (str, Path)):
+            dataset = open_dataset(dataset, verify=self.world.feeds)
+        self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
-        law: dict[str, Any] = {
-            "gamma": float(gamma),
-            "returns_scale": float(returns_scale),
-            "normalize_states": bool(normalize_states),
-        }
-        self.world = World() if world is None else world
+        law: dict[str, Any] = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
+        law["normalize_states"] = bool(normalize_states)
         self.share = self.world.share(batch_size)
+        if not self.world.feeds:  # it holds no rows, whatever the options say
+            self.share, placement, engine, sharding, mode = 0, "host", "off", "replicate", "read"
         self._stream = Stream(
             selection=self.selection,
             seed=int(seed),
@@ -171,11 +175,8 @@ class GearLoader(Iterator[Batch]):
             first_slot=self.world.rank * self.share,
             share=self.share,
         )
-        rows: dict[str, Any] = {
-            "context_length": context_length,
-            "extra_columns": tuple(extra_columns),
-            **law,
-        }
+        rows: dict[str, Any] = {"extra_columns": tuple(extra_columns), **law}
+        rows["context_length"] = context_length
         self.disk = open_disk(
             self.dataset,
             self._stream,
@@ -193,7 +194,7 @@ class GearLoader(Iterator[Batch]):
         node_share: NodeShare | None = None
         if self.disk is None:
             rows |= {"layout": layout, "mode": mode}
-            node_share = choose_share(self.dataset, self.world, sharding, **rows)
+            node_share = choose_share(self.dataset, self.world, sharding, self.selection, **rows)
             held = self.dataset if node_share is None else node_share.dataset
             self.table = shared_table(self.world, held, frame_stack=frame_stack, **rows)
         else:
@@ -224,9 +225,9 @@ class GearLoader(Iterator[Batch]):
         self.gather: Gather = self.disk or CpuGather(
             self.table, context_length=context_length, padding=padding, pin=self._moves
         )
-        self._spread: ShardedBatches | None = None
+        self.spread: ShardedBatches | None = None
         if node_share is not None:
-            self._spread = open_spread(
+            self.spread = open_spread(
                 self._stream,
                 self.world,
                 node_share,
@@ -236,7 +237,7 @@ class GearLoader(Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        check_planned(self.selection, self.disk, self._spread)
+        check_planned(self.selection, self.disk)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = start_step
         self._block_steps = self._steps_per_block()
@@ -284,6 +285,12 @@ class GearLoader(Iterator[Batch]):
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
         return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
 
+    def slots_at(self, step: int) -> Int64Array:
+        """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
+        if self.spread is not None:
+            return self.spread.slots_at(step)
+        return np.arange(self.share) + self._stream.first_slot
+
     def device_batches(self, *, ahead: bool = False) -> DeviceBatches:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
@@ -295,8 +302,8 @@ class GearLoader(Iterator[Batch]):
         UnavailableError
             ``ENGINE_OFF`` unless the loader has a GPU engine.
         """
-        if self.engine is None:
-            raise no_engine("this loader does not gather on the GPU")
+        if self.engine is None or self.spread is not None:
+            raise no_engine("the GPU alone does not gather this loader's batches")
         options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
         return make_batches(self.engine, step=self._step, ahead=ahead, **options)
 
@@ -339,8 +346,8 @@ class GearLoader(Iterator[Batch]):
         if self.disk is not None:
             self.disk.close()
             self._ready = []
-        if self._spread is not None:
-            self._spread.close()
+        if self.spread is not None:
+            self.spread.close()
             self._ready = []
 
     def __enter__(self) -> Self:
@@ -370,22 +377,17 @@ class GearLoader(Iterator[Batch]):
     def _steps_per_block(self) -> int:
         if self.learner is not None:
             return 1  # the next step depends on the losses of this one
-        window_bytes = sum(
-            (self.context_length + store.lead)
-            * store.width
-            * max(store.dtype.itemsize, max(f.dtype.itemsize for f in store.fields))
-            for store in self.table.stores
-        )
-        batch_bytes = self.share * (window_bytes + 16 * self.context_length)
+        batch_bytes = self.share * window_bytes(self.table, self.context_length)
         most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
         if self.disk is not None:
             most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
-        return max(1, min(most_segments // self.batch_size, most_bytes // batch_bytes))
+        steps = min(most_segments // self.batch_size, most_bytes // max(batch_bytes, 1))
+        return max(1, steps if self.spread is None else min(steps, SPREAD_STEPS))
 
     def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
-        if self._spread is not None:
-            windows = self._spread.windows(first_step, steps)
+        if self.spread is not None:
+            windows = self.spread.windows(first_step, steps)
         elif self.engine is not None:
             windows = self.engine.fill(first_step=first_step, steps=steps)
         elif ahead and self.disk is not None:

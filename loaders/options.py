@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.table import Table
 
 MAX_FRAME_STACK = 64
 
@@ -119,3 +120,14 @@ def no_engine(what: str) -> UnavailableError:
         what,
         remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
     )
+
+
+def window_bytes(table: Table, context_length: int) -> int:
+    """Return the bytes that a window of `context_length` steps takes while it is gathered."""
+    rows = sum(
+        (context_length + store.lead)
+        * store.width
+        * max(store.dtype.itemsize, max(field.dtype.itemsize for field in store.fields))
+        for store in table.stores
+    )
+    return rows + 16 * context_length  # timesteps and mask

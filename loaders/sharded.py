@@ -4,7 +4,10 @@ Every rank draws the same global batches and assigns them alike.  What a rank tr
 not hold comes through the exchange, posted a block of steps ahead, so that it travels while
 earlier steps are trained on.
 
-Shape legend: T steps of a block, B segments of a rank, K steps of a window.
+A law that learns from losses is drawn only when its step has come: then nothing travels ahead, and
+a step waits for what its rank does not hold.
+
+Shape legend: T steps of a block, B segments of a rank, K steps of a window, L rows before it.
 """
 
 from __future__ import annotations
@@ -18,11 +21,10 @@ import torch
 from torch import Tensor
 
 from gear_offline.assignment import ANYWHERE, Assigner
-from gear_offline.errors import InputError
 from gear_offline.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
 from gear_offline.fields import convert
-from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.selection import Segments, Selection
+from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
+from gear_offline.selection import Segments, Selection, learner_of
 from gear_offline.sharding import NodeShare
 from gear_offline.table import Table
 from gear_offline.world import World
@@ -46,7 +48,7 @@ class _Block:
     segments: Segments  # (T, B), of the whole dataset
     far: Int64Array  # flat positions whose rows come from other nodes
     real: Int64Array  # of those, the real steps
-    lands: list[Any]  # (positions of the block, K, width), one for each store
+    lands: list[Any]  # (positions of the block, L + K, width), one for each store
 
 
 def shelf_of(table: Table, share: NodeShare, node: int) -> Shelf:
@@ -80,11 +82,6 @@ class ShardedBatches:
         Between all ranks.
     selection, seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`; `batch_size` is that of all ranks.
-
-    Raises
-    ------
-    InputError
-        ``FRAME_STACK`` for stacks of frames: the exchange moves whole windows, no rows before.
     """
 
     def __init__(
@@ -101,12 +98,6 @@ class ShardedBatches:
         context_length: int,
         padding: Padding,
     ) -> None:
-        if any(store.lead for store in table.stores):
-            raise InputError(
-                "FRAME_STACK",
-                "stacks of frames are not made of rows of several nodes",
-                remedy="use frame_stack=1, or a dataset that each node holds",
-            )
         self._world, self._share, self._table, self._gather = world, share, table, gather
         self._lengths, self._exchange, self._selection = share.lengths, exchange, selection
         self._seed, self._batch, self._span, self._padding = (
@@ -115,6 +106,8 @@ class ShardedBatches:
             context_length,
             padding,
         )
+        self._lead = max(store.lead for store in table.stores)
+        self._ahead_blocks = AHEAD - 1 if learner_of(selection) is None else 0
         self._assigner = Assigner(torch.tensor(world.nodes))
         self._nodes = np.array(world.nodes)
         self._anywhere = torch.full((batch_size,), ANYWHERE)
@@ -131,12 +124,14 @@ class ShardedBatches:
             self._drop()
             self._ahead = [self._post(first_step, steps)]
         block = self._ahead.pop(0)
-        self._ahead.append(self._post(first_step + steps, steps))
-        near = self._is_near(block)
+        for later in range(len(self._ahead), self._ahead_blocks):
+            self._ahead.append(self._post(first_step + (later + 1) * steps, steps))
+        near, mine = self._is_near(block), block.segments
         local = Segments(
-            episodes=np.where(near, self._share.local[block.segments.episodes], 0),
-            starts=np.where(near, block.segments.starts, 0),
-            probability=block.segments.probability,
+            episodes=np.where(near, self._share.local[mine.episodes], 0),
+            starts=np.where(near, mine.starts, 0),
+            probability=mine.probability,
+            lengths=mine.lengths,
         )
         windows = self._gather(local)
         self._exchange.wait(block.number)
@@ -144,6 +139,13 @@ class ShardedBatches:
         self.read_segments += block.segments.episodes.size
         self.far_segments += len(block.far)
         return windows
+
+    def slots_at(self, step: int) -> Int64Array:
+        """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
+        drawn = self._selection.select(seed=self._seed, step=step, count=self._batch)
+        homes = torch.from_numpy(self._share.nodes[drawn.episodes])
+        found = self._assigner.assign(self._anywhere, homes)
+        return np.asarray(found.slots[self._world.rank].numpy())
 
     def close(self) -> None:
         """End the exchange; all ranks together."""
@@ -184,6 +186,7 @@ class ShardedBatches:
             episodes=drawn.episodes[rows, taken],
             starts=drawn.starts[rows, taken],
             probability=drawn.probability[rows, taken],
+            lengths=None if drawn.lengths is None else drawn.lengths[rows, taken],
         )
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         reads = Reads.of(**dict(zip(_COLUMNS, columns, strict=True)))
@@ -191,16 +194,22 @@ class ShardedBatches:
         self._number += 1
         self._exchange.post(self._number, reads, destination)
         far = np.flatnonzero(self._share.nodes[mine.episodes] != self._world.nodes[ranks])
-        left = self._lengths[mine.episodes] - mine.starts
-        real = np.minimum(left, self._span).reshape(-1)[far]
         return _Block(
             first_step=first_step,
             number=self._number,
             segments=mine,
             far=far,
-            real=real,
+            real=self._real(mine).reshape(-1)[far],
             lands=lands,
         )
+
+    def _real(self, segments: Segments) -> Int64Array:
+        """Return how many steps of each window exist."""
+        left = self._lengths[segments.episodes] - segments.starts
+        real: Int64Array = np.minimum(left, self._span)
+        if segments.lengths is not None:
+            real = np.minimum(real, np.maximum(segments.lengths, 1))
+        return real
 
     def _moves(
         self, slots: Int64Array, homes: Int64Array, drawn: Segments, step: int, width: int
@@ -209,15 +218,15 @@ class ShardedBatches:
         readers, places = np.nonzero(homes[slots] != self._nodes[:, None])
         moved = slots[readers, places]
         episodes, starts = drawn.episodes[moved], drawn.starts[moved]
-        real = np.minimum(self._lengths[episodes] - starts, self._span)
+        real = self._real(drawn)[moved]
+        first, last = filled(starts, real, span=self._span, lead=self._lead, padding=self._padding)
         owners = np.empty(len(moved), np.int64)
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
             there = homes[moved] == node
             owners[there] = members[moved[there] % len(members)]
-        rows = (step * width + places) * self._span
-        if self._padding == "left":
-            rows = rows + self._span - real
-        return readers, owners, episodes, starts, real, rows
+        rows = (step * width + places) * (self._span + self._lead) + first
+        begins = starts - np.minimum(starts, self._lead)
+        return readers, owners, episodes, begins, last - first, rows
 
     def _place(self, positions: int) -> tuple[list[Any], Destination]:
         """Return registered memory for a block; used again after `AHEAD` blocks."""
@@ -227,7 +236,7 @@ class ShardedBatches:
             if len(lands[0]) == positions:
                 return lands, destination
         lands = [
-            np.zeros((positions, self._span, store.width), store.dtype)
+            np.zeros((positions, self._span + self._lead, store.width), store.dtype)
             for store in self._table.stores
         ]
         flat = [array.reshape(-1, array.shape[-1]) for array in lands]
@@ -242,11 +251,10 @@ class ShardedBatches:
         windows.segments.copy_(torch.from_numpy(names))
         if not len(block.far):
             return
-        steps = np.arange(self._span)
-        shift = self._span - block.real if self._padding == "left" else np.zeros_like(block.real)
-        inside = (steps >= shift[:, None]) & (steps < (shift + block.real)[:, None])
         starts = block.segments.starts.reshape(-1)[block.far]
-        times = np.where(inside, starts[:, None] + steps - shift[:, None], 0)
+        inside, first = self._inside(starts, block.real, lead=0)
+        steps = np.arange(self._span)
+        times = np.where(inside, starts[:, None] + steps - first[:, None], 0)
         at = torch.from_numpy(block.far).to(device)
 
         def put(target: Tensor, values: Any) -> None:
@@ -258,13 +266,23 @@ class ShardedBatches:
         for store, buffer, land in zip(
             self._table.stores, windows.buffers, block.lands, strict=True
         ):
-            rows = np.where(inside[:, :, None], land[block.far], land.dtype.type(0))
+            inside, _ = self._inside(starts, block.real, lead=store.lead)
+            came = land[block.far, self._lead - store.lead :]
+            rows = np.where(inside[:, :, None], came, land.dtype.type(0))
             if not store.is_final:
                 field = store.fields[0]
                 final = convert(rows.reshape(*rows.shape[:2], *field.shape), field)
                 rows = np.where(inside[:, :, None], final.reshape(rows.shape), field.dtype.type(0))
                 assert torch_dtype(rows.dtype) == buffer.dtype
             put(buffer, rows)
+
+    def _inside(
+        self, starts: Int64Array, real: Int64Array, *, lead: int
+    ) -> tuple[npt.NDArray[np.bool_], Int64Array]:
+        """Return (n, K + lead): which rows are of the episode, and (n,) the first of them."""
+        first, last = filled(starts, real, span=self._span, lead=lead, padding=self._padding)
+        rows = np.arange(self._span + lead)
+        return (rows >= first[:, None]) & (rows < last[:, None]), first
 
 
 _COLUMNS = ("readers", "owners", "episodes", "starts", "steps", "rows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from gear_offline.dataset import Dataset
@@ -12,6 +13,7 @@ from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding
 from gear_offline.pinning import format_bytes
 from gear_offline.progress import say
+from gear_offline.selection import Selection
 from gear_offline.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.table import Table
 from gear_offline.world import World
@@ -23,7 +25,13 @@ Sharding = Literal["auto", "replicate", "shard"]
 
 
 def choose_share(
-    dataset: Dataset, world: World, sharding: Sharding, *, mode: str, **rows: Any
+    dataset: Dataset,
+    world: World,
+    sharding: Sharding,
+    selection: Selection | None = None,
+    *,
+    mode: str,
+    **rows: Any,
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
 
@@ -38,6 +46,9 @@ def choose_share(
         of them has too little memory for all.
     mode, rows
         As `gear_offline.table.build_table`.
+    selection
+        Nodes get equal shares of its probability if it says how often episodes are drawn, else of
+        steps.
 
     Raises
     ------
@@ -63,13 +74,17 @@ def choose_share(
         least = min(world.gather(available_bytes() - RESERVE_BYTES))
         if needed <= least:
             return None
-    weights = shard_weights(dataset)
-    owners = share_shards(weights, world.node_count)
+    steps = shard_weights(dataset)
+    weight = None if selection is None else getattr(selection, "episode_weight", None)
+    weights = steps if weight is None else shard_weights(dataset, weight)
+    owners = share_shards(weights, world.node_count, sizes=steps)
     share = take_share(dataset, owners, world.nodes[world.rank])
     part = share.dataset.spec.steps / dataset.spec.steps
+    drawn = weights[owners == world.nodes[world.rank]].sum() / weights.sum()
     say(
         f"sharding {sharding}: {len(share.dataset.manifest.shards)} of {len(weights)} shards, "
-        f"{part:.1%} of {format_bytes(needed)}, on this one of {world.node_count} nodes",
+        f"{part:.1%} of {format_bytes(needed)} and {drawn:.1%} of the draws, on this one of "
+        f"{world.node_count} nodes",
         quiet=world.rank != world.leader,
     )
     return share
@@ -88,6 +103,7 @@ def open_spread(
 ) -> ShardedBatches:
     """Open the exchange between the ranks, and return what makes this rank's batches."""
     from gear_offline.exchange import open_exchange
+    from gear_offline.exchange.contract import TIMEOUT
     from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 
     shelf = shelf_of(table, share, world.nodes[world.rank])
@@ -96,7 +112,13 @@ def open_spread(
         share=share,
         table=table,
         gather=gather,
-        exchange=open_exchange(shelf, mode=exchange, group=world.control, quiet=not world.is_first),
+        exchange=open_exchange(
+            shelf,
+            mode=exchange,
+            group=world.control,
+            timeout=min(TIMEOUT, timedelta(seconds=world.timeout)),
+            quiet=not world.is_first,
+        ),
         selection=stream.selection,
         seed=stream.seed,
         batch_size=stream.batch_size,

@@ -12,11 +12,13 @@ Shape legend: B windows, T tasks, S state elements, A action elements of the wid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,26 +78,37 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
     found = []
     for entry in getattr(config, "tasks", None) or ():
         try:
-            values = dict(entry)
-            for key in ("state_mean", "state_std"):
-                value = values[key]
-                values[key] = None if value is None else tuple(float(v) for v in value)
-                if value is not None and len(value) != values["state_dim"]:
-                    raise ValueError(f"{key} has {len(value)} numbers")
-            task = ModelTask(**values)
-            widths = (task.state_dim, config.state_dim), (task.action_dim, config.act_dim)
-            frames = bool(getattr(config, "frame_shape", ()))
-            for width, most in widths[frames:]:
-                if type(width) is not int or not 1 <= width <= most:
-                    raise ValueError(f"width {width!r} of {most}")
-            if not task.returns_scale > 0:
-                raise ValueError(f"returns_scale {task.returns_scale!r}")
+            found.append(_task(dict(entry), config))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
                 "MODEL_CONFIG", f"a task does not fit the model: {error}", where="tasks"
             ) from error
-        found.append(task)
     return tuple(found)
+
+
+def _task(values: dict[str, Any], config: DecisionTransformerConfig) -> ModelTask:
+    """Return a task of a configuration that may hold anything; ValueError and others if it does."""
+    for key in ("state_mean", "state_std"):
+        value = values[key]
+        if value is None:
+            continue
+        values[key] = tuple(float(number) for number in value)
+        if len(value) != values["state_dim"] or not np.isfinite(values[key]).all():
+            raise ValueError(f"{key} has {len(value)} numbers, or some that are not finite")
+    task = ModelTask(**values)
+    if not isinstance(task.name, str) or (task.state_mean is None) != (task.state_std is None):
+        raise ValueError("name or statistics")
+    frames = bool(getattr(config, "frame_shape", ()))
+    widths = (task.state_dim, config.state_dim), (task.action_dim, config.act_dim)
+    for width, most in widths[frames:]:
+        if type(width) is not int or not 1 <= width <= most:
+            raise ValueError(f"width {width!r} of {most}")
+    numbers = (task.returns_scale, task.return_worst, task.return_best)
+    if not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+        raise ValueError(f"numbers {numbers!r}")
+    if not task.returns_scale > 0:
+        raise ValueError(f"returns_scale {task.returns_scale!r}")
+    return task
 
 
 class TaskEmbedding(nn.Module):
@@ -196,7 +209,8 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     alone.predict_action = head
     if model.embed_task is not None:
         table = model.embed_timestep.weight + model.embed_task.weight[number]
-        alone.embed_timestep = nn.Embedding(*table.shape, _weight=table)
+        rows, width = table.shape
+        alone.embed_timestep = nn.Embedding(rows, width, _weight=table)
     return alone
 
 

@@ -13,7 +13,12 @@ def test_work_is_done_in_order_and_waited_for() -> None:
     done: list[int] = []
     gate = threading.Event()
     background = Background(beside=True, name="test")
-    background.submit(lambda: (gate.wait(), done.append(0), None)[2])
+
+    def held() -> None:
+        assert gate.wait(30)
+        done.append(0)
+
+    background.submit(held)
     for number in (1, 2, 3):
         background.submit(lambda number=number: done.append(number))  # type: ignore[misc]
     assert done == []

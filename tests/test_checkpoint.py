@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import DecisionTransformerModel
 
+import gear_offline
 from gear_offline.checkpoint import (
     TrainingState,
     load_policy_parts,
@@ -214,6 +215,59 @@ def test_the_newest_whole_one_is_taken(tmp_path: Path, model: DecisionTransforme
         newest_checkpoint(tmp_path, said.append)
 
 
+def damage(path: Path, kind: str) -> None:
+    """Damage one file of a checkpoint."""
+    whole = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "a folder":
+        path.unlink()
+        path.mkdir()
+    elif kind == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif kind == "a link to nothing":
+        path.unlink()
+        path.symlink_to("nowhere")
+    else:
+        changed = bytearray(whole)
+        place = {"first bit": 0, "middle bit": len(whole) // 2, "last bit": -1}.get(kind)
+        if place is not None:
+            changed[place] ^= 1
+        cuts = {"truncated": whole[:-7], "half": whole[: len(whole) // 2], "empty": b""}
+        longer = b"\0" if kind == "longer" else b""
+        content = cuts.get(kind, bytes(changed) + longer)
+        path.write_bytes(b"\0" * len(whole) if kind == "zeros" else content)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("first bit", "middle bit", "last bit", "truncated", "half", "empty", "longer", "zeros"),
+        *("missing", "a folder", "a pipe", "a link to nothing"),
+    ],
+)
+def test_every_kind_of_damage_leads_to_the_one_before(
+    tmp_path: Path, model: DecisionTransformer, name: str, kind: str
+) -> None:
+    said: list[str] = []
+    save_checkpoint(tmp_path, model, state(5))
+    damage(save_checkpoint(tmp_path, model, state(10)) / name, kind)
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None and found.state.step == 5
+    assert len(said) == 1 and said[0].startswith("passing over step-00000010: ")
+    assert len(said[0]) > 40, "the message says why"
+
+
+def test_an_empty_directory_is_passed_over(tmp_path: Path, model: DecisionTransformer) -> None:
+    said: list[str] = []
+    save_checkpoint(tmp_path, model, state(5))
+    (tmp_path / checkpoint_name(10)).mkdir()
+    found = newest_checkpoint(tmp_path, said.append)
+    assert found is not None and found.state.step == 5 and len(said) == 1
+
+
 def test_saving_again_replaces(tmp_path: Path, model: DecisionTransformer) -> None:
     path = save_checkpoint(tmp_path, model, state(5))
     (path / "model.safetensors").write_bytes(b"damage")
@@ -250,9 +304,11 @@ def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTran
     sweep(tmp_path / "none")
 
 
-def test_nothing_here_unpickles() -> None:
-    import gear_offline.checkpoint
-
-    source = Path(gear_offline.checkpoint.__file__).read_text()
-    for word in ("import pickle", "torch.load", "torch.save", "eval("):
+@pytest.mark.parametrize(
+    "module",
+    ["checkpoint", "checkpoint_saving", "tensor_file", "sharded_checkpoint", "evaluation_beside"],
+)
+def test_nothing_here_unpickles(module: str) -> None:
+    source = (Path(gear_offline.__file__).parent / f"{module}.py").read_text()
+    for word in ("import pickle", "torch.load", "torch.save", "eval(", "multiprocessing import"):
         assert word not in source

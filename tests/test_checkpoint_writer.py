@@ -17,11 +17,13 @@ from torch import Tensor
 from gear_offline import checkpoint_saving, checkpoint_writer
 from gear_offline.checkpoint import TrainingState, read_checkpoint
 from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.checkpoint_saving import write_checkpoint
 from gear_offline.checkpoint_writer import CheckpointWriter, Prune
 from gear_offline.errors import GearError
 from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
 from gear_offline.snapshot import Snapshot
+from gear_offline.tensor_file import write_tensors
 from gear_offline.trainer import train
 from tests.support import failing_code
 from tests.training_support import learnt, tiny_data, tiny_recipe
@@ -52,7 +54,7 @@ def writer(tmp_path: Path) -> Iterator[CheckpointWriter]:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold the writer before its first byte until the event is set."""
-    gate, write = threading.Event(), checkpoint_saving.write_tensors
+    gate, write = threading.Event(), write_tensors
 
     def held(*arguments: Any, **options: Any) -> Any:
         assert gate.wait(30)
@@ -112,7 +114,7 @@ def test_one_save_at_a_time(writer: CheckpointWriter, slow: threading.Event) -> 
 def test_an_error_of_the_writer_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: str, beside: str
 ) -> None:
-    write, calls = checkpoint_saving.write_tensors, []
+    write, calls = write_tensors, []
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         calls.append(threading.current_thread())
@@ -137,7 +139,7 @@ def test_both_ways_save_the_same_and_tell_how_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
-    data, write = tiny_data(tmp_path), checkpoint_writer.write_checkpoint
+    data, write = tiny_data(tmp_path), write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         time.sleep(0.05)
@@ -158,7 +160,7 @@ def test_both_ways_save_the_same_and_tell_how_long(
 def test_the_end_of_a_run_waits_for_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint_writer.write_checkpoint
+    write = write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         time.sleep(0.3)

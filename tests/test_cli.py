@@ -31,8 +31,8 @@ SURFACE = {
     "train": "recipe overrides out resume quiet",
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
     "bench": "name sizes quick json",
-    "strategies": "recipe overrides strategies out json quiet",
     "sweep": "recipe overrides seeds out mode parallel json quiet",
+    "strategies": "recipe overrides strategies train seeds threshold jobs out json quiet",
     "doctor": "json",
 }
 

@@ -23,16 +23,23 @@ import torch
 from gear_offline import evaluation_beside, evaluation_choice
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError
-from gear_offline.evaluation_beside import EvaluationsBeside, WorkerLost
+from gear_offline.evaluation_beside import EvaluationsBeside
 from gear_offline.evaluation_choice import choose_evaluation
-from gear_offline.evaluation_worker import PlayRequest, answer
+from gear_offline.evaluation_worker import PlayRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
 from gear_offline.trainer import TrainingInterrupted, train
 from gear_offline.world import World
 from tests.support import failing_code
 from tests.test_resume import interrupted_in
-from tests.training_support import ENVIRONMENT, STEP_LIMIT, learnt, tiny_data, tiny_recipe
+from tests.training_support import (
+    ENVIRONMENT,
+    FakeWorker,
+    learnt,
+    register_importable,
+    tiny_data,
+    tiny_recipe,
+)
 from tests.trust.leaks import session_processes, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
@@ -51,12 +58,6 @@ def importable(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
 
 
-def register_importable() -> None:
-    gymnasium.registry.pop(ENVIRONMENT, None)
-    entry = "tests.training_support:TinyEnvironment"
-    gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
-
-
 @pytest.fixture(scope="module")
 def in_place(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     register_importable()
@@ -70,33 +71,6 @@ def played(run: Path) -> list[Any]:
         (record["step"], record["score"], [dict(target) for target in record["targets"]])
         for record in read_records(run / "evaluations.jsonl")
     ]
-
-
-class FakeWorker:
-    """Plays in this process, `delay` polls after it was asked; step `deadly` kills it."""
-
-    delay, deadly = 0, 0
-    made: list[FakeWorker]
-
-    def __init__(self, *, threads: int) -> None:
-        self.step: int | None = None
-        self.pid, self.left, self.closed = 0, 0, False
-        FakeWorker.made.append(self)
-
-    def ask(self, request: PlayRequest) -> None:
-        self.step, self.left, self.request = request.step, FakeWorker.delay, request
-
-    def answer(self) -> dict[str, Any] | None:
-        if self.step == FakeWorker.deadly:
-            raise WorkerLost("killed by SIGKILL")
-        if self.left > 0:
-            self.left -= 1
-            return None
-        self.step = None
-        return answer(json.dumps(vars(self.request)))
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
@@ -314,7 +288,7 @@ def test_when_evaluations_run_beside_training(data: Path, monkeypatch: pytest.Mo
     assert chosen(CPU)[0] is False and chosen(CPU)[3] == "training uses all cores"
     assert chosen(CPU, "evaluate.beside=on")[:3] == (True, "cpu", 1)
     gymnasium.registry.pop(ENVIRONMENT)
-    gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type, return-value]
+    gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert chosen(CPU)[3] == f"{ENVIRONMENT} is known to this process only"
     on = recipe.replace(evaluate__beside="on")
     code = failing_code(lambda: choose_evaluation(on, CPU, World(), parameters=1))
@@ -332,3 +306,34 @@ def test_a_policy_can_act_elsewhere_in_place(
     run = train(tiny_recipe(data, "evaluate.beside=off"), out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
     assert learnt(run)["training"] == learnt(in_place)["training"]
+
+
+@pytest.mark.parametrize("beside", ["on", "off"])
+def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
+    data: Path,
+    tmp_path: Path,
+    fake: type[FakeWorker],
+    capfd: pytest.CaptureFixture[str],
+    beside: str,
+) -> None:
+    fake.delay, run = 10**9, tmp_path / "run"
+    recipe = tiny_recipe(data, "evaluate.beside=on")
+    with interrupted_in(16), pytest.raises(TrainingInterrupted):
+        train(recipe, out=run, quiet=True)
+    (run / "checkpoints" / "step-00000007" / "config.json").write_text("{}")
+    fake.delay = 0
+    train(recipe.replace(evaluate__beside=beside), out=run, resume=True)
+    assert capfd.readouterr().err.count("step 7 cannot be evaluated") == 1
+    assert [step for step, _, _ in played(run)] == [14, 20]
+
+
+def test_a_machine_without_room_for_a_process_goes_on(
+    data: Path, in_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    run = train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
+    assert played(run) == played(in_place)

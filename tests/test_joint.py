@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,8 @@ def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Datase
     turned = {name: parts[name] for name in ("walk", "hop", "point")}
     scaled = join_datasets([Task(name=n, dataset=d) for n, d in parts.items()])
     for other in (join(fewer), join(turned), join(parts, normalize_states=False), scaled):
-        loader = GearLoader(other, **options)
-        assert failing_code(lambda loader=loader: loader.load_state_dict(state)) == "LOADER_STATE"
+        load = GearLoader(other, **options).load_state_dict
+        assert failing_code(partial(load, state)) == "LOADER_STATE"
 
 
 def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:

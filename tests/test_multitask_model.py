@@ -162,7 +162,7 @@ def test_losses_of_segments_are_over_their_own_elements() -> None:
 
 @pytest.mark.parametrize("discrete", [False, True])
 def test_a_task_cut_out_loads_in_the_released_class(tmp_path: Path, discrete: bool) -> None:
-    model = make_model(discrete=discrete).eval()
+    model = make_model(discrete=discrete)
     batch = make_batch([1, 2, 2], discrete=discrete)
     whole = model(**batch.model_inputs(), padding="right").action_preds.detach()
     for name, rows in (("wide", [0]), ("between", [1, 2])):
@@ -242,6 +242,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ("state_mean", [1.0]),
         ("returns_scale", 0.0),
         ("surprise", 1),
+        ("return_best", "high"),
+        ("return_worst", float("nan")),
+        ("state_std", None),
+        ("name", 3),
     ):
         model.config.tasks = [{**good[0], key: value}, *good[1:]]
         assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL_CONFIG", key

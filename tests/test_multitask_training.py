@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,20 @@ import torch
 
 from gear_offline.checkpoint import load_policy_parts
 from gear_offline.dataset import Dataset
+from gear_offline.evaluation_worker import PlayRequest, answer
 from gear_offline.joint import JointDataset
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
 from gear_offline.models.multitask import tasks_of_config
+from gear_offline.planning.workload import make_workload
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.run_evaluation import evaluate_run, print_run
 from gear_offline.strategies import compare
 from gear_offline.task_evaluation import TasksReport
-from gear_offline.task_recipes import recipe_selection
+from gear_offline.task_recipes import data_key, environments_of, recipe_selection
 from gear_offline.trainer import train
+from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
 from tests.test_parallel_training import launch, measured
@@ -82,7 +86,7 @@ def learnable(folder: Path) -> dict[str, Dataset]:
 
 def losses_by_task(learner: Learner) -> list[float]:
     """Return the loss of each task's segments in 8 batches, without dropout."""
-    learner.model.eval()
+    learner.model.train(False)
     found = []
     with torch.no_grad():
         for task in range(len(learner.tasks)):
@@ -253,6 +257,72 @@ def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
     rows = {row["strategy"]: row for row in document["strategies"]}
     assert "cannot be mixed" in rows["shuffled_epochs"]["error"]
     assert "error" not in rows["uniform_steps"] and "error" not in rows["top_k"]
+
+
+def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path))
+    found = make_workload(recipe)
+    assert found.steps == 60 + 74 + 21 and found.row_bytes == 4 * 28  # 17 + 6 + 2, to 16 bytes
+    assert (found.sizes.state_dim, found.sizes.action_dim) == (17, 6)
+    missing = recipe.to_dict()
+    missing["data"]["tasks"]["hop"]["path"] = "nowhere"
+    assert failing_code(lambda: make_workload(Recipe.parse(missing))) == "PLAN_DATA"
+
+
+def test_recipes_share_a_dataset_only_where_its_rows_are_the_same(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path))
+    assert data_key(recipe) == data_key(recipe.replace(seed=3, model__hidden_size=8))
+    for change in ({"loader__normalize_states": False}, {"loader__returns_scale": 7.0}):
+        assert data_key(recipe) != data_key(recipe.replace(**change)), change
+
+
+def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> None:
+    last = read_records(run / "evaluations.jsonl")[-1]
+    recipe = load_recipe(run)
+    assert environments_of(recipe) == (ENVIRONMENT, WIDE)
+    request = PlayRequest(
+        checkpoint=str(run / "checkpoints" / "step-00000020"),
+        run="run",
+        step=20,
+        environment="",
+        targets=(),
+        episodes=2,
+        environments=2,
+        seed=recipe.evaluate.seed,
+        reference=None,
+        specifications=(),
+        device="cpu",
+        threads=1,
+    )
+    answered = answer(json.dumps(asdict(request)))
+    found = answered["report"]["tasks"]
+    for name, task in last["tasks"].items():
+        mine, theirs = (t["targets"] for t in (found[name], task))
+        assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
+    assert answered["report"]["score"] == last["score"]
+
+
+def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
+    parts = {
+        name: make_dataset(
+            tmp_path / name, [9, 6], columns=image_columns(15, (36, 36), seed=seed),
+            environment_id=None,
+        )
+        for seed, name in enumerate(("one", "two"))
+    }  # fmt: skip
+    recipe = tasks_recipe(
+        parts, "loader.frame_stack=2", "loader.normalize_states=false", "loader.batch_size=6"
+    )
+    learner = make_learner(recipe)
+    learner.advance()
+    batch = learner.loader.batch_at(0)
+    assert batch.states.shape == (6, 4, 2, 36, 36) and batch.states.dtype == torch.uint8
+    policy = learner.policy("two")
+    policy.reset([0], [1.0])
+    assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
+    learner.resume_training()
+    learner.advance()
+    assert torch.isfinite(learner._window[:2]).all()
 
 
 def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
 from gear_offline.trainer import train
 from gear_offline.world import World, peers
+from tests.network import permitted
 from tests.support import make_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,8 +76,9 @@ def test_unequal_shares_are_refused(dataset: Dataset) -> None:
 
 def test_only_errors_of_the_group_become_a_lost_rank() -> None:
     with pytest.raises(GearError) as caught, peers("adding up"):
-        raise RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.7]")
+        raise RuntimeError("[/gloo/tcp/pair.cc:5] Connection closed by peer [10.0.0.7]. Advice")
     assert caught.value.code == "RANK_LOST" and "10.0.0.7" in str(caught.value)
+    assert "pair.cc" not in str(caught.value) and "Advice" not in str(caught.value)
     with pytest.raises(RuntimeError, match="shapes do not fit"), peers("adding up"):
         raise RuntimeError("shapes do not fit")
 
@@ -96,6 +98,7 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(permitted(), reason="tests/test_nodes.py does more, on nodes of their own")
 def test_two_nodes_that_hold_half_each(tmp_path: Path) -> None:
     """Two agents of torchrun are two nodes; rows go over gloo, and losses are those of one."""
     lengths = [9, 30, 4, 17, 25, 8, 12, 21]

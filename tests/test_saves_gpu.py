@@ -14,12 +14,14 @@ from gear_offline import snapshot as snapshots
 from gear_offline import tensor_file
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.learner import Learner
+from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
 from gear_offline.snapshot import Snapshot
 from gear_offline.tensor_file import write_tensors
 from gear_offline.trainer import TrainingInterrupted, train
 from tests.support import make_dataset
 from tests.test_resume import interrupted_in
+from tests.training_support import register_importable, tiny_data, tiny_recipe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,3 +114,19 @@ def test_nothing_of_the_gpu_is_kept_by_saves(data: Path, tmp_path: Path) -> None
         patched.setattr(Learner, "advance", watched)
         train(recipe(data, "train.graph=off"), out=tmp_path / "run", quiet=True)
     assert free[0] == pytest.approx(free[1], abs=1 << 20)
+
+
+def test_evaluations_beside_on_the_gpu_find_what_those_in_place_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    data_path = tiny_data(tmp_path)
+    register_importable()
+    found = {}
+    for how in ("on", "off"):
+        options = ("train.device=cuda", "evaluate.device=cuda", f"evaluate.beside={how}")
+        run = train(tiny_recipe(data_path, *options), out=tmp_path / how, quiet=True)
+        records = read_records(run / "evaluations.jsonl")
+        assert all(record["device"].startswith("cuda") for record in records)
+        found[how] = [(record["step"], record["targets"]) for record in records]
+    assert found["on"] == found["off"] and len(found["on"]) == 3

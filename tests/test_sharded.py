@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
-from gear_offline.exchange.contract import Destination, Reads, Shelf
-from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.exchange.contract import Shelf
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+from gear_offline.loaders.spread_choice import choose_share
 from gear_offline.selection import Segments, make_selection
 from gear_offline.sharding import shard_weights, share_shards, take_share
 from gear_offline.table import build_table
 from gear_offline.world import World
+from tests.image_support import image_columns
+from tests.one_process import OneProcess
 from tests.support import make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
@@ -33,51 +35,31 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return found
 
 
-class OneProcess:
-    """An exchange between ranks of this process: rows are copied as they are posted."""
-
-    name, world = "fake", 0
-
-    def __init__(self, rank: int, shelves: list[Shelf]) -> None:
-        self.rank, self.shelves = rank, shelves
-        self.posted: list[int] = []
-        self.waited: list[int] = []
-
-    def register(self, buffers: Any) -> Destination:
-        return Destination.of(buffers, self.shelves[0].row_bytes)
-
-    def post(self, step: int, reads: Reads, destination: Destination) -> None:
-        self.posted.append(step)
-        mine = reads.made_by(self.rank)
-        for read in range(len(mine)):
-            shelf = self.shelves[int(mine.owners[read])]
-            episodes = shelf.episodes[0].tolist()
-            place = episodes.index(int(mine.episodes[read]))
-            first = int(shelf.lengths[episodes[:place]].sum() + mine.starts[read])
-            count, row = int(mine.steps[read]), int(mine.rows[read])
-            for source, target in zip(shelf.memory[0], destination.memory, strict=True):
-                target.bytes[row : row + count] = source.bytes[first : first + count]
-
-    def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
-        assert step in self.posted and step not in self.waited
-        self.waited.append(step)
-
-    def close(self) -> None:
-        assert self.posted == self.waited
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    columns = image_columns(sum(LENGTHS), (4, 5))
+    folder = tmp_path_factory.mktemp("frames")
+    path = make_dataset(folder, LENGTHS, columns=columns, shard_bytes=900).path
+    found = open_dataset(Path(path))
+    assert len(found.manifest.shards) >= 3
+    return found
 
 
 def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[ShardedBatches]:
     """Return the batches of every rank."""
     owners = share_shards(shard_weights(dataset), len(set(nodes)))
-    parts, shelves = [], []
-    table_options = {k: options.pop(k) for k in ("normalize_states", "layout") if k in options}
+    parts: list[Any] = []
+    shelves: dict[int, Shelf] = {}
+    table_options = {
+        k: options.pop(k) for k in ("normalize_states", "layout", "frame_stack") if k in options
+    }
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
         table = build_table(
             share.dataset, context_length=options["context_length"], **table_options
         )
         parts.append((rank, share, table))
-        shelves.append(shelf_of(table, share, node))
+        shelves[rank] = shelf_of(table, share, node)
     found = []
     for rank, share, table in parts:
         gather = CpuGather(
@@ -109,12 +91,13 @@ def rows_of(windows: Windows, segments: Segments | None = None) -> Counter[Any]:
 @given(data=st.data())
 def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> None:
     nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
-    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes"]))
+    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
+    span = data.draw(st.integers(1, 9))
     options: dict[str, Any] = {
-        "selection": make_selection(law, dataset),
+        "selection": make_selection(law, dataset, context_length=span),
         "seed": data.draw(st.integers(0, 99)),
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
-        "context_length": data.draw(st.integers(1, 9)),
+        "context_length": span,
         "padding": data.draw(st.sampled_from(["left", "right"])),
         "layout": data.draw(st.sampled_from(["records", "columns"])),
         "normalize_states": data.draw(st.booleans()),
@@ -128,7 +111,19 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
     )
     gather = CpuGather(whole, context_length=options["context_length"], padding=options["padding"])
     steps = data.draw(st.integers(1, 3))
-    for first in data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)])):
+    firsts = data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)]))
+    compare(ranks, gather, firsts, steps, options)
+
+
+def compare(
+    ranks: list[ShardedBatches],
+    gather: CpuGather,
+    firsts: tuple[int, ...],
+    steps: int,
+    options: dict[str, Any],
+) -> None:
+    """Ask for blocks of steps; together the ranks must get what `gather` finds in the whole."""
+    for first in firsts:
         found = [rank.windows(first, steps) for rank in ranks]
         drawn = options["selection"].select_many(
             seed=options["seed"], first_step=first, steps=steps, count=options["batch_size"]
@@ -137,7 +132,7 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
             expected = rows_of(gather.fill(drawn[step]))
             got: Counter[Any] = Counter()
             for windows in found:
-                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(nodes))
+                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(ranks))
                 got += rows_of(
                     Windows(
                         buffers=tuple(b[step] for b in windows.buffers),
@@ -150,6 +145,28 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
             assert got == expected
     for rank in ranks:
         rank.close()
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> None:
+    """Rows before a window travel with it, and none of another episode."""
+    nodes = data.draw(st.sampled_from([(0, 1), (0, 1, 2), (0, 0, 1)]))
+    span, stack = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5))
+    padding: Padding = data.draw(st.sampled_from(["left", "right"]))
+    options: dict[str, Any] = {
+        "selection": make_selection("uniform_steps", frames),
+        "seed": data.draw(st.integers(0, 99)),
+        "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
+        "context_length": span,
+        "padding": padding,
+        "layout": data.draw(st.sampled_from(["records", "columns"])),
+        "frame_stack": stack,
+    }
+    ranks = spread(frames, nodes, **options)
+    whole = build_table(frames, context_length=span, layout=options["layout"], frame_stack=stack)
+    gather = CpuGather(whole, context_length=span, padding=padding)
+    compare(ranks, gather, (0, 2), 2, options)
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
@@ -174,5 +191,32 @@ def test_shards_are_shared_equally(weights: list[int], nodes: int) -> None:
     owners = share_shards(weights, nodes)
     sums = [sum(w for w, o in zip(weights, owners, strict=True) if o == n) for n in range(nodes)]
     assert set(owners.tolist()) == set(range(nodes)), "nobody goes without"
+    assert owners.tolist() == share_shards(weights, nodes).tolist()
     best = max(max(weights), sum(weights) / nodes)
     assert max(sums) <= (4 / 3) * best + max(weights) / 3 + 1e-6
+
+
+def test_what_is_never_drawn_is_shared_by_size() -> None:
+    weights, sizes = [8, 0, 0, 4, 0, 4, 0], [10, 30, 10, 10, 10, 10, 10]
+    owners = share_shards(weights, 2, sizes=sizes)
+    drawn = [sum(w for w, o in zip(weights, owners, strict=True) if o == n) for n in range(2)]
+    held = [sum(s for s, o in zip(sizes, owners, strict=True) if o == n) for n in range(2)]
+    assert drawn == [8, 8] and max(held) - min(held) <= 30
+    assert set(share_shards([5, 0, 0], 3, sizes=[1, 1, 1]).tolist()) == {0, 1, 2}
+
+
+def test_skewed_laws_share_their_probability(
+    dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten times the weight on half of the episodes: little crosses nodes all the same."""
+    law = make_selection("return_weighted", dataset)
+    weight = getattr(law, "episode_weight", None)
+    assert weight is not None and weight.max() > 2 * weight.min()
+    share = choose_share(
+        dataset, World(rank=1, nodes=(0, 1)), "shard", law, mode="read",
+        context_length=4, layout="auto", normalize_states=False, extra_columns=(),
+    )  # fmt: skip
+    assert share is not None
+    equal = weight[share.nodes == 1].sum() / weight.sum()
+    by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)
+    assert abs(equal - 0.5) < abs(weight[by_steps.nodes == 1].sum() / weight.sum() - 0.5)

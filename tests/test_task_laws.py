@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.rules import MIXTURE, WEIGHTED_EPISODES, law_number
-from gear_offline.laws.tasks import TaskLaw, TaskMixture, TaskPoint, WeightedTasks, mix_tasks
+from gear_offline.laws.tasks import TaskLaw, TaskMixture, TaskPoint, mix_tasks
 from gear_offline.laws.weighted import WeightedEpisodes
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import Segments, Selection, make_selection
@@ -70,7 +71,7 @@ def test_the_law_is_each_tasks_own_times_its_share(scheduled: bool) -> None:
     tasks, weights = task_laws(), (1.0, 3.0, 2.0)
     points = [TaskPoint(step=0, weights={t.name: t.weight for t in tasks})] if scheduled else []
     law: Any = mix_tasks(tasks, points)
-    assert isinstance(law, TaskMixture if scheduled else WeightedTasks)
+    assert type(law).__name__ == ("TaskMixture" if scheduled else "WeightedTasks")
     exact = np.array(wanted(tasks, weights))
     assert exact.sum() == pytest.approx(1.0)
     named = every_segment()
@@ -150,10 +151,7 @@ def test_options_say_all_and_laws_that_do_not_mix_are_refused() -> None:
     assert law.options["parts"][2]["strategy"] == "return_weighted"
     for name in ("shuffled_epochs", "fifo", "prioritized"):
         laws: list[tuple[str, dict[str, Any]]] = [("uniform_steps", {}), (name, {})]
-        assert (
-            failing_code(lambda laws=laws: mix_tasks(task_laws(laws, (1.0, 1.0))))
-            == "TASK_STRATEGY"
-        )
+        assert failing_code(partial(mix_tasks, task_laws(laws, (1.0, 1.0)))) == "TASK_STRATEGY"
     assert failing_code(lambda: mix_tasks(task_laws(weights=(0.0,) * 3))) == "SELECTION_OPTIONS"
 
 

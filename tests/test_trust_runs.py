@@ -43,6 +43,13 @@ def test_killed_processes_leave_no_memory() -> None:
     }
 
 
+def test_killed_trainings_leave_nothing() -> None:
+    found: Any = run("kill_cycles", "--cycles", "3")
+    assert found["checkpoints_written"] >= 3 and found["processes_killed"] >= 3
+    left = ("processes_left", "objects_left", "descriptors_left")
+    assert [found[key] for key in left] == [0, [], 0]
+
+
 def test_the_cost_of_verification_can_be_measured() -> None:
     found: Any = run("verify_cost", "--steps", "20000", "--rounds", "2")
     assert found["bytes"] > 1_000_000 and found["scrub_gbps"] > 0

@@ -5,6 +5,7 @@ Run as a program it is the victim of the kill tests: see `main`.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -14,13 +15,15 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.evaluation_beside import WorkerLost
+from gear_offline.evaluation_worker import PlayRequest, answer
 from gear_offline.metrics import read_records
 from gear_offline.recipe import Recipe, load_recipe
 from tests.support import make_dataset
@@ -58,6 +61,40 @@ def register_environment() -> None:
     """Make the tiny environment known to Gymnasium; once is enough."""
     if ENVIRONMENT not in gymnasium.registry:
         gymnasium.register(ENVIRONMENT, lambda **_: TinyEnvironment(), max_episode_steps=STEP_LIMIT)
+
+
+def register_importable() -> None:
+    """Register the tiny environment so that other processes can make it."""
+    gymnasium.registry.pop(ENVIRONMENT, None)
+    entry = "tests.training_support:TinyEnvironment"
+    gymnasium.register(ENVIRONMENT, entry, max_episode_steps=STEP_LIMIT)
+
+
+class FakeWorker:
+    """Plays in this process, `delay` polls after it was asked; step `deadly` kills it."""
+
+    delay, deadly = 0, 0
+    made: ClassVar[list[FakeWorker]] = []
+
+    def __init__(self, *, threads: int) -> None:
+        self.step: int | None = None
+        self.pid, self.left, self.closed = 0, 0, False
+        FakeWorker.made.append(self)
+
+    def ask(self, request: PlayRequest) -> None:
+        self.step, self.left, self.request = request.step, FakeWorker.delay, request
+
+    def answer(self) -> dict[str, Any] | None:
+        if self.step == FakeWorker.deadly:
+            raise WorkerLost("killed by SIGKILL")
+        if self.left > 0:
+            self.left -= 1
+            return None
+        self.step = None
+        return answer(json.dumps(vars(self.request)))
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def tiny_data(folder: Path) -> Path:
@@ -147,8 +184,10 @@ def _kill_in_call(number: int) -> None:
             deadly(module, name)
 
 
-def main(data: Path, run: Path, kills: int, seed: int) -> None:
+def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None:
     """Train in forked children, kill each of them, and go on until the run is complete.
+
+    With `beside` evaluations are under way for some steps before their results are there.
 
     Half of the kills strike inside a call that changes files, where a half-done save would show;
     the other half after a random time.  Prints how many children were killed.  The parent never
@@ -162,6 +201,15 @@ def main(data: Path, run: Path, kills: int, seed: int) -> None:
     gear_offline.report.write_report = lambda run, **_: Path(run)  # plots take most of the time
 
     register_environment()
+    overrides: tuple[str, ...] = ()
+    if beside:
+        import gear_offline.evaluation_beside
+
+        register_importable()
+        overrides = ("evaluate.beside=on", "train.keep_checkpoints=1")
+        FakeWorker.delay = 4
+        gear_offline.evaluation_beside.POLL_SECONDS = 0.0
+        gear_offline.evaluation_beside.Worker = FakeWorker  # type: ignore[assignment, misc]
     generator = random.Random(seed)
     killed = 0
     while True:
@@ -178,7 +226,7 @@ def main(data: Path, run: Path, kills: int, seed: int) -> None:
             try:
                 if call:
                     _kill_in_call(call)
-                train(tiny_recipe(data), out=run, resume=True, quiet=True)
+                train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
                 code = 0
             finally:
                 os._exit(code)
@@ -200,4 +248,4 @@ def main(data: Path, run: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

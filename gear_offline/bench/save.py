@@ -143,7 +143,7 @@ class _Trained:
             found = self.model(**self._inputs).action_preds
             loss = (found.float() - self._inputs["actions"]).square().mean()
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self._step_number += 1
 
@@ -221,17 +221,19 @@ class _Trained:
 
     def save_dcp_async_save(self, folder: Path, step: int) -> Callable[[], bool]:
         """``torch.distributed.checkpoint.async_save`` with its file writer."""
-        from torch.distributed import checkpoint
+        import torch.distributed.checkpoint
 
-        future: Any = checkpoint.async_save(self.tensors(), checkpoint_id=folder / str(step))
+        library: Any = torch.distributed.checkpoint
+        future: Any = library.async_save(self.tensors(), checkpoint_id=folder / str(step))
         return lambda: bool(future.done()) and future.result() is not None
 
 
 @contextmanager
 def _one_process() -> Iterator[None]:
     """Open a group of one process, which ``async_save`` asks for."""
-    import torch.distributed as dist
+    import torch.distributed
 
+    dist: Any = torch.distributed  # names that torch does not export for type checkers
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

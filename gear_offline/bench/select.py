@@ -10,6 +10,7 @@ build theirs in every call.  Rounds take turns; figures are medians.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -62,11 +63,12 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     tree = SumTree(np.maximum(weights * (2.0**62 / items), 1.0).astype(np.uint64))
     below = numbers % np.uint64(tree.total)
     masses = tree.masses[chosen].copy()
+    changes = itertools.cycle((masses[::-1].copy(), masses))  # each call changes something
     order = KeyedOrder(items)
     calls: dict[str, Callable[[], object]] = {
         "weighted": lambda: thresholds.find(numbers),
         "priorities: draw": lambda: tree.find(below),
-        "priorities: update": lambda: tree.set(chosen, masses),
+        "priorities: update": lambda: tree.set(chosen, next(changes)),
         "shuffled": lambda: order(seed=1, first_epoch=0, epochs=epochs, places=places),
         "numpy choice": lambda: generator.choice(items, size=draws, p=shares),
     }

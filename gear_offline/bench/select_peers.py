@@ -5,6 +5,7 @@ Shape legend: N items, n draws or updates of a call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,12 +38,13 @@ def torchrl_calls(weights: Array, chosen: Array, draws: int) -> Calls:
     tree = SumSegmentTreeFp64(weights.size)
     tree[np.arange(weights.size)] = weights
     generator, values = np.random.default_rng(1), weights[chosen]
+    changes = itertools.cycle((values[::-1].copy(), values))
 
     def draw() -> object:
         found = tree.scan_lower_bound(generator.uniform(0.0, tree.query(0, weights.size), draws))
         return tree[found]
 
     def update() -> None:
-        tree[chosen] = values
+        tree[chosen] = next(changes)
 
     return {"TorchRL: draw": draw, "TorchRL: update": update}

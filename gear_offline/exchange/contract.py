@@ -9,6 +9,7 @@ Shape legend: E episodes of the dataset, S stores of a table, M reads of a step 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -186,8 +187,8 @@ class Reads:
 
     def made_by(self, rank: int) -> Reads:
         """Return the reads that `rank` makes; views."""
-        first, last = np.searchsorted(self.readers, (rank, rank + 1)).tolist()
-        return self._at(slice(first, last))
+        first = bisect_left(self.readers, rank)
+        return self._at(slice(first, bisect_left(self.readers, rank + 1, first)))
 
     def served_by(self, rank: int) -> Reads:
         """Return the reads of what `rank` holds, in the order of their readers."""

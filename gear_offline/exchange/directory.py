@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from gear_offline.errors import GearError, InputError
 from gear_offline.exchange.contract import Int64Array, Reads, Shelf
+from gear_offline.exchange.work_requests import PAIR
 
 Regions = Sequence[Sequence[tuple[int, int]]]  # (address, key) of each store, for each piece
 
@@ -89,8 +90,10 @@ class Directory:
     owner, piece, first, length
         (T + 1,) int64: rank, number of its piece, row of the episode's first step there, and steps.
         The last entry stands for "nobody".
-    address, key
-        S arrays (T + 1,) int64 and uint32: where the episode's first row lies, for RDMA.
+    regions
+        S arrays (T + 1,) of `PAIR`: address of the episode's first row, and key, for RDMA.
+    longest
+        Steps of the longest episode.
     """
 
     def __init__(self, shelf: Shelf, notices: Sequence[Notice]) -> None:
@@ -98,8 +101,7 @@ class Directory:
         columns: dict[str, list[Int64Array]] = {
             name: [] for name in ("owner", "piece", "first", "length", "episode")
         }
-        address: list[list[Int64Array]] = [[] for _ in shelf.row_bytes]
-        key: list[list[npt.NDArray[np.uint32]]] = [[] for _ in shelf.row_bytes]
+        regions: list[list[Int64Array]] = [[] for _ in shelf.row_bytes]
         for rank, notice in enumerate(notices):
             for number, episodes in enumerate(notice.pieces):
                 lengths = shelf.lengths[episodes]
@@ -111,14 +113,15 @@ class Directory:
                 columns["episode"].append(episodes)
                 for store, row_bytes in enumerate(shelf.row_bytes if notice.regions else ()):
                     base, word = notice.regions[number][store]
-                    address[store].append(base + first * row_bytes)
-                    key[store].append(np.full(len(episodes), word, np.uint32))
+                    keys = np.full(len(episodes), word & 0xFFFF_FFFF, np.int64)
+                    regions[store].append(np.stack([base + first * row_bytes, keys], axis=1))
         nobody = [np.full(1, -1, np.int64)]
         self.owner, self.piece, self.first, self.length, episode = (
             np.concatenate(columns[name] + nobody) for name in columns
         )
-        self.address = [np.concatenate([*parts, np.zeros(1, np.int64)]) for parts in address]
-        self.key = [np.concatenate([*parts, np.zeros(1, np.uint32)]) for parts in key]
+        nowhere = np.zeros((1, 2), np.int64)
+        self.regions = [np.concatenate([*p, nowhere]).view(PAIR)[:, 0] for p in regions]
+        self.longest = int(shelf.lengths.max(initial=0))
         count = len(self.owner) - 1
         self._home = np.full(self._episodes, count, dtype=np.int64)
         self._home[episode[:count][::-1]] = np.arange(count)[::-1]  # the lowest rank's entry
@@ -143,24 +146,37 @@ class Directory:
         """
         if not len(reads):
             return np.empty(0, np.int64)
-        episodes, steps = reads.episodes, reads.steps
-        if int(episodes.min()) < 0 or int(episodes.max()) >= self._episodes:
-            raise self._outside(reads, (episodes < 0) | (episodes >= self._episodes))
-        found = self._home.take(episodes)
-        other = self.owner.take(found) != reads.owners
-        if other.any():  # episodes that several ranks hold, or a wrong owner
-            found[other] = self._search(reads.owners[other], episodes[other])
-        stop = reads.starts + steps
-        if int(reads.starts.min()) < 0 or int(steps.min()) < 1:
-            raise self._outside(reads, (reads.starts < 0) | (steps < 1))
+        # Few calls: each costs as much as a hundred reads.  What is wrong is looked for only then.
+        stop, last = reads.starts + reads.steps, reads.rows + reads.steps
+        signs = reads.episodes | reads.starts | reads.rows
+        signs |= reads.steps - 1
+        if int(signs.min()) < 0:
+            self._refuse(reads, destination_rows)
+        try:
+            found = self._home.take(reads.episodes)
+        except IndexError:
+            self._refuse(reads, destination_rows)
+            raise
+        if (self.owner.take(found) != reads.owners).any():
+            # Episodes that several ranks hold, or a wrong owner.
+            other = self.owner.take(found) != reads.owners
+            found[other] = self._search(reads.owners[other], reads.episodes[other])
         if (stop > self.length.take(found)).any():  # nobody's entry has length -1
             raise self._outside(reads, stop > self.length.take(found))
-        if destination_rows is not None:
-            last = reads.rows + steps
-            if int(reads.rows.min()) < 0 or int(last.max()) > destination_rows:
-                bad = (reads.rows < 0) | (last > destination_rows)
-                raise self._outside(reads, bad, f"a destination of {destination_rows} rows")
+        if destination_rows is not None and int(last.max()) > destination_rows:
+            self._refuse(reads, destination_rows)
         return found
+
+    def _refuse(self, reads: Reads, destination_rows: int | None) -> None:
+        """Raise ``EXCHANGE_RANGE`` for reads that are wrong whatever their owners hold."""
+        episodes, steps = reads.episodes, reads.steps
+        bad = (episodes < 0) | (episodes >= self._episodes) | (reads.starts < 0) | (steps < 1)
+        if bad.any():
+            raise self._outside(reads, bad)
+        if destination_rows is not None:
+            bad = (reads.rows < 0) | (reads.rows + steps > destination_rows)
+            if bad.any():
+                raise self._outside(reads, bad, f"a destination of {destination_rows} rows")
 
     def _search(self, owners: Int64Array, episodes: Int64Array) -> Int64Array:
         count = len(self._names)

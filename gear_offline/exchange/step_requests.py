@@ -6,7 +6,7 @@ Shape legend: m reads of this rank, S stores, T entries of the directory.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from gear_offline.exchange.work_requests import Chain
 MOST_BYTES = 1 << 30  # of one read; a message of RDMA is at most 2 GiB
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Rows [begin, end) of a chain, all for one peer."""
 
     rank: int
@@ -57,24 +56,23 @@ def fill_requests(
     if not len(reads):
         return deque()
     stores = len(destination.memory)
+    longest = int(directory.longest)
     for store, (memory, region) in enumerate(
         zip(destination.memory, destination.keys, strict=True)
     ):
-        length = reads.steps * memory.row_bytes
-        if int(length.max()) > MOST_BYTES:
-            raise InputError(
-                "EXCHANGE_RANGE",
-                f"a read of {int(length.max())} bytes is larger than 1 GiB",
-                remedy="read shorter segments",
-            )
-        chain.fill_store(
+        row_bytes = memory.row_bytes
+        if longest * row_bytes > MOST_BYTES:
+            _check_length(reads, row_bytes)
+        chain.fill_reads(
             store,
             stores,
-            directory.address[store].take(entries) + reads.starts * memory.row_bytes,
-            directory.key[store].take(entries),
-            reads.rows * memory.row_bytes + region.base,
-            length,
-            region.local_key,
+            directory.regions[store].take(entries),
+            reads.starts,
+            reads.rows,
+            reads.steps,
+            row_bytes=row_bytes,
+            base=region.base,
+            lkey=region.local_key,
         )
     owners = reads.owners
     cuts = (np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()
@@ -82,3 +80,13 @@ def fill_requests(
         Part(int(owners[begin]), begin * stores, end * stores)
         for begin, end in zip([0, *cuts], [*cuts, len(owners)], strict=True)
     )
+
+
+def _check_length(reads: Reads, row_bytes: int) -> None:
+    most = int(reads.steps.max()) * row_bytes
+    if most > MOST_BYTES:
+        raise InputError(
+            "EXCHANGE_RANGE",
+            f"a read of {most} bytes is larger than 1 GiB",
+            remedy="read shorter segments",
+        )

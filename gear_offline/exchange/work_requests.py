@@ -13,6 +13,7 @@ once, `ObjectPoster` posts a linked list of pyverbs' objects instead.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -33,7 +34,9 @@ REQUEST = np.dtype(
     }
 )  # fmt: skip
 ELEMENT = np.dtype([("addr", "i8"), ("length", "u4"), ("lkey", "u4")])
+PAIR = np.dtype(np.complex128)  # two numbers of 64 bits that NumPy moves at once, and only moves
 _MARKER = 0xA5C3_1E7B_9D24_F061
+_IDS, _FLAGS = struct.Struct("<QQ"), struct.Struct("<I")  # wr_id and next; send_flags
 
 Column = npt.NDArray[Any]
 
@@ -58,18 +61,24 @@ class Chain:
         self.elements = np.zeros(capacity, ELEMENT)
         self._base = int(self.requests.ctypes.data)
         numbers = np.arange(capacity, dtype=np.uint64)
-        self._links = np.uint64(self._base) + (numbers + np.uint64(1)) * np.uint64(REQUEST_BYTES)
-        self._links[-1:] = 0
-        self.requests["next"] = self._links
+        self.requests["next"] = np.uint64(self._base) + (numbers + 1) * np.uint64(REQUEST_BYTES)
+        self.requests["next"][-1:] = 0
         self.requests["sg_list"] = np.uint64(self.elements.ctypes.data) + numbers * np.uint64(16)
         self.requests["num_sge"] = 1
         self.requests["opcode"] = RDMA_READ
-        # Views of columns, made once: a look-up by name costs as much as tens of reads.
-        self.remote, self.rkey = self.requests["remote_addr"], self.requests["rkey"]
-        self.local, self.length = self.elements["addr"], self.elements["length"]
-        self.lkey = self.elements["lkey"]
-        self._next, self._flags = self.requests["next"], self.requests["send_flags"]
-        self._ids = self.requests["wr_id"]
+        # Views of columns, made once: a look-up by name costs as much as tens of reads.  A key and
+        # the four bytes beside it are one number, so that a column is written in one go.
+        whole = self.requests.view(np.uint8).reshape(capacity, REQUEST_BYTES)
+        pairs = whole[:, 40:56]
+        self._remote, self._rkey = (pairs[:, at : at + 8].view(np.int64)[:, 0] for at in (0, 8))
+        self._sources = pairs.view(PAIR)[:, 0]
+        spots = self.elements.view(np.int64).reshape(capacity, 2)  # address, length and key
+        self._local, self._size = spots[:, 0], spots[:, 1]
+        self._length, self._lkey = self.elements["length"], self.elements["lkey"]
+        self._memory: Any = memoryview(whole.reshape(-1))  # type: ignore[arg-type]
+        # For each store, the keys that so many of its rows have alike.
+        self._same: dict[int, tuple[tuple[int, int], int]] = {}
+        self._stores = 1
         self._ends: list[int] = []
 
     def fill(
@@ -90,31 +99,81 @@ class Chain:
     ) -> None:
         """Write the m reads of one store into rows ``store, store + stores, ...``."""
         rows = slice(store, stores * len(remote), stores)
-        self.remote[rows] = remote
-        self.rkey[rows] = rkey
-        self.local[rows] = local
-        self.length[rows] = length
-        self.lkey[rows] = lkey
+        if type(rkey) is not int or type(lkey) is not int:
+            self._same.clear()
+            self._rkey[rows], self._lkey[rows] = rkey, lkey
+        elif not self._has(store, stores, (rkey, lkey), len(remote)):
+            self._rkey[rows], self._lkey[rows] = rkey, lkey
+        self._remote[rows] = remote
+        self._local[rows] = local
+        self._length[rows] = length
+
+    def fill_reads(
+        self,
+        store: int,
+        stores: int,
+        sources: Column,
+        starts: Column,
+        rows: Column,
+        steps: Column,
+        *,
+        row_bytes: int,
+        base: int,
+        lkey: int,
+    ) -> None:
+        """As `fill_store`, from m reads of whole rows.
+
+        Parameters
+        ----------
+        sources
+            (m,) of `PAIR`: remote address of an episode's first row, and key.
+        starts, rows, steps
+            (m,) int64: first row of the episode that is read, where it lands, and how many.
+        row_bytes, base, lkey
+            Of the store and of the region where rows land.
+        """
+        places = slice(store, stores * len(sources), stores)
+        self._same.clear()
+        self._sources[places] = sources
+        self._remote[places] += starts * row_bytes
+        local, size = self._local[places], self._size[places]
+        np.multiply(rows, row_bytes, out=local)
+        local += base
+        np.multiply(steps, row_bytes, out=size)
+        size += _high(lkey)
+
+    def _has(self, store: int, stores: int, keys: tuple[int, int], count: int) -> bool:
+        """Whether the rows of a store hold these keys already; afterwards they must."""
+        if stores != self._stores:
+            self._same.clear()
+            self._stores = stores
+        before, rows = self._same.get(store, (None, 0))
+        if before == keys and rows >= count:
+            return True
+        self._same[store] = (keys, count)
+        return False
 
     def cut(self, parts: Sequence[tuple[int, int]], numbers: Sequence[int]) -> list[int]:
         """Make rows [begin, end) chains of their own; return the address of each one's first row.
 
         Only the last request of a chain asks for a completion, and bears the chain's number.
         """
-        for (_, end), number in zip(parts, numbers, strict=True):  # parts are few: as many as peers
-            last = end - 1
-            self._next[last] = 0
-            self._flags[last] = SIGNALED
-            self._ids[last] = number
-            self._ends.append(last)
-        return [self._base + begin * REQUEST_BYTES for begin, _ in parts]
+        firsts = []
+        for (begin, end), number in zip(parts, numbers, strict=True):  # as many as peers
+            place = (end - 1) * REQUEST_BYTES
+            _IDS.pack_into(self._memory, place, number, 0)
+            _FLAGS.pack_into(self._memory, place + 32, SIGNALED)
+            self._ends.append(end)
+            firsts.append(self._base + begin * REQUEST_BYTES)
+        return firsts
 
     def join(self) -> None:
         """Undo `cut`, for the next batch; a provider has copied what was posted."""
-        for last in self._ends:
-            self._next[last] = self._links[last]
-            self._flags[last] = 0
-            self._ids[last] = 0
+        for end in self._ends:
+            place = (end - 1) * REQUEST_BYTES
+            following = self._base + end * REQUEST_BYTES if end < self.capacity else 0
+            _IDS.pack_into(self._memory, place, 0, following)
+            _FLAGS.pack_into(self._memory, place + 32, 0)
         self._ends.clear()
 
 
@@ -183,6 +242,11 @@ class ObjectPoster:
         qp.post_send(made[1])
         for thing in made:  # they free nothing by themselves
             thing.close()
+
+
+def _high(lkey: int) -> int:
+    """Return the key in the upper half of a signed number whose lower half is a length."""
+    return (lkey << 32) - ((lkey >> 31) << 64)
 
 
 def make_poster(verbs: Any) -> Poster:

@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import UInt64Array
+from gear_offline.laws.guided import GuidedSearch
 from gear_offline.schema import Int64Array
 
 Float64Array = npt.NDArray[np.float64]
 
 WHOLE = 1 << 64
 SHORTFALL = 1.0 - 2.0**-51  # keeps rounding from giving out more than there is
-GUIDE_BITS = 24  # the guide has at most 2^24 entries
 
 
 def masses_of(weights: Float64Array) -> UInt64Array:
@@ -99,25 +99,11 @@ class Thresholds:
         self.table: UInt64Array = np.cumsum(masses, dtype=np.uint64)
         self.table[self.last :] = np.uint64(WHOLE - 1)
         self.table.setflags(write=False)
-        bits = min(max(self.table.size, 2).bit_length() + 1, GUIDE_BITS)
-        self._shift = np.uint64(64 - bits)
-        # Entry i counts the thresholds up to i << shift: what a search for that number finds.
-        inside = np.uint64((1 << (64 - bits)) - 1)
-        first = (self.table >> self._shift) + ((self.table & inside) > 0)
-        counts = np.bincount(first.astype(np.int64), minlength=(1 << bits) + 1)
-        self._guide = np.minimum(np.cumsum(counts), self.last)
-
-    def _search(self, values: UInt64Array) -> Int64Array:
-        found = np.searchsorted(self.table, values, side="right")
-        return np.minimum(found, self.last).astype(np.int64)
+        self._search = GuidedSearch(self.table, last=self.last)
 
     def find(self, values: UInt64Array) -> Int64Array:
         """Return the item of each 64-bit draw, same shape, int64."""
-        bucket = (values >> self._shift).astype(np.int64)
-        found: Int64Array = self._guide[bucket]
-        unsure = found != self._guide[bucket + 1]
-        found[unsure] = self._search(values[unsure])
-        return found
+        return self._search.find(values)
 
     def probability(self, items: Int64Array) -> Float64Array:
         """Return the probability of each item, same shape, float64."""

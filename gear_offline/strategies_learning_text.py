@@ -1,0 +1,239 @@
+"""The columns of what strategies learn, as a table in the terminal, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from gear_offline.strategies_text import Column, Row, print_columns, short
+
+
+def number(value: float) -> str:
+    """Return a return with a sensible number of digits and a true minus sign."""
+    return short(value).replace("-", "\N{MINUS SIGN}")
+
+
+def signed(value: float) -> str:
+    """Return a difference with its sign."""
+    return f"+{number(value)}" if value > 0 else number(value)
+
+
+def probability(value: float | None) -> str:
+    """Return a p; a dash where there is none."""
+    if value is None:
+        return "-"
+    return "< 0.0001" if value < 1e-4 else f"{value:.2g}"
+
+
+def interval(found: Mapping[str, Any], write: Any = number) -> str:
+    """Return ``low to high``; a dash with one seed."""
+    if found["low"] is None:
+        return "-"
+    return f"{write(found['low'])} to {write(found['high'])}"
+
+
+def _final(key: str, write: Any = number) -> Any:
+    def text(row: Row) -> str:
+        final = row["final"]
+        return write(final[key]["mean"]) if final and key in final else "-"
+
+    return text
+
+
+def _final_interval(row: Row) -> str:
+    return interval(row["final"]["score"]) if row["final"] else "-"
+
+
+def _versus(key: str, measure: str = "score") -> Any:
+    def text(row: Row) -> str:
+        found = (row.get("versus") or {}).get(measure)
+        return "-" if found is None else probability(found[key])
+
+    return text
+
+
+def _difference(row: Row) -> str:
+    found = (row.get("versus") or {}).get("score")
+    return "-" if found is None else signed(found["mean"])
+
+
+def _difference_interval(row: Row) -> str:
+    found = (row.get("versus") or {}).get("score")
+    return "-" if found is None else interval(found, signed)
+
+
+def verdict_text(row: Row, measure: str = "score") -> str:
+    """Return the word on a row: of the baseline, that it is the baseline."""
+    if row.get("versus") is None:
+        return "baseline" if row.get("is_baseline") else "-"
+    found = row["versus"].get(measure)
+    return "-" if found is None else str(found["verdict"])
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the (upper) median; what is missing counts as later than everything."""
+    ordered = sorted(values, key=lambda v: (v is None, v or 0.0))
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _reached(row: Row) -> str:
+    found = row["threshold"]
+    return f"{found['reached']} of {len(found['steps'])}" if found else "-"
+
+
+def _median_of(key: str) -> Any:
+    def text(row: Row) -> str:
+        value = _median(row["threshold"][key]) if row["threshold"] else None
+        return "-" if value is None else short(value)
+
+    return text
+
+
+def _error(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _seconds(row: Row) -> str:
+    return "-" if row["training_seconds"] is None else short(row["training_seconds"]["mean"])
+
+
+PLAYED = (
+    Column(
+        "final return",
+        _final("score"),
+        "mean over seeds of a run's mean return after its last step, for the asked return that "
+        "served it best",
+    ),
+    Column(
+        "95 % interval",
+        _final_interval,
+        "Student t interval of that mean over seeds, which takes them for normal",
+    ),
+    Column(
+        "against baseline",
+        _difference,
+        "mean over seeds of the final return minus that of the baseline with the same seed",
+    ),
+    Column("95 % of it", _difference_interval, "Student t interval of that mean difference"),
+    Column(
+        "p, t test",
+        _versus("holm_p"),
+        "paired t test of the difference, after Holm's correction over the strategies",
+    ),
+    Column(
+        "p, signs",
+        _versus("permutation_p"),
+        "exact paired permutation (sign-flip) test, without correction",
+    ),
+    Column(
+        "so it is",
+        verdict_text,
+        "higher or lower where the corrected t test says p < 0.05, else within noise",
+    ),
+    Column(
+        "reached",
+        _reached,
+        "runs that reached the threshold at a step where policies were played",
+    ),
+    Column("steps to it", _median_of("steps"), "median over seeds of the first such step"),
+    Column("seconds to it", _median_of("seconds"), "median over seeds of the training until then"),
+)
+SCORE = Column("score", _final("normalized"), "final return on D4RL's scale of 0 to 100")
+PROBED = (
+    Column(
+        "error, all",
+        _final("probe_all", _error),
+        "loss at the end on fixed windows drawn uniformly over all steps, the same for every "
+        "strategy; they are part of the training data",
+    ),
+    Column(
+        "error, best",
+        _final("probe_best", _error),
+        "the same on fixed windows of the best episodes that make up a tenth of the steps",
+    ),
+    Column("training s", _seconds, "mean seconds of a run's steps, without playing"),
+)
+
+
+def columns_of(training: Row) -> tuple[Column, ...]:
+    """Return the columns that a comparison has figures for."""
+    if training["environment"] is None:
+        return PROBED
+    first: tuple[Column, ...] = PLAYED[:2]
+    if training["reference"] is not None:
+        first = (*first, SCORE)
+    return (*first, *PLAYED[2:], *PROBED)
+
+
+def learning_rows(training: Row) -> list[dict[str, Any]]:
+    """Return the rows that tables are made of."""
+    base = training["baseline"]
+    return [{**row, "is_baseline": row["label"] == base} for row in training["strategies"]]
+
+
+def training_line(training: Row) -> str:
+    """Return what was trained, in a few sentences."""
+    seeds = len(training["seeds"])
+    runs = len(training["strategies"]) * seeds
+    text = (
+        f"{len(training['strategies'])} strategies x {seeds} seeds = {runs} runs of "
+        f"{training['steps']:,} steps on {training['device']}"
+        f"{', sharing it' if training['engine'] == 'sweep' else ''}."
+    )
+    if training["environment"] is not None:
+        targets = " and ".join(number(target) for target in training["targets"])
+        last, first = (training["episodes"][str(training["marks"][i])] for i in (-1, 0))
+        text += (
+            f" Policies were played in {training['environment']}, asked for {targets}: {last} "
+            f"episodes for each at the end, {first} at the points before."
+        )
+    return text
+
+
+def threshold_line(training: Row) -> str | None:
+    """Return what the threshold is."""
+    found = training["threshold"]
+    if found["value"] is None:
+        return None
+    text = f"Threshold: a return of {number(found['value'])}"
+    if found["share"] is not None:
+        below = 100 * (1 - found["share"])
+        text += f", {below:.0f} % of its size below the best mean of {training['baseline']}"
+    return text + "."
+
+
+def learning_method_lines(training: Row) -> list[str]:
+    """Return a line on each figure."""
+    lines = [f"{column.title}: {column.meaning}." for column in columns_of(training)]
+    goal = threshold_line(training)
+    lines += [] if goal is None else [goal]
+    if training["engine"] == "sweep":
+        lines.append(
+            "Runs shared one GPU, so seconds are longer than those of a run that has it alone."
+        )
+    if training["reference"] is not None and training["reference"]["note"]:
+        lines.append(f"About the score: {training['reference']['note']}.")
+    return lines
+
+
+def failed_runs(training: Row) -> list[str]:
+    """Return a line on each run that did not come to its end."""
+    found = []
+    for row in training["strategies"]:
+        for run in row["runs"]:
+            if "error" in run:
+                found.append(f"{row['label']}, seed {run['seed']}: {run['error']}")
+    return found
+
+
+def print_learning(training: Row, *, console: Console | None = None) -> None:
+    """Print what was learnt as tables that fit the terminal."""
+    console = Console() if console is None else console
+    console.print(escape(training_line(training)), highlight=False)
+    print_columns(console, columns_of(training), learning_rows(training))
+    for line in [threshold_line(training), training["limits"], *failed_runs(training)]:
+        if line is not None:
+            console.print(escape(line), highlight=False)

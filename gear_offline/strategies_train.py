@@ -1,0 +1,171 @@
+"""Train every strategy with every seed, judge the policies, and say how long it will take.
+
+Runs are ordinary run directories under ``OUT/training/runs``; training again into the same folder
+goes on where it stopped.  On a GPU policies are judged on CPU cores while runs train; on a CPU
+afterwards, because the two would take each other's time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gear_offline.errors import InputError
+from gear_offline.preparation import prepare_dataset, resolve
+from gear_offline.progress import say
+from gear_offline.recipe import Recipe
+from gear_offline.strategies_candidates import Candidate
+from gear_offline.strategies_judge import Judges, write_probes
+from gear_offline.strategies_learning import learning_document
+from gear_offline.strategies_outlook import Outlook
+from gear_offline.strategies_plan import (
+    RunPoints,
+    TrainingPlan,
+    make_plan,
+    run_in_turn,
+    run_together,
+)
+
+SPARE_CORES = 4  # not used for judging while a GPU trains
+
+
+def train_strategies(
+    recipe: Recipe,
+    candidates: Sequence[Candidate],
+    *,
+    out: Path,
+    seeds: int = 3,
+    jobs: int | None = None,
+    threshold: float | None = None,
+    quiet: bool = False,
+    run_points: RunPoints | None = None,
+) -> dict[str, Any]:
+    """Train, judge and compare; go on from whatever `out` holds.
+
+    Parameters
+    ----------
+    recipe
+        What all runs share; its seed is the first seed.
+    candidates
+        The baseline first.
+    out
+        Folder of the comparison: ``training/runs/``, ``judged/``, ``probe.safetensors``.
+    seeds
+        Of each strategy.
+    jobs
+        Processes that play policies; 0: this process, after training.  Default: the cores, less
+        some while a GPU trains.
+    threshold
+        As `gear_offline.strategies_learning.learning_document`.
+    quiet
+        Show nothing.
+    run_points
+        What trains; default: `run_together` on a GPU, else `run_in_turn`.
+
+    Returns
+    -------
+    dict
+        JSON-able; docs/strategies.md says what is in it.
+
+    Raises
+    ------
+    InputError
+        ``STRATEGIES_OPTION``; ``RUN_RECIPE`` when `out` holds runs of another recipe; those of
+        preparing the data and of training.
+    GearError
+        ``STRATEGIES_WORKER``.  A run that failed is named in the document instead.
+    TrainingInterrupted
+        Ctrl-C or SIGTERM; what was done is kept.
+    """
+    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.recipe_checks import check_recipe
+
+    if jobs is not None and not 0 <= jobs <= 1024:
+        raise InputError(
+            "STRATEGIES_OPTION", f"{jobs} jobs", where="--jobs", remedy="give 0 to 1024"
+        )
+    check_recipe(recipe, where=f"recipe {recipe.name}")
+    dataset = prepare_dataset(recipe, quiet=quiet)
+    resolved, _ = resolve(recipe, dataset, quiet=quiet)
+    plan = make_plan(resolved, candidates, seeds=seeds, out=out)
+    for point in plan.points:
+        point.is_complete()  # refuses the runs of another recipe before any work
+    probes = write_probes(resolved, dataset, out / "probe.safetensors")
+    on_gpu = resolve_device(recipe.train.device).type == "cuda"
+    runner = run_points or (run_together if on_gpu else run_in_turn)
+    cores = len(os.sched_getaffinity(0))
+    if jobs is None:
+        jobs = max(1, cores - SPARE_CORES) if on_gpu else (cores if cores > 1 else 0)
+    judges = Judges(plan, probes, jobs=jobs)
+    beside = on_gpu and jobs > 0
+    say(
+        f"{len(plan.candidates)} strategies x {seeds} seeds: {len(plan.points)} runs of "
+        f"{resolved.train.steps:,} steps in {out / 'training'}, "
+        f"{'side by side on one GPU' if runner is run_together else 'one after the other'}; "
+        f"policies are played {'beside training' if beside else 'after training'}",
+        quiet=quiet,
+    )
+    began = time.monotonic()
+    outlook = Outlook(plan, judges, beside=beside, quiet=quiet)
+    errors = _work(plan, judges, runner, outlook, beside=beside)
+    document = learning_document(plan, probes, errors=errors, threshold=threshold)
+    return {
+        **document,
+        "engine": "sweep" if runner is run_together else "serial",
+        "device": str(resolve_device(recipe.train.device)),
+        "wall_seconds": round(time.monotonic() - began, 3),
+        "resumed": outlook.found > 0,
+    }
+
+
+def _work(
+    plan: TrainingPlan, judges: Judges, runner: RunPoints, outlook: Outlook, *, beside: bool
+) -> dict[str, str]:
+    """Train and judge; return the errors of runs that failed, by name."""
+    trained, stop = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def sit() -> None:
+        try:
+            judges.sit(trained, stop)
+        except BaseException as error:  # told by the main thread
+            failures.append(error)
+
+    errors: dict[str, str] = {}
+    with outlook:
+        if not beside:
+            todo = [point for point in plan.points if not point.is_complete()]
+            errors = runner(plan.points, plan.out) if todo else {}
+            trained.set()
+            with _no_leftovers(stop):
+                judges.sit(trained, stop)
+        else:
+            thread = threading.Thread(target=sit, name="judges")
+            thread.start()
+            try:
+                with _no_leftovers(stop):
+                    todo = [point for point in plan.points if not point.is_complete()]
+                    errors = runner(plan.points, plan.out) if todo else {}
+                    trained.set()
+                    while thread.is_alive():  # a join alone would not hear Ctrl-C
+                        thread.join(0.2)
+            finally:
+                thread.join()
+    if failures:
+        raise failures[0]
+    return {**judges.errors, **errors}
+
+
+@contextmanager
+def _no_leftovers(stop: threading.Event) -> Iterator[None]:
+    """End judging soon if the body fails."""
+    try:
+        yield
+    except BaseException:
+        stop.set()
+        raise

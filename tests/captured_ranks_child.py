@@ -1,0 +1,124 @@
+"""One of several ranks with GPUs: trains step by step and as a CUDA graph, and compares."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_offline.dataset import open_dataset
+from gear_offline.learner import Learner
+from gear_offline.preparation import ModelSizes
+from gear_offline.recipe import load_recipe
+from gear_offline.world import World, open_world, rank_device
+
+SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
+EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")
+
+
+def note(world: World, text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:6.1f} s] rank {world.rank}: {text}", file=sys.stderr)
+
+
+def make(data: Path, world: World, device: torch.device, *options: str) -> Learner:
+    settings = [f"data.path={data}", "train.device=cuda", "train.log_every=1000000"]
+    settings += ["loader.placement=hbm", "optimizer.warmup_steps=5", "train.steps=1000", *options]
+    recipe = load_recipe("paper", settings)
+    dataset = open_dataset(data)
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    torch.manual_seed(0)
+    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    return Learner(recipe, sizes, dataset, device, world=world)
+
+
+def run(some: Learner, steps: int, world: World) -> Any:
+    for _ in range(steps):
+        some.advance()
+    window = some._window[: some._filled].clone()
+    world.sum_into(window)
+    return window.cpu().numpy() / world.size
+
+
+def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
+    """Return the largest relative difference between both ways, of losses and of weights."""
+    options = (*SMALL, *EXACT, f"loader.batch_size={8 * world.size}", "optimizer.schedule=cosine")
+    single = make(data, world, device, *options, "train.graph=off")
+    expected = run(single, 60, world)
+    note(world, "step by step is done")
+    graph = make(data, world, device, *options, "train.graph=on")
+    try:
+        found = run(graph, 60, world)
+        note(world, "the graph is done")
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+        pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+        weights = [float((a - b).abs().max()) for a, b in pairs]
+        again = run(graph, 5, world)
+        assert len(again) == 65 and np.isfinite(again).all()
+        alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
+        assert len(set(alike)) == 1, "every rank has the same weights"
+    finally:
+        graph.release()
+    loss = float(np.abs(found / expected - 1).max())
+    return {"loss_relative": loss, "weight_absolute": max(weights)}
+
+
+def rate(data: Path, world: World, device: torch.device, *options: str) -> float:
+    """Return steps a second; the slowest rank's."""
+    some = make(data, world, device, *options)
+    try:
+        for _ in range(30):
+            some.advance()
+        torch.cuda.synchronize()
+        world.gather(None)
+        began, steps = time.perf_counter(), 300
+        for _ in range(steps):
+            some.advance()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        check = float(some._window[some._filled - 1, 0])
+        assert np.isfinite(check)
+    finally:
+        some.release()
+    return float(steps / max(world.gather(seconds)))
+
+
+def main(data: str, *measure: str) -> None:
+    """Compare, then measure; each of `measure` is "BATCH GRAPH COMPILE", e.g. "64 on off"."""
+    device = rank_device("cuda")
+    with open_world(device, timeout=50) as world:
+        note(world, "joined")
+        document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
+        note(world, "equal")
+        show(world, document)
+        for way in measure:
+            batch, graph, compiled = way.split()
+            document[way] = rate(
+                *(Path(data), world, device, f"loader.batch_size={int(batch) * world.size}"),
+                *(f"train.graph={graph}", f"train.compile={compiled}", "train.precision=bf16"),
+            )
+            note(world, f"{way}: measured")
+            show(world, document)
+    note(world, "left")
+
+
+def show(world: World, document: dict[str, Any]) -> None:
+    """Print what is known so far; the last line counts."""
+    if world.is_first:
+        print(json.dumps(document), flush=True)
+
+
+BEGAN = time.monotonic()
+
+if __name__ == "__main__":
+    # Shows where a rank hangs, and ends it.
+    faulthandler.dump_traceback_later(float(os.environ.get("CHILD_SECONDS", "100")), exit=True)
+    main(*sys.argv[1:])

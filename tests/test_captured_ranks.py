@@ -1,0 +1,90 @@
+"""Gradients of several ranks inside one CUDA graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gear_offline.loaders.batch import Batch
+from gear_offline.rank_gradients import RankGradients
+from tests.support import make_dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def batch_of(mask: Tensor) -> Batch:
+    nothing = torch.zeros(*mask.shape, 1)
+    return Batch(nothing, nothing, nothing, nothing, mask, mask, mask, padding="right", extras={})
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps=st.lists(st.integers(0, 7), min_size=2, max_size=4), seed=st.integers(0, 99))
+def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int) -> None:
+    """Each rank has other numbers of real steps; ranks take their turn in this process."""
+    steps[0] += 1
+    torch.manual_seed(seed)
+    inputs = torch.randn(len(steps), 8, 3)
+    masks = (torch.arange(8) < torch.tensor(steps)[:, None]).long()
+    weight, bias = torch.randn(3, 2), torch.randn(2)
+
+    def backward(ranks: slice, divisor: float) -> tuple[list[Tensor], Tensor]:
+        parameters = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
+        error = (inputs[ranks] @ parameters[0] + parameters[1]).square().mean(-1)
+        loss = (error * masks[ranks]).sum() / divisor
+        loss.backward()  # type: ignore[no-untyped-call]
+        return parameters, loss
+
+    expected, whole = backward(slice(None), float(masks.sum()))
+    sent: list[Tensor] = []
+    for turn in ("collect", "add"):
+        for rank in range(len(steps)):
+            divisor = 5.0
+            parameters, loss = backward(slice(rank, rank + 1), divisor)
+
+            def all_reduce(flat: Tensor, *, turn: str = turn) -> None:
+                if turn == "collect":
+                    sent.append(flat.clone())
+                else:
+                    flat.copy_(torch.stack(sent).sum(0))
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("torch.distributed.all_reduce", all_reduce)
+                average = RankGradients(parameters, divisor=divisor).average
+                found = average(loss, batch_of(masks[rank : rank + 1]))
+            if turn == "add":
+                torch.testing.assert_close(found, whole.detach())
+                for mine, theirs in zip(parameters, expected, strict=True):
+                    torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="run on a machine with two CUDA devices")
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+def test_graphs_learn_what_steps_learn(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [30, 7, 44, 12]).path
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "tests.captured_ranks_child", str(data)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["ranks"] == 2 and document["loss_relative"] < 2e-4

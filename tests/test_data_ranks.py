@@ -1,0 +1,158 @@
+"""Ranks that do not feed a model's input read nothing; those that do get what they would alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from examples.model_parallel import read_bytes
+from gear_offline.data_ranks import data_world
+from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.world import World
+from tests.support import make_dataset
+
+dist: Any = torch.distributed
+ROOT = Path(__file__).resolve().parents[1]
+BATCH, CONTEXT, STEPS = 12, 6, 3
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return make_dataset(tmp_path_factory.mktemp("ranks"), [500] * 40)
+
+
+def idle_world(rank: int = 1) -> World:
+    return World(rank=rank, nodes=(0, 1, 2), feeds=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "columns", "padding": "left", "extra_columns": ("terminals",)},
+        {"placement": "disk"},
+        {"sharding": "shard", "exchange": "on"},
+        {"mode": "mmap", "normalize_states": True},
+        {"selection": "prioritized"},
+    ],
+)
+def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -> None:
+    settings = {"batch_size": BATCH, "context_length": CONTEXT, "device": "cpu", **options}
+    names = ("placement", "sharding", "exchange")
+    plain = {name: value for name, value in settings.items() if name not in names}
+    before = read_bytes()
+    whole = GearLoader(dataset.path, **plain)
+    batches = [next(whole) for _ in range(STEPS)]
+    all_bytes = dataset.manifest.total_bytes
+    if "mode" not in options:
+        assert read_bytes() - before > all_bytes, "the count sees what a loader reads"
+    before = read_bytes()
+    idle = GearLoader(dataset.path, world=idle_world(), **settings)
+    found = [next(idle) for _ in range(STEPS)]
+    assert read_bytes() - before < 0.05 * all_bytes, "the manifest alone"
+    assert idle.table.owned_bytes < 0.05 * all_bytes
+    for mine, theirs in zip(found, batches, strict=True):
+        assert len(mine.segments) == 0
+        for name, tensor in theirs.model_inputs().items():
+            other = mine.model_inputs()[name]
+            assert (other.shape[0], other.shape[1:]) == (0, tensor.shape[1:]), name
+            assert other.dtype == tensor.dtype
+        assert mine.extras.keys() == theirs.extras.keys()
+    assert idle.state_dict() == whole.state_dict(), "any rank's state resumes any other"
+    idle.load_state_dict({**whole.state_dict(), "step": 40})
+    assert idle.step == 40 and len(idle.slots_at(40)) == 0
+    idle.close()
+
+
+def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
+    with pytest.raises(InputError) as caught:
+        GearLoader(dataset, batch_size=13, world=idle_world(), device="cpu")
+    assert caught.value.code == "BATCH_SHARE", "as on the ranks that read"
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "dims", "expected"),
+    [  # (rank in the world, whether it feeds), by global rank
+        (("dp", "tp"), (2, 2), "dp", [(0, 1), (0, 0), (1, 1), (1, 0)]),
+        (("tp", "dp"), (2, 2), "dp", [(0, 1), (1, 1), (0, 0), (1, 0)]),
+        (("dp",), (3,), "dp", [(0, 1), (1, 1), (2, 1)]),
+        (("pp", "dp", "tp"), (2, 2, 2), "dp",
+         [(0, 1), (0, 0), (1, 1), (1, 0), (0, 0), (0, 0), (1, 0), (1, 0)]),
+        (("r", "s", "tp"), (2, 2, 2), ("r", "s"),
+         [(0, 1), (0, 0), (1, 1), (1, 0), (2, 1), (2, 0), (3, 1), (3, 0)]),
+    ],
+)  # fmt: skip
+def test_the_first_rank_of_each_group_feeds(
+    names: tuple[str, ...],
+    shape: tuple[int, ...],
+    dims: Any,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    asked: list[list[int]] = []
+    grid = torch.arange(len(expected)).reshape(shape)
+    monkeypatch.setattr(World, "gather", lambda self, value: list(range(self.size)))
+    for rank, (place, feeds) in enumerate(expected):
+        dist.init_process_group("fake", rank=rank, world_size=len(expected), store=FakeStore())
+        try:
+            mesh = DeviceMesh("cpu", grid, mesh_dim_names=names)
+            with monkeypatch.context() as patch:
+                patch.setattr(dist, "new_group", lambda ranks, **_: asked.append(ranks))
+                world = data_world(mesh, dims)
+                with pytest.raises(InputError) as caught:
+                    data_world(mesh, "data")
+                assert caught.value.code == "MESH"
+        finally:
+            dist.destroy_process_group()
+        assert (world.rank, world.feeds) == (place, bool(feeds)), rank
+        assert world.size == sum(feed for _, feed in expected)
+        if feeds:
+            assert asked[-1][place] == rank and world.node_count == world.size
+    assert all(ranks == asked[0] for ranks in asked), "the same group on every rank"
+
+
+def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
+    """Four ranks in pairs: each pair works on its half of the global batches."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", "examples/model_parallel.py", str(dataset.path)]
+    done = subprocess.run(
+        [*command, "--steps", str(STEPS), "--batch-size", str(BATCH)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ranks = sorted(lines, key=lambda line: int(line["rank"]))
+    assert [line["feeds"] for line in ranks] == [True, False, True, False]
+    assert [line["segments_read"] for line in ranks] == [BATCH // 2, 0, BATCH // 2, 0]
+    all_bytes = dataset.manifest.total_bytes
+    for line in ranks:
+        assert (line["bytes_read"] > all_bytes) == line["feeds"]
+    loader = GearLoader(dataset, batch_size=BATCH, device="cpu")
+    batches = [next(loader).model_inputs() for _ in range(STEPS)]
+    for half in range(2):
+        digest = hashlib.sha256()
+        for batch in batches:
+            for name in sorted(batch):
+                rows = batch[name][half * BATCH // 2 : (half + 1) * BATCH // 2]
+                digest.update(rows.numpy().tobytes())
+        found = {line["digest"] for line in ranks[2 * half : 2 * half + 2]}
+        assert found == {digest.hexdigest()}

@@ -1,0 +1,177 @@
+"""One stream of global batches for every world size, whenever the world size changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gear_offline.exchange
+import gear_offline.loaders.loader as loader_module
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.exchange.contract import Shelf
+from gear_offline.loaders.feedback import LossFeedback
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.world import World
+from tests.one_process import OneProcess, global_digest, row_digests
+from tests.support import make_dataset
+
+LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8, 13, 10, 3, 6]
+BATCH, STEPS, SEED = 24, 12, 5
+SIZES = (1, 2, 3, 4, 8)
+OPTIONS: dict[str, Any] = {
+    "batch_size": BATCH,
+    "context_length": 6,
+    "seed": SEED,
+    "device": "cpu",
+    "normalize_states": True,
+    "extra_columns": ("terminals",),
+}
+# Nodes of the ranks: each alone, pairs, and unequal ones.
+PLACES = {
+    "replicate": [tuple(range(size)) for size in SIZES],
+    "shard": [(0, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 0, 0, 1, 1, 1, 2, 2)],
+}
+PLACES["shard"].append(tuple(range(8)))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = make_dataset(tmp_path_factory.mktemp("elastic"), LENGTHS, shard_bytes=900).path
+    found = open_dataset(Path(path))
+    assert len(found.manifest.shards) >= 8, "a shard for each of eight nodes"
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_blocks() -> Iterator[None]:
+    """Four steps are made at a time, so that worlds change within blocks and between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "BLOCK_SEGMENTS", 4 * BATCH)
+        yield
+
+
+@pytest.fixture(scope="module", params=["uniform_steps", "shuffled_epochs"])
+def law(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(dataset: Dataset, law: str) -> list[str]:
+    """The digest of each step from one process."""
+    loader = GearLoader(dataset, selection=law, **OPTIONS)
+    found = [global_digest([range(BATCH)], [row_digests(next(loader))]) for _ in range(STEPS)]
+    assert len(set(found)) == STEPS
+    return found
+
+
+def open_ranks(
+    dataset: Dataset, nodes: tuple[int, ...], sharding: str, **options: Any
+) -> list[GearLoader]:
+    """Return the loader of every rank of a world."""
+    shelves: dict[int, Shelf] = {}
+    loaders = []
+    for rank in range(len(nodes)):
+
+        def open_exchange(shelf: Shelf, *, rank: int = rank, **_: Any) -> OneProcess:
+            shelves[rank] = shelf
+            return OneProcess(rank, shelves)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gear_offline.exchange, "open_exchange", open_exchange)
+            # Ranks of one node would share a table in memory, by words between processes.
+            patch.setattr(World, "gather", lambda self, value: [value] * self.size)
+            patch.setattr("gear_offline.loaders.loader.shared_table", private_table)
+            world = World(rank=rank, nodes=nodes)
+            loaders.append(GearLoader(dataset, world=world, sharding=sharding, **options))  # type: ignore[arg-type]
+    return loaders
+
+
+def private_table(world: World, dataset: Dataset, **options: Any) -> Any:
+    from gear_offline.table import build_table
+
+    return build_table(dataset, **options)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_the_stream_is_that_of_one_process(
+    dataset: Dataset, law: str, expected: list[str], data: st.DataObject
+) -> None:
+    """World sizes change after any step; each goes on from the state that the last one left."""
+    changes = data.draw(st.lists(st.integers(1, STEPS - 1), max_size=3, unique=True).map(sorted))
+    state: dict[str, Any] | None = None
+    found: list[str] = []
+    for last in [*changes, STEPS]:
+        sharding = data.draw(st.sampled_from(sorted(PLACES)))
+        nodes = data.draw(st.sampled_from(PLACES[sharding]))
+        with ExitStack() as stack:
+            ranks = open_ranks(dataset, nodes, sharding, selection=law, **OPTIONS)
+            for loader in ranks:
+                stack.callback(loader.close)
+                if state is not None:
+                    loader.load_state_dict(state)
+            while len(found) < last:
+                slots = [loader.slots_at(loader.step) for loader in ranks]
+                batches = [row_digests(next(loader)) for loader in ranks]
+                found.append(global_digest(slots, batches))
+            states = [loader.state_dict() for loader in ranks]
+            assert all(other == states[0] for other in states)
+            state = states[0]
+    assert found == expected
+
+
+@pytest.mark.parametrize("sharding", sorted(PLACES))
+def test_every_world_size(dataset: Dataset, law: str, expected: list[str], sharding: str) -> None:
+    for nodes in PLACES[sharding]:
+        ranks = open_ranks(dataset, nodes, sharding, selection=law, **OPTIONS)
+        for step in range(5):  # more than a block
+            slots = [loader.slots_at(step) for loader in ranks]
+            found = global_digest(slots, [row_digests(next(loader)) for loader in ranks])
+            assert found == expected[step], (nodes, step)
+        for loader in ranks:
+            loader.close()
+
+
+def test_a_law_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
+    """Losses of all ranks reach every rank; their weights are those of the slots they have."""
+    options = OPTIONS | {"selection": "prioritized"}
+    alone = GearLoader(dataset, **options)
+    ranks = open_ranks(dataset, (0, 1, 1), "shard", **options)
+    uniform = []
+    for step in range(6):
+        slots = [loader.slots_at(step) for loader in ranks]
+        expected, batches = next(alone), [next(loader) for loader in ranks]
+        found = global_digest(slots, [row_digests(batch) for batch in batches])
+        assert found == global_digest([range(BATCH)], [row_digests(expected)])
+        weights = LossFeedback(alone).importance()
+        for mine, loader in zip(slots, ranks, strict=True):
+            assert torch.equal(LossFeedback(loader).importance(), weights[torch.from_numpy(mine)])
+        uniform.append(bool((weights == 1).all()))
+        losses = expected.segments.sum(1).numpy().astype(np.float32) % 7
+        for loader in (alone, *ranks):
+            assert loader.learner is not None
+            loader.learner.update(expected.segments.numpy(), losses)
+    assert uniform == [True] + [False] * 5, "priorities have an effect"
+    states = [loader.state_dict() for loader in (alone, *ranks)]
+    assert all(state == states[0] for state in states)
+    for loader in ranks:
+        loader.close()
+
+
+def test_the_digest_notices_a_swap_and_a_changed_byte(dataset: Dataset) -> None:
+    batch = next(GearLoader(dataset, **OPTIONS))
+    rows = row_digests(batch)
+    before = global_digest([range(BATCH)], [rows])
+    assert global_digest([[1, 0, *range(2, BATCH)]], [rows]) != before
+    batch.states[3, 0, 0] += 1
+    assert global_digest([range(BATCH)], [row_digests(batch)]) != before

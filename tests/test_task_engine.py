@@ -1,0 +1,85 @@
+"""The GPU engine with its kernels on the CPU: batches of several tasks, weights that change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.joint import JointDataset
+from gear_offline.kernels.engine import DeviceEngine
+from gear_offline.kernels.gather import CpuGather
+from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.loaders.device_batches import make_batches
+from gear_offline.selection import Selection, make_selection
+from gear_offline.table import build_table
+from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.task_support import join, make_parts
+
+SPAN, BATCH, STEPS = 5, 9, 12
+POINTS = [
+    TaskPoint(step=2, weights={"hop": 1.0, "walk": 0.0, "point": 0.5}),
+    TaskPoint(step=9, weights={"hop": 0.2, "walk": 1.0, "point": 0.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compile_laws(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> JointDataset:
+    folder: Path = tmp_path_factory.mktemp("joint")
+    return join(make_parts(folder))
+
+
+def law_of(joint: JointDataset, points: list[TaskPoint]) -> Selection:
+    names = ("uniform_steps", "return_weighted", "uniform_episodes")
+    laws = [
+        TaskLaw(
+            name=task.name,
+            index=task.dataset.episodes,
+            selection=make_selection(name, task.dataset),
+            weight=weight,
+        )
+        for task, name, weight in zip(joint.tasks, names, (1.0, 4.0, 0.5), strict=True)
+    ]
+    return mix_tasks(laws, points)
+
+
+@pytest.mark.parametrize("points", [[], POINTS], ids=["fixed", "scheduled"])
+def test_batches_name_the_tasks_of_the_cpus_segments(
+    library: Any, joint: JointDataset, points: list[TaskPoint]
+) -> None:
+    law = law_of(joint, points)
+    table = build_table(joint, context_length=SPAN)
+    gather = CpuGather(table, context_length=SPAN)
+    bounds = torch.from_numpy(joint.first_episodes[1:-1].copy())
+    seen: set[int] = set()
+    with on_cpu(library):
+        engine = DeviceEngine(
+            place(table), law, seed=3, batch_size=BATCH, context_length=SPAN, padding="right"
+        )
+        batches = make_batches(engine, padding="right", step=0, ahead=False, task_bounds=bounds)
+        for step in range(STEPS):
+            batches.begin()
+            batch = batches.batch  # the same memory in each step
+            drawn = law.select(seed=3, step=step, count=BATCH)
+            assert batch.segments[:, 0].tolist() == drawn.episodes.tolist()
+            windows = gather.fill(drawn)
+            for mine, theirs in zip(
+                (batch.states, batch.actions, batch.returns_to_go, batch.timesteps),
+                (*(windows.tensors()[n] for n in ("states", "actions", "returns_to_go")),
+                 windows.timesteps),
+                strict=True,
+            ):  # fmt: skip
+                assert mine.numpy().tobytes() == theirs.contiguous().numpy().tobytes()
+            tasks = np.searchsorted(joint.first_episodes, drawn.episodes, side="right") - 1
+            assert batch.tasks is not None and batch.tasks.tolist() == tasks.tolist()
+            seen |= set(tasks.tolist())
+            batches.end()
+    assert seen == {0, 1, 2}
