@@ -33,7 +33,7 @@ from gear_offline.trainer import check_resumed
 from gear_offline.training_run import TrainingInterrupted
 
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
-MEMORY_SPARE = 1.25  # a further run begins if the GPU has so many times what one has taken
+MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
 
 class Turns:
@@ -70,7 +70,6 @@ class Turns:
         self._lanes = [Lane(device) for _ in range(parallel)]
         self._tables = SharedTables()
         self._stop = StopRequest()
-        self._largest_bytes = 0
 
     def complete(
         self, points: Sequence[SweepPoint], ended: Callable[[SweepPoint, GearError | None], None]
@@ -84,7 +83,7 @@ class Turns:
         """
         waiting = deque(points)
         self._ended = ended
-        with self._stop, self._many_shapes(len(points)):
+        with self._stop, self._many_shapes(points):
             try:
                 while waiting or self._busy():
                     self._admit(waiting)
@@ -101,29 +100,28 @@ class Turns:
         return [lane for lane in self._lanes if lane.point is not None]
 
     def _admit(self, waiting: deque[SweepPoint]) -> None:
-        for lane in self._lanes:
-            if not waiting or lane.point is not None or not self._has_room():
-                continue
-            point = waiting.popleft()
-            try:
-                with _in_words(point, self._place(point)):
-                    self._open(lane, point)
-            except GearError as error:
-                self._ended(point, error)
+        """Begin one run, if there is a lane and memory; the one before is captured by then."""
+        lane = next((lane for lane in self._lanes if lane.point is None), None)
+        if not waiting or lane is None or not self._has_room():
+            return
+        point = waiting.popleft()
+        try:
+            with _in_words(point, self._place(point)):
+                self._open(lane, point)
+        except GearError as error:
+            self._ended(point, error)
 
     def _has_room(self) -> bool:
-        if self._device.type != "cuda" or not self._busy():
+        """Return whether the GPU has more memory left than the runs on it take each."""
+        running = len(self._busy())
+        if self._device.type != "cuda" or not running:
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
-            self._device
-        )
-        return free + cached > MEMORY_SPARE * self._largest_bytes
+        return free > MEMORY_SPARE * torch.cuda.memory_reserved(self._device) / running
 
     def _open(self, lane: Lane, point: SweepPoint) -> None:
         path = self._place(point)
         lane.track.renew()
-        before = _allocated(self._device)
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
             dataset = self._prepare(point)
@@ -143,7 +141,6 @@ class Turns:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # a table may be on its way for others
             lane.start(point, run, stack.pop_all())
-        self._largest_bytes = max(self._largest_bytes, _allocated(self._device) - before)
         self._display.step(point.name, learner.step)
 
     def _turn(self, lane: Lane) -> bool:
@@ -200,20 +197,17 @@ class Turns:
             lane.release()
 
     @contextmanager
-    def _many_shapes(self, count: int) -> Iterator[None]:
-        """Let torch.compile keep a version of the step for each of `count` shapes."""
-        if self._device.type != "cuda":
+    def _many_shapes(self, points: Sequence[SweepPoint]) -> Iterator[None]:
+        """Let torch.compile keep a version of the step for each shape that there may be."""
+        compiled = any(point.recipe.train.compile != "off" for point in points)
+        if self._device.type != "cuda" or not compiled:
             yield
             return
         import torch._dynamo.config as dynamo
 
         patched: Any = dynamo
-        with patched.patch(recompile_limit=max(8, 2 * count)):
+        with patched.patch(recompile_limit=max(8, 2 * len(points))):
             yield
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 @contextmanager

@@ -67,19 +67,19 @@ def test_stacked_models_have_the_losses_and_gradients_of_each() -> None:
 
 def test_the_table_has_ratios_to_one_run_after_another() -> None:
     found: dict[str, Any] = {
-        "solo 1": {"steps_per_second": 1000.0, "memory_bytes": 1},
         "streams 4": {
-            "1": {"steps_per_second": 990.0},
+            "1": {"steps_per_second": 1000.0},
             "2": {"steps_per_second": 1500.0},
             "memory_bytes": 7,
         },
+        "batched 8": {"steps_per_second": 2000.0, "memory_bytes": 1},
         "green 8": {"error": "no green contexts"},
     }
     rows = sweep.results(found)
     assert [(row["way"], row["runs"], row["ratio"]) for row in rows] == [
-        ("solo", 1, 1.0),
-        ("streams", 1, 0.99),
+        ("serial", 1, 1.0),
         ("streams", 2, 1.5),
+        ("batched", 8, 2.0),
     ]
     equality = {"float32": {"together": 0.0, "alone_twice": 0.0}, "other": {"error": "lost"}}
     document = {"results": rows, "equality": equality, "skipped": {"green 8": "no green contexts"}}

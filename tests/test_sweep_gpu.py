@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # of inductor
 ]
 
 

@@ -1,0 +1,159 @@
+"""A lane without a GPU: what it launches, when it looks, and how it counts time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gear_offline.recipe import load_recipe
+from gear_offline.sweep_lane import CHUNK, DEEP, Lane, TurnRun
+from gear_offline.sweep_points import name_points
+
+STEPS, LOG, SAVE, EVALUATE = 100, 20, 50, 30
+
+
+class Mark:
+    """An event of a GPU that has done `gpu.done` of the steps launched."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu, self._behind = gpu, gpu.launched
+
+    def query(self) -> bool:
+        return self._gpu.done >= self._behind
+
+
+class FakeGpu:
+    """Steps launched and steps done."""
+
+    launched = done = 0
+
+
+class FakeRun:
+    """A run whose steps are only counted."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        settings = load_recipe("paper").replace(
+            train__steps=STEPS,
+            train__log_every=LOG,
+            train__checkpoint_every=SAVE,
+            train__evaluate_every=EVALUATE,
+            optimizer__warmup_steps=1,
+        )
+        self.settings, self.gpu, self.looks = settings.train, gpu, list[int]()
+        self.learner = SimpleNamespace(
+            step=0, advance=self._advance, is_captured=True, graph_reason="", count_busy=self._count
+        )
+        self.busy_seconds = 0.0
+        self.must_wait, self.is_settled, self.polls = False, True, 0
+
+    steps_to_look = TurnRun.steps_to_look
+    is_done = TurnRun.is_done
+
+    def _advance(self) -> None:
+        self.learner.step += 1
+        self.gpu.launched += 1
+
+    def _count(self, seconds: float) -> None:
+        self.busy_seconds += seconds
+
+    def look(self) -> None:
+        assert self.gpu.done == self.gpu.launched, "numbers that are not there yet"
+        self.looks.append(self.learner.step)
+
+    def poll(self) -> None:
+        self.polls += 1
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+@pytest.fixture
+def lane(gpu: FakeGpu) -> Lane:
+    lane = Lane(torch.device("cpu"))
+
+    @contextmanager
+    def nothing() -> Iterator[None]:
+        yield
+
+    track: Any = SimpleNamespace(
+        alone=nothing, launching=nothing, mark=lambda: Mark(gpu), stream="a stream"
+    )
+    lane.track = track
+    run: Any = FakeRun(gpu)
+    (point,) = name_points([load_recipe("paper")])
+    lane.start(point, run, ExitStack())
+    return lane
+
+
+def test_it_runs_ahead_by_a_bounded_number_of_steps(lane: Lane, gpu: FakeGpu) -> None:
+    lane.run.settings = lane.run.settings.model_copy(update={"log_every": 1000})
+    lane.run.settings = lane.run.settings.model_copy(
+        update={"checkpoint_every": 1000, "evaluate_every": None, "steps": 1000}
+    )
+    while lane.turn():
+        assert gpu.launched <= DEEP * CHUNK
+    assert gpu.launched == DEEP * CHUNK
+    gpu.done = CHUNK
+    assert lane.turn() and gpu.launched == (DEEP + 1) * CHUNK
+    assert not lane.turn()
+
+
+def test_it_looks_where_train_would_and_only_when_the_steps_are_done(
+    lane: Lane, gpu: FakeGpu
+) -> None:
+    run: Any = lane.run
+    turns = 0
+    while not lane.is_finished:
+        moved = lane.turn()
+        if not moved:
+            gpu.done = min(gpu.done + 3, gpu.launched)
+        turns += 1
+        assert turns < 1000
+    assert gpu.launched == STEPS
+    due = {s for s in range(1, STEPS + 1) if not (s % LOG and s % SAVE and s % EVALUATE)}
+    assert run.looks == sorted({*due, STEPS})
+    assert run.busy_seconds > 0.0, "the time in which the GPU worked is the run's"
+
+
+def test_it_waits_for_room_among_evaluations_and_for_the_last_ones(
+    lane: Lane, gpu: FakeGpu
+) -> None:
+    run: Any = lane.run
+
+    def drain() -> None:
+        while lane.turn() or gpu.done < gpu.launched:
+            gpu.done = gpu.launched
+            if run.learner.step == LOG and run.looks == [LOG]:
+                return
+
+    drain()
+    assert run.looks == [LOG]
+    run.must_wait = True
+    for _ in range(20):
+        lane.turn()
+        gpu.done = gpu.launched
+    assert run.looks == [LOG] and run.polls > 0, "its numbers are there, but no room"
+    assert gpu.launched == EVALUATE
+    run.must_wait, run.is_settled = False, False
+    for _ in range(200):
+        lane.turn()
+        gpu.done = gpu.launched
+    assert run.learner.step == STEPS and not lane.is_finished
+    run.is_settled = True
+    assert lane.is_finished
+
+
+def test_captures_are_announced(lane: Lane) -> None:
+    learner: Any = lane.run.learner
+    assert not lane.will_capture
+    learner.is_captured = False
+    assert lane.will_capture
+    learner.graph_reason = "CUDA graphs need a GPU"
+    assert not lane.will_capture
