@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from gear_offline.errors import GearError, InputError
 from gear_offline.sharded_checkpoint import (
@@ -44,6 +45,23 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def sharded_training() -> dict[str, Any]:
+    """Do a step of a model that FSDP2 has sharded; return its weights and moments."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 5)).square().sum().backward()
+    optimizer.step()
+    found: dict[str, Any] = {f"model/{name}": p for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found[f"optimizer/exp_avg/{name}"] = optimizer.state[parameter]["exp_avg"]
+    return found
+
+
 def child(mode: str, folder: str) -> None:
     """One rank: spread the tensors, then save them, or load them and compare."""
     import torch.distributed as dist
@@ -60,17 +78,24 @@ def child(mode: str, folder: str) -> None:
         "whole": Replicate(),
     }
     expected = whole_tensors()
+    trained = sharded_training()
     tensors = {
         name: distribute_tensor(tensor.clone(), mesh, [ways[name]]) if name in ways else tensor
         for name, tensor in expected.items()
     }
+    tensors |= trained
     if mode == "load":
+        expected |= load_file(Path(folder) / "whole.safetensors")
         empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         load_shards(Path(folder) / "2", empty)
         for name, tensor in empty.items():
-            full = tensor.full_tensor() if name in ways else tensor  # type: ignore[attr-defined]
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             assert torch.equal(full, expected[name]), name
         tensors = empty
+    else:
+        whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
+        if rank == 0:
+            save_file(whole, Path(folder) / "whole.safetensors")
     place = Path(folder) / str(size)
     if rank == 0:
         place.mkdir()
@@ -105,6 +130,11 @@ def test_two_ranks_save_three_read_and_save_and_one_reads(tmp_path: Path) -> Non
         load_shards(tmp_path / str(ranks), found)
         for name, tensor in whole_tensors().items():
             assert torch.equal(found[name], tensor), (ranks, name)
+        trained = load_file(tmp_path / "whole.safetensors")
+        found = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+        load_shards(tmp_path / str(ranks), found)
+        assert len(found) == 8 and any(tensor.any() for tensor in found.values())
+        assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
         assert read_index(tmp_path / str(ranks))["ranks"] == ranks
 
 
