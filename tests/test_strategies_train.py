@@ -552,3 +552,22 @@ def test_a_signal_while_policies_are_played_keeps_what_there_is(
 def test_several_tasks_are_refused(tmp_path: Path) -> None:
     recipe = load_recipe("paper", ["data.tasks={a: {path: x}, b: {path: y}}"])
     assert failing_code(lambda: run(recipe, tmp_path)) == "STRATEGIES_OPTION"
+
+
+def test_the_page_of_a_study(document: dict[str, Any], tmp_path: Path) -> None:
+    from benchmarks.study_page import BEGIN, END, main
+
+    page, found = tmp_path / "study.md", tmp_path / "strategies.json"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    whole = {**PLAIN, "training": document}
+    found.write_text(json.dumps(whole))
+    main([f"tiny={found}"], page=page)
+    text = page.read_text()
+    assert "### tiny" in text and "old\n" not in text and text.endswith("\nafter\n")
+    assert json.loads(page.with_suffix(".json").read_text()) == {"tiny": whole}
+    for row in document["strategies"]:
+        lines = [line for line in text.splitlines() if line.startswith(f"| {row['label']} |")]
+        assert len(lines) == 3, "final figures, targets and curve, draws and probes"
+        assert f"{row['final']['score']['mean']:.3g}".replace("-", "\N{MINUS SIGN}") in lines[0]
+    tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert len(set(tables)) <= 3, "every table has as many cells in each row"
