@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -55,6 +55,10 @@ def strategies(
     found = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / f"{found.name}-strategies"
     document = compare(found, strategies=strategies, quiet=quiet)
+
+    def keep(training: dict[str, Any]) -> None:
+        write_comparison({**document, "training": training}, folder)
+
     if train:
         bad = {row["label"] for row in document["strategies"] if "error" in row}
         candidates = [c for c in parse_candidates(strategies, found) if c.label not in bad]
@@ -66,6 +70,7 @@ def strategies(
             jobs=jobs,
             threshold=threshold,
             quiet=quiet,
+            on_stop=keep,
         )
     _, page = write_comparison(document, folder)
     if as_json:

@@ -10,6 +10,7 @@ Shape legend: B windows of a probe, K steps.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -345,6 +346,7 @@ def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     torch.set_num_threads(1)
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # remarks on its own defaults
 
 
 def _drop_torn_line(path: Path) -> None:

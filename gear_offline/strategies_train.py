@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gear_offline.errors import InputError
+from gear_offline.interruption import StopRequest
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
@@ -30,6 +30,7 @@ from gear_offline.strategies_plan import (
     run_in_turn,
     run_together,
 )
+from gear_offline.training_run import TrainingInterrupted
 
 SPARE_CORES = 4  # not used for judging while a GPU trains
 
@@ -44,6 +45,7 @@ def train_strategies(
     threshold: float | None = None,
     quiet: bool = False,
     run_points: RunPoints | None = None,
+    on_stop: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Train, judge and compare; go on from whatever `out` holds.
 
@@ -66,6 +68,8 @@ def train_strategies(
         Show nothing.
     run_points
         What trains; default: `run_together` on a GPU, else `run_in_turn`.
+    on_stop
+        Given the document of what there is by then when a signal stops the work.
 
     Returns
     -------
@@ -88,6 +92,13 @@ def train_strategies(
     if jobs is not None and not 0 <= jobs <= 1024:
         raise InputError(
             "STRATEGIES_OPTION", f"{jobs} jobs", where="--jobs", remedy="give 0 to 1024"
+        )
+    if recipe.data.tasks is not None:
+        raise InputError(
+            "STRATEGIES_OPTION",
+            "strategies are compared by training on one dataset, the recipe has several tasks",
+            where="data.tasks",
+            remedy="take one of the tasks as data.path, or leave out --train",
         )
     check_recipe(recipe, where=f"recipe {recipe.name}")
     dataset = prepare_dataset(recipe, quiet=quiet)
@@ -112,15 +123,22 @@ def train_strategies(
     )
     began = time.monotonic()
     outlook = Outlook(plan, judges, beside=beside, quiet=quiet)
-    errors = _work(plan, judges, runner, outlook, beside=beside)
-    document = learning_document(plan, probes, errors=errors, threshold=threshold)
-    return {
-        **document,
-        "engine": "sweep" if runner is run_together else "serial",
-        "device": str(resolve_device(recipe.train.device)),
-        "wall_seconds": round(time.monotonic() - began, 3),
-        "resumed": outlook.found > 0,
-    }
+
+    def document(errors: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            **learning_document(plan, probes, errors=errors, threshold=threshold),
+            "engine": "sweep" if runner is run_together else "serial",
+            "device": str(resolve_device(recipe.train.device)),
+            "wall_seconds": round(time.monotonic() - began, 3),
+            "resumed": outlook.found > 0,
+        }
+
+    try:
+        return document(_work(plan, judges, runner, outlook, beside=beside))
+    except TrainingInterrupted:
+        if on_stop is not None:
+            on_stop(document(judges.errors))
+        raise
 
 
 def _work(
@@ -136,36 +154,37 @@ def _work(
         except BaseException as error:  # told by the main thread
             failures.append(error)
 
-    errors: dict[str, str] = {}
+    thread = threading.Thread(target=sit, name="judges")
     with outlook:
-        if not beside:
+        try:
+            if beside:
+                thread.start()
             todo = [point for point in plan.points if not point.is_complete()]
             errors = runner(plan.points, plan.out) if todo else {}
             trained.set()
-            with _no_leftovers(stop):
-                judges.sit(trained, stop)
-        else:
-            thread = threading.Thread(target=sit, name="judges")
-            thread.start()
-            try:
-                with _no_leftovers(stop):
-                    todo = [point for point in plan.points if not point.is_complete()]
-                    errors = runner(plan.points, plan.out) if todo else {}
-                    trained.set()
-                    while thread.is_alive():  # a join alone would not hear Ctrl-C
-                        thread.join(0.2)
-            finally:
+            if not beside:
+                thread.start()
+            _wait(thread, plan)
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            if thread.is_alive():
                 thread.join()
     if failures:
         raise failures[0]
     return {**judges.errors, **errors}
 
 
-@contextmanager
-def _no_leftovers(stop: threading.Event) -> Iterator[None]:
-    """End judging soon if the body fails."""
-    try:
-        yield
-    except BaseException:
-        stop.set()
-        raise
+def _wait(thread: threading.Thread, plan: TrainingPlan) -> None:
+    """Wait for the judges; Ctrl-C and SIGTERM end it once what is being played is over."""
+    with StopRequest() as request:
+        while thread.is_alive():
+            thread.join(0.2)
+            if request.signal_name is not None:
+                raise TrainingInterrupted(
+                    "STRATEGIES_INTERRUPTED",
+                    f"stopped by {request.signal_name}, what was trained and played is kept",
+                    where=str(plan.out),
+                    remedy="the same command goes on",
+                )

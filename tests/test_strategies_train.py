@@ -260,8 +260,11 @@ def test_a_killed_comparison_goes_on(
         run_in_turn(points[:5], folder)
         raise TrainingInterrupted("TRAIN_INTERRUPTED", "stopped")
 
+    kept: list[dict[str, Any]] = []
     with pytest.raises(TrainingInterrupted):
-        run(recipe_of(data), killed, run_points=stop_early)
+        run(recipe_of(data), killed, run_points=stop_early, on_stop=kept.append)
+    assert [row["complete"] for row in kept[0]["strategies"]] == [0, 0, 0], "nothing was judged"
+    assert "mean final return" not in render({**PLAIN, "training": kept[0]})
     code = (
         "import sys, pathlib as p, tests.test_strategies_train as t; t.victim(p.Path(sys.argv[1]), "
     )
@@ -520,3 +523,51 @@ def test_the_command(data: Path, out: Path, capsys: pytest.CaptureFixture[str]) 
     assert "so it is" in " ".join(streams.out.split()) and "policies played" in streams.err
     assert cli.main([*words, "--seeds", "2"]) == 2
     assert "error[USAGE]" in capsys.readouterr().err
+
+
+def test_a_signal_while_policies_are_played_keeps_what_there_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = strategies_judge.judge
+    calls = 0
+
+    def slow(sitting: strategies_judge.Sitting) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 10:  # six at step 8, then those of step 16
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(1.0)
+        return real(sitting)
+
+    monkeypatch.setattr(strategies_judge, "judge", slow)
+    kept: list[dict[str, Any]] = []
+    with pytest.raises(TrainingInterrupted) as caught:
+        run(recipe_of(data), tmp_path / "out", on_stop=kept.append)
+    assert caught.value.code == "STRATEGIES_INTERRUPTED"
+    points = [len(one["points"]) for row in kept[0]["strategies"] for one in row["runs"]]
+    assert sum(points) == 10, "what was being played is kept as well"
+    assert "What they learn" in render({**PLAIN, "training": kept[0]})
+
+
+def test_several_tasks_are_refused(tmp_path: Path) -> None:
+    recipe = load_recipe("paper", ["data.tasks={a: {path: x}, b: {path: y}}"])
+    assert failing_code(lambda: run(recipe, tmp_path)) == "STRATEGIES_OPTION"
+
+
+def test_the_page_of_a_study(document: dict[str, Any], tmp_path: Path) -> None:
+    from benchmarks.study_page import BEGIN, END, main
+
+    page, found = tmp_path / "study.md", tmp_path / "strategies.json"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    whole = {**PLAIN, "training": document}
+    found.write_text(json.dumps(whole))
+    main([f"tiny={found}"], page=page)
+    text = page.read_text()
+    assert "### tiny" in text and "old\n" not in text and text.endswith("\nafter\n")
+    assert json.loads(page.with_suffix(".json").read_text()) == {"tiny": whole}
+    for row in document["strategies"]:
+        lines = [line for line in text.splitlines() if line.startswith(f"| {row['label']} |")]
+        assert len(lines) == 3, "final figures, targets and curve, draws and probes"
+        assert f"{row['final']['score']['mean']:.3g}".replace("-", "\N{MINUS SIGN}") in lines[0]
+    tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert len(set(tables)) <= 3, "every table has as many cells in each row"

@@ -1,0 +1,171 @@
+"""Put measured results into the pages that tell of them, and the raw numbers beside them.
+
+    python -m benchmarks.study_page hopper=runs/hopper/strategies.json walker2d=...
+    python -m benchmarks.study_page --quality quality.json
+
+The first is for docs/studies/sampling-on-replay-data.md, from ``gear-offline strategies --train``;
+the second for docs/quality.md, from benchmarks/quality.py.  Replaced is what stands between the
+marks ``<!-- results -->`` and ``<!-- end of results -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gear_offline.run_directory import write_whole
+from gear_offline.strategies_learning_text import (
+    columns_of,
+    failed_runs,
+    interval,
+    learning_rows,
+    number,
+    signed,
+    threshold_line,
+    training_line,
+)
+from gear_offline.strategies_text import short
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "studies" / "sampling-on-replay-data.md"
+QUALITY = DOCS / "quality.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+LEFT_OUT = ("score", "p, signs", "seconds to it", "training s")  # in the JSON
+
+
+def section(name: str, document: Mapping[str, Any]) -> str:
+    """Return the Markdown of one dataset's results."""
+    training, data = document["training"], document["data"]
+    lines = [
+        f"### {name}",
+        "",
+        f"{data['episodes']:,} episodes, {data['steps']:,} steps, mean return of a step's episode "
+        f"{short(data['mean_return'])}, best return {short(data['best_return'])}. "
+        f"{training_line(training)} {training['wall_seconds']:,.0f} s for everything. "
+        f"{threshold_line(training) or ''}",
+        "",
+        *_final_table(training),
+        "",
+        *_target_table(training),
+        "",
+        *_draw_table(document),
+    ]
+    lines += [f"\nFailed: {line}" for line in failed_runs(training)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _final_table(training: Mapping[str, Any]) -> list[str]:
+    columns = [c for c in columns_of(training) if c.title not in LEFT_OUT]
+    rows = [
+        [row["label"], *(column.text(row) for column in columns)] for row in learning_rows(training)
+    ]
+    return _markdown(["strategy", *(column.title for column in columns)], rows)
+
+
+def _target_table(training: Mapping[str, Any]) -> list[str]:
+    """Return for each asked return, and along the way, what was achieved."""
+    targets, marks = training["targets"], training["marks"]
+    head = ["strategy"]
+    head += [f"asked for {number(target)}: mean (95 %)" for target in targets]
+    head += [f"return at step {mark:,}" for mark in marks]
+    rows = []
+    for row in training["strategies"]:
+        if not row["final"] or "targets" not in row["final"]:
+            continue
+        cells = [f"{number(t['mean'])} ({interval(t)})" for t in row["final"]["targets"]]
+        means = {point["step"]: point["score"]["mean"] for point in row["curve"]}
+        cells += [number(means[mark]) if mark in means else "-" for mark in marks]
+        rows.append([row["label"], *cells])
+    return _markdown(head, rows)
+
+
+def _draw_table(document: Mapping[str, Any]) -> list[str]:
+    """Return what the strategies drew, and how the loss on probes differs from the baseline's."""
+    trained = {row["label"]: row for row in document["training"]["strategies"]}
+    rows = []
+    for row in document["strategies"]:
+        if "error" in row or row["label"] not in trained:
+            continue
+        versus = trained[row["label"]]["versus"]
+        verdicts = ["-", "-"]
+        if versus is not None:
+            verdicts = [
+                f"{_share(versus[name]['mean'], trained, name)}, {versus[name]['verdict']}"
+                for name in ("probe_all", "probe_best")
+            ]
+        rows.append(
+            [
+                row["label"],
+                f"{100 * row['coverage_steps']:.1f} %",
+                short(row["effective_segments"]),
+                short(row["mean_return"]),
+                *verdicts,
+            ]
+        )
+    head = ["strategy", "steps shown", "effective starts", "mean return drawn"]
+    head += ["loss on all windows, against baseline", "on those of the best tenth"]
+    return _markdown(head, rows)
+
+
+def _share(difference: float, trained: Mapping[str, Any], name: str) -> str:
+    base = next(iter(trained.values()))["final"][name]["mean"]
+    return f"{signed(100 * difference / base)} %"
+
+
+def quality_section(document: Mapping[str, Any]) -> str:
+    """Return the Markdown of what benchmarks/quality.py measured."""
+    from benchmarks.parity import OURS, RELEASED
+    from benchmarks.quality import table
+
+    alone, steps = document["steps_per_second_alone"], document["settings"]["steps"]
+    place = document["device"] if document["device"] != "cpu" else document["machine"]["cpu"]
+    versions = document["machine"]["versions"]
+    seconds = {kind: steps / alone[kind] for kind in (OURS, RELEASED)}
+    return (
+        f"{place}, torch {versions['torch']}, transformers {versions['transformers']}, "
+        f"{document['machine']['date']}: {steps:,} steps, {document['episodes']} episodes for each "
+        "asked return; of each run the better of the two returns, mean (standard deviation) over "
+        "seeds; the score is D4RL's scale, indicative only.\n\n"
+        f"{table(document)}\n"
+        f"A run alone on the machine does {alone[OURS]:,.0f} steps/s with ours and "
+        f"{alone[RELEASED]:,.0f} with the released class and the usual sampling, so its steps take "
+        f"{seconds[OURS]:.1f} and {seconds[RELEASED]:.1f} s. Here ours shared the GPU as streams, "
+        f"the others as {document['jobs']} processes.\n"
+    )
+
+
+def fill(page: Path, results: str) -> None:
+    """Replace what stands between the marks of a page."""
+    before, rest = page.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    write_whole(page, f"{before}{BEGIN}\n\n{results}\n{END}{after}".encode())
+
+
+def main(words: Sequence[str] | None = None, *, page: Path = PAGE, quality: Path = QUALITY) -> None:
+    """Write the pages' results and the raw numbers."""
+    parser = argparse.ArgumentParser(description="fill pages with results")
+    parser.add_argument("results", nargs="*", help="NAME=strategies.json")
+    parser.add_argument("--quality", type=Path, help="JSON of benchmarks/quality.py")
+    options = parser.parse_args(words)
+    pairs = [word.partition("=") for word in options.results]
+    documents = {name: json.loads(Path(path).read_text()) for name, _, path in pairs}
+    if documents:
+        fill(page, "\n".join(section(name, found) for name, found in documents.items()))
+        raw = json.dumps(documents, allow_nan=False, separators=(",", ":")) + "\n"
+        write_whole(page.with_suffix(".json"), raw.encode())
+    if options.quality is not None:
+        content = options.quality.read_bytes()
+        fill(quality, quality_section(json.loads(content)))
+        write_whole(quality.parent / "benchmarks" / "quality.json", content)
+
+
+if __name__ == "__main__":
+    main()
