@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.recipe_sections import TrainSettings
@@ -29,10 +31,20 @@ def compile_parts(model: DecisionTransformer, *, sharded: bool = False) -> None:
 
     Hooks on the blocks (FSDP's) and recomputing stay outside, and so do parameters' names.  The
     embeddings of a sharded model belong to what is collected around all blocks: they stay eager.
+    So does a model that acts, whose shapes change.
     """
     parts: list[Any] = list(model.encoder.h)
     for block in parts:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        block.forward = _in_training(block, block.forward)
     if not sharded:
         whole: Any = model
-        whole._embed = torch.compile(model._embed, dynamic=False)
+        whole._embed = _in_training(model, model._embed)
+
+
+def _in_training(module: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(eager, dynamic=False)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return (compiled if module.training else eager)(*arguments, **options)
+
+    return call

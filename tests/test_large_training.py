@@ -3,11 +3,13 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.compilation import BLOCKWISE_FROM
 from gear_offline.data_parallel import GradientPass, check_micro_batches, micro_batches
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
@@ -283,3 +286,24 @@ def test_recipes_have_the_size_of_their_name(name: str, parameters: float) -> No
     )
     assert state == pytest.approx(float(stated[1]), rel=0.2)
     assert kept / 1e9 == pytest.approx(float(stated[2]), rel=0.3)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, while it traces
+def test_a_deep_model_is_compiled_in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings, a block, and the last block, which keeps fewer tokens; acting stays eager."""
+    model = trained(layers=BLOCKWISE_FROM)
+    plain, batch = copy.deepcopy(model), make_batch()
+    traced = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", traced)
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for one, other in zip(
+        gradients(model, batch, compiled=True), gradients(plain, batch), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] == 3
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    model.eval()
+    acted = [some.eval()(**inputs(3), only_actions=True).action_preds for some in (model, plain)]
+    assert torch.equal(*acted) and counters["stats"]["unique_graphs"] == 3
