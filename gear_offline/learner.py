@@ -110,9 +110,8 @@ class Learner:
         else:
             self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()
-        self.working, self.precision, remark = working_copy(
-            recipe, self.model, self.precision, self.parallel
-        )
+        found = working_copy(recipe, self.model, self.precision, self.parallel)
+        self.working, self.precision, remark = found
         self.precision_reason = remark or self.precision_reason
         self.loader = GearLoader(
             dataset,

@@ -57,7 +57,10 @@ def test_packed_attention(windows: int, tokens: int, heads: int, head: int) -> N
         torch.testing.assert_close(one.float(), other, **BF16)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=INDUCTOR)])
 def test_relu_linear(compiled: bool) -> None:
     torch.manual_seed(0)
     rows, weight = torch.randn(300, 64, device="cuda"), torch.randn(64, 96, device="cuda") / 8
@@ -122,18 +125,21 @@ def plain(path: Path) -> torch.Tensor:
     return losses(path, "train.precision=fp32", "train.graph=off")
 
 
+def compiled(*options: str) -> Any:
+    return pytest.param((*options, "train.compile=on"), marks=INDUCTOR)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ("train.weights=bf16", "train.graph=on"),
         ("train.weights=bf16", "train.graph=off"),
-        ("train.weights=bf16", "train.graph=on", "train.compile=on"),
-        ("train.weights=bf16", "train.graph=on", "train.compile=on", "model.layers=6"),
+        compiled("train.weights=bf16", "train.graph=on"),
+        compiled("train.weights=bf16", "train.graph=on", "model.layers=6"),
         ("train.weights=fp32", "train.graph=on"),
         ("train.accumulate=4", "train.recompute=true"),
-        ("train.recompute=true", "train.weights=bf16", "train.compile=on"),
+        compiled("train.recompute=true", "train.weights=bf16"),
     ],
-    ids=" ".join,
 )
 def test_ways_of_a_step_learn_alike(
     path: Path, plain: torch.Tensor, options: tuple[str, ...]

@@ -213,6 +213,7 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
     assert captured is not None, "steps were done"
     filled, captured._batches.begin = captured._batches.begin, lambda **_: None  # type: ignore[method-assign]
     captured._graph = torch.cuda.CUDAGraph()
+    gc.collect()
     torch.cuda.empty_cache()  # what the graph before held
     try:
         learner.optimizer.zero_gradients()
