@@ -163,17 +163,13 @@ class CapturedStep:
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
-<<<<<<< HEAD
         if self._ranks is not None and world is not None:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
-        with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
-=======
         # The first call of an operator leaves its part of the autograd graph in a cycle, and with
         # it gradients that belong to the stream of the warm-up.
         gc.collect()
-        with torch.cuda.graph(self._graph, stream=_own_stream()):
->>>>>>> 058296f (What a first call leaves of its autograd graph is collected before a step is captured)
+        with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
             self._run()
         optimizer.finish_capture()
         self._put_back(step, filled)
