@@ -19,7 +19,7 @@ from gear_offline.models.decision_transformer import build_model
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
-from gear_offline.throughput import step_flops
+from gear_offline.throughput import step_flops as step_flops
 
 
 @dataclass(frozen=True, kw_only=True)
