@@ -131,7 +131,7 @@ class LongWindows:
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         real = np.minimum(self._placed.episodes.lengths[episodes] - starts, self._span)
         if segments.lengths is not None:
-            real = np.minimum(real, segments.lengths.reshape(-1))
+            real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))
         current = torch.cuda.current_stream(self._placed.device)
         self._engine.stream.wait_stream(current)
         for number in self.numbers:

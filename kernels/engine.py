@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.copy_engine import LongWindows
 from gear_offline.kernels.cuda_module import Function, Parameters, load
@@ -142,15 +142,7 @@ class DeviceEngine:
         ------
         InputError
             ``SEGMENT_RANGE``
-        UnavailableError
-            ``ENGINE_SELECTION`` for segments with lengths of their own.
         """
-        if segments.lengths is not None:
-            raise UnavailableError(
-                "ENGINE_SELECTION",
-                "the GPU engine has no kernel for windows of given lengths",
-                remedy="use engine='off'",
-            )
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         index = self.placed.episodes
         known = (episodes >= 0) & (episodes < index.episodes) & (starts >= 0)
@@ -160,14 +152,19 @@ class DeviceEngine:
                 "a segment begins outside the table",
                 remedy=f"use episodes below {index.episodes} and starts below their lengths",
             )
-        named = torch.from_numpy(np.stack([episodes, starts]).astype(np.int64)).to(self.device)
+        rows = [episodes, starts]
+        if segments.lengths is not None:
+            rows.append(segments.lengths.reshape(-1))
+        named = torch.from_numpy(np.stack(rows).astype(np.int64)).to(self.device)
         windows = self.allocate(segments.shape) if out is None else out
         self._gather(windows, named, without=self._long.numbers)
         self._long.copy(windows, segments)
         return windows
 
     def gather_into(self, windows: Windows, named: Tensor) -> None:
-        """As `gather`, of (2, n) int64 episodes and starts on the device, into given memory.
+        """As `gather`, of int64 rows on the device, into given memory.
+
+        (2, n) episodes and starts, or (3, n) with the steps of each window at most.
 
         Segments that are not in the table give zeros, and are remembered: see `check`.
         """
@@ -177,6 +174,8 @@ class DeviceEngine:
         job = self._job.copy()
         job["law"], job["episodes"] = CHOSEN, self.placed.episodes.episodes
         job["chosen_episodes"], job["chosen_starts"] = named[0].data_ptr(), named[1].data_ptr()
+        if len(named) > 2:
+            job["chosen_lengths"] = named[2].data_ptr()
         self._launch(job, windows, without=without)
 
     def check(self) -> None:

@@ -29,6 +29,7 @@ _JOB_NAMES = (
         "thresholds",
         "chosen_episodes",
         "chosen_starts",
+        "chosen_lengths",
         "per_step",
         "first_slot",
         "segments",

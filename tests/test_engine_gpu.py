@@ -254,10 +254,12 @@ def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
         assert torch.equal(mine.cpu(), theirs)
 
 
-def test_windows_of_given_lengths_are_refused(dataset: Any) -> None:
-    gpu, _ = loaders(dataset)
+def test_windows_of_given_lengths(dataset: Any) -> None:
+    gpu, cpu = loaders(dataset, padding="left")
     law = make_selection("d3rlpy", dataset, context_length=8)
-    assert gpu.engine is not None
-    with pytest.raises(UnavailableError) as caught:
-        gpu.engine.gather(law.select(seed=0, step=0, count=4))
-    assert caught.value.code == "ENGINE_SELECTION"
+    assert gpu.engine is not None and isinstance(cpu.gather, CpuGather)
+    named = law.select(seed=0, step=0, count=400)
+    found, expected = gpu.engine.gather(named), cpu.gather.fill(named)
+    for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+    assert torch.equal(found.attention_mask.cpu(), expected.attention_mask)

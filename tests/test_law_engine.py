@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -80,6 +81,21 @@ def test_fills_are_those_of_the_cpu(
             assert bits(fill.windows) == bits(gather.fill(drawn))
             assert fill.chances is not None and int(fill.counter) == step + 1
             assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_named_windows_of_given_lengths(
+    library: Any, table: Table, padding: Padding, cut: bool
+) -> None:
+    law = make("d3rlpy", {})
+    named = law.select_many(seed=9, first_step=0, steps=5, count=20)
+    if cut:  # shorter ones than any law names, and none at all
+        named = replace(named, lengths=np.arange(100).reshape(5, 20) % 4)
+    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    with on_cpu(library):
+        engine = engine_of(table, make("uniform_steps", {}), padding)
+        assert bits(engine.gather(named)) == bits(gather.fill(named))
 
 
 @pytest.mark.parametrize("name", ["fifo", "shuffled_epochs", "min_dt", "stratified_return"])

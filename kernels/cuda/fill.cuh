@@ -41,6 +41,7 @@ struct Job {
     const u64* thresholds;  // (E,) of a weighted law: episode e where thresholds[e - 1] <= draw
     const i64* chosen_episodes;  // (segments,) of a CHOSEN law
     const i64* chosen_starts;
+    const i64* chosen_lengths;  // steps of each window at most, or null
     i64 per_step;           // B
     i64 first_slot;         // of this rank in the global batch
     i64 segments;           // B times the steps of this launch
@@ -103,6 +104,10 @@ GEAR_CODE Segment choose_plain(const Job& job, u64 first_step, i64 segment) {
             found.real = 0;
         } else {
             found.real = left < job.span ? left : job.span;
+            if (job.chosen_lengths) {
+                i64 most = job.chosen_lengths[segment] > 1 ? job.chosen_lengths[segment] : 1;
+                found.real = found.real < most ? found.real : most;
+            }
         }
         return found;
     }
