@@ -10,6 +10,7 @@
 namespace gear {
 
 enum { PART_STREAM = 1, ROTATION_STREAM = 2 };
+#define TO_SHARE 5.42101086242752217e-20  // 2^-64, of a mass
 
 struct Drawn {
     i64 episode, start;
@@ -93,7 +94,7 @@ GEAR_CODE double density(const Rule& rule, i64 episode, i64 start, i64 span) {
             u64 before = episode > 0 ? rule.thresholds[episode - 1] : 0;
             double mass = (double)(rule.thresholds[episode] - before);
             mass += episode == rule.size - 1 ? 1.0 : 0.0;  // the last one reaches 2^64
-            return mass * 5.42101086242752217e-20 / (double)length_of(rule, episode);  // 2^-64
+            return mass * TO_SHARE / (double)length_of(rule, episode);
         }
         case STRATIFIED: return rule.chances[episode] / (double)length_of(rule, episode);
         case MIN_DT: {
@@ -189,8 +190,8 @@ struct AnyLaw {
         for (i64 part = 0; part < rule.part_count; ++part) {
             Wide sum = cumulative(rule, step, part);
             u64 mass = sum.low - before.low;
-            double share = mass == 0 && sum.high != before.high ? 1.0
-                                                                : (double)mass * 5.42101086242752217e-20;
+            bool whole = mass == 0 && sum.high != before.high;
+            double share = whole ? 1.0 : (double)mass * TO_SHARE;
             if (share > 0.0)
                 found += share * density(rule.parts[part], mine.episode, mine.start, job.span);
             before = sum;
