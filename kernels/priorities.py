@@ -213,8 +213,8 @@ class DevicePriorities:
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return masses (N,) int64 and the number of updates (1,) int64; waits for the GPU."""
         return {
-            "masses": self.masses.cpu().numpy(),
-            "updates": self._state[UPDATES : UPDATES + 1].cpu().numpy(),
+            "masses": self.masses.to("cpu", copy=True).numpy(),
+            "updates": self._state[UPDATES : UPDATES + 1].to("cpu", copy=True).numpy(),
         }
 
     def load_state(self, masses: npt.NDArray[np.int64], updates: int) -> None:
