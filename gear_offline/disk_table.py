@@ -111,8 +111,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
     for plan in plans:
         (column,) = plan.fields
         row_bytes = plan.width * plan.dtype.itemsize
-        derived = column is None or copied
-        if derived:
+        if column is None or copied:
             offsets = base + dataset.first_steps[:-1] * row_bytes
             base += dataset.spec.steps * row_bytes
         else:
@@ -122,7 +121,12 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
             ]
             offsets = np.array(begins, np.int64)
         columns.append(
-            DiskColumn(row_bytes=row_bytes, offsets=offsets, derived=derived, lead=lead_of(plan))
+            DiskColumn(
+                row_bytes=row_bytes,
+                offsets=offsets,
+                derived=column is None or copied,
+                lead=lead_of(plan),
+            )
         )
     return columns
 

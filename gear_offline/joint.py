@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.fields import ACTIONS, STATES, Array, Field, is_image, standard_fields
+from gear_offline.fields import STATES, Array, Field, is_image, standard_fields
 from gear_offline.joint_fields import PartColumn, joint_spec, joint_statistics, part_columns
 from gear_offline.manifest import Manifest, ShardRecord, SourceRecord, shard_name
 from gear_offline.schema import EpisodeIndex, Int64Array, TableSpec
@@ -51,16 +50,6 @@ class Task:
     name: str
     dataset: Dataset
     returns_scale: float = 1.0
-
-    @property
-    def state_dim(self) -> int:
-        """Elements of a state."""
-        return prod(self.dataset.spec[STATES].shape)
-
-    @property
-    def action_dim(self) -> int:
-        """Elements of an action as stored: 1 for discrete ones."""
-        return prod(self.dataset.spec[ACTIONS].shape)
 
 
 class PaddedReader:

@@ -143,10 +143,17 @@ class Metrics:
         whole = {**record, "step": step}
         self._evaluations.append(whole)
         self.evaluations.append(whole)
+        self._returns("evaluate", record, step)
+        for name, found in record.get("tasks", {}).items():
+            self._returns(f"evaluate/{name}", found, step)
+        if "tasks" in record and record.get("score") is not None:
+            self._event("evaluate/score", record["score"], step)
+
+    def _returns(self, prefix: str, record: Mapping[str, Any], step: int) -> None:
         for target in record.get("targets", ()):
-            self._event(f"evaluate/return_{target['target']:g}", target["mean"], step)
+            self._event(f"{prefix}/return_{target['target']:g}", target["mean"], step)
             if target.get("normalized") is not None:
-                self._event(f"evaluate/score_{target['target']:g}", target["normalized"], step)
+                self._event(f"{prefix}/score_{target['target']:g}", target["normalized"], step)
 
     def _event(self, name: str, value: float, step: int) -> None:
         if self._board is not None:

@@ -97,6 +97,8 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
 
     metrics = Metrics(tmp_path)
     metrics.log(5, {"loss": 0.5})
+    several = {"hopper": {"targets": [{"target": 9.0, "mean": 3.0, "normalized": None}]}}
+    metrics.evaluation(5, {"score": 12.0, "targets": [], "tasks": several})
     metrics.log(10, {"loss": 0.25})
     target = {"target": 3600.0, "mean": 7.0, "normalized": 1.5}
     metrics.evaluation(10, {"score": 7.0, "targets": [target]})
@@ -108,5 +110,7 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 0.5), (10, 0.125)]
+    assert [(e.step, e.value) for e in board.Scalars("evaluate/hopper/return_9")] == [(5, 3.0)]
+    assert [e.value for e in board.Scalars("evaluate/score")] == [12.0]
     assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
     assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}

@@ -265,6 +265,19 @@ def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
     assert failing_code(plan) == "STRATEGIES_OPTION"
 
 
+def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0", "train.log_every=10")
+    whole, parts = make_learner(recipe), make_learner(recipe.replace(train__accumulate=3))
+    batch = whole.loader.batch_at(0)
+    assert batch.tasks is not None
+    found = [batch.part(slice(first, first + 4)).tasks for first in (0, 4, 8)]
+    assert torch.equal(torch.cat([part for part in found if part is not None]), batch.tasks)
+    for _ in range(6):
+        whole.advance()
+        parts.advance()
+    torch.testing.assert_close(parts._window[:6], whole._window[:6], rtol=1e-4, atol=1e-6)
+
+
 def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path))
     found = make_workload(recipe)

@@ -23,6 +23,7 @@ BENCHES = {
     "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",
     "train": "training steps a second, against the released class and the usual way (needs CUDA)",
     "sweep": "several runs on one GPU: steps a second by way of sharing it (needs CUDA)",
+    "tasks": "training steps a second on three tasks joined, against one of them",
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",
     "peers": "a table over the GPUs of a node, all reading at once (needs torchrun and CUDA)",
     "traffic": "what crosses nodes under the assignment, simulated, against fixed slots",
