@@ -16,6 +16,11 @@ from gear_offline.world import World
 
 MOST_WORKERS = 8
 CPU_PARAMETERS = 5_000_000  # a larger model takes hours for an evaluation on CPU cores
+# A core of an AMD EPYC did 68e9 a second (2 a parameter and token) with the paper's model acting in
+# 40 environments, 2026-11-21.
+CORE_FLOPS = 60e9
+THREADS = 4  # of a process that evaluates beside a GPU: an evaluation should not take minutes
+LONGEST_EPISODE = 1000  # steps, for environments that name no limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,11 @@ class EvaluationChoice:
         Processes, and torch's CPU threads in each.
     specifications
         What another process needs to make the environments, beyond their names.
+    most_seconds
+        What an evaluation takes a process if every episode lasts as long as it may; 0 if that does
+        not matter to the choice.
+    otherwise
+        What to do if `most_seconds` turn out to be long beside the training.
     """
 
     beside: bool
@@ -42,6 +52,12 @@ class EvaluationChoice:
     workers: int = 1
     threads: int = 1
     specifications: tuple[str, ...] = ()
+    most_seconds: float = 0.0
+    otherwise: EvaluationChoice | None = None
+
+    def is_too_slow(self, interval_seconds: float) -> bool:
+        """Whether evaluations beside would come slower than half as fast as they are due."""
+        return self.most_seconds / self.workers > 2 * interval_seconds
 
 
 def choose_evaluation(
@@ -100,10 +116,11 @@ def choose_evaluation(
         )
     if problem:
         return in_place(problem)
-    threads = (train.threads or 1) if device.type == "cpu" else 1
-    workers = settings.workers or (max(1, min(MOST_WORKERS, spare // (2 * threads * neighbours))))
+    threads = (train.threads or 1) if device.type == "cpu" else max(1, min(THREADS, spare // 2))
+    workers = settings.workers or _workers(spare, threads, neighbours)
     if there.type == "cuda":
-        workers = settings.workers or 1
+        workers, threads = settings.workers or 1, 1
+    undecided = settings.beside == "auto" and device.type == "cuda" and there.type == "cpu"
     words = f"{workers} process{'es' if workers > 1 else ''} on {there}"
     return EvaluationChoice(
         beside=True,
@@ -112,7 +129,29 @@ def choose_evaluation(
         workers=workers,
         threads=threads,
         specifications=tuple(text for text, _ in found if text),
+        most_seconds=_most_seconds(recipe, parameters) / threads if undecided else 0.0,
+        otherwise=in_place("the cores take longer than training does") if undecided else None,
     )
+
+
+def _workers(spare: int, threads: int, neighbours: int) -> int:
+    """Return how many processes take a share of the cores that training leaves."""
+    share = spare // 2 if threads == 1 else spare * 3 // 4
+    return max(1, min(MOST_WORKERS, share // (threads * neighbours)))
+
+
+def _most_seconds(recipe: Recipe, parameters: int) -> float:
+    """Return what an evaluation takes one core if every episode is as long as it may be."""
+    import gymnasium
+
+    settings = recipe.evaluate
+    steps = 0
+    for name in environments_of(recipe):
+        spec = gymnasium.registry.get(name)
+        longest = spec.max_episode_steps if spec is not None else None
+        steps += (longest or LONGEST_EPISODE) * settings.episodes * len(settings.targets or (1,))
+    tokens = 3 * recipe.loader.context_length
+    return steps * tokens * 2.0 * parameters / CORE_FLOPS
 
 
 def _elsewhere(environment: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class RunEvaluations:
     held_seconds
         How long evaluations have held up training: in place all of their time, beside it the
         waits for room among those outstanding.
+    step_seconds
+        Of training, as last reported; None before.
     staleness
         (steps, seconds) between weights and result, of each evaluation of this process.
     """
@@ -73,6 +76,7 @@ class RunEvaluations:
                 say=display.say,
             )
         self.held_seconds = 0.0
+        self.step_seconds: float | None = None
         self.staleness: list[tuple[int, float]] = []
 
     @property
@@ -115,12 +119,29 @@ class RunEvaluations:
         """
         if self._metrics.evaluated(step) or step in self.outstanding:
             return False
+        if self._choice.otherwise is not None and not self.outstanding:
+            self._decide(self._choice.otherwise)
         if self._beside is None:
             return self._in_place(step)
         if self._beside.is_full:
             self._make_room()
         self._beside.submit(self._request(step))
         return True
+
+    def _decide(self, otherwise: EvaluationChoice) -> None:
+        """At the first evaluation with ``auto``: stay in place where cores could not keep up."""
+        choice, every = self._choice, self._learner.recipe.train.evaluate_every
+        if self.step_seconds is None or every is None:
+            return
+        if choice.is_too_slow(self.step_seconds * every):
+            self._display.say(
+                f"evaluations: in place of training, one may take {choice.most_seconds:,.0f} s on "
+                f"{choice.threads} of these cores, {every:,} steps take "
+                f"{self.step_seconds * every:,.0f} s; evaluate.beside=on insists"
+            )
+            self._beside, self._choice = None, otherwise
+        else:
+            self._choice = replace(choice, otherwise=None)
 
     def _make_room(self) -> None:
         began = time.perf_counter()

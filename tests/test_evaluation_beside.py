@@ -24,7 +24,7 @@ from gear_offline import evaluation_beside, evaluation_choice
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError
 from gear_offline.evaluation_beside import EvaluationsBeside
-from gear_offline.evaluation_choice import choose_evaluation
+from gear_offline.evaluation_choice import EvaluationChoice, choose_evaluation
 from gear_offline.evaluation_worker import PlayRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
@@ -34,6 +34,7 @@ from tests.support import failing_code
 from tests.test_resume import interrupted_in
 from tests.training_support import (
     ENVIRONMENT,
+    STEP_LIMIT,
     FakeWorker,
     learnt,
     register_importable,
@@ -276,8 +277,8 @@ def test_when_evaluations_run_beside_training(data: Path, monkeypatch: pytest.Mo
         return found.beside, str(found.device), found.workers, found.reason
 
     assert chosen(CPU) == (True, "cpu", 7, "7 processes on cpu")
-    assert chosen(gpu) == (True, "cpu", 7, "7 processes on cpu")
-    assert chosen(gpu, "evaluate.workers=2")[:3] == (True, "cpu", 2)
+    assert chosen(gpu) == (True, "cpu", 2, "2 processes on cpu")
+    assert chosen(gpu, "evaluate.workers=5")[:3] == (True, "cpu", 5)
     assert chosen(gpu, "evaluate.device=cuda")[:3] == (True, "cuda:0", 1)
     assert chosen(gpu, "evaluate.beside=off")[:2] == (False, "cuda:0")
     assert chosen(gpu, "evaluate.beside=off", "evaluate.device=cpu")[:2] == (False, "cpu")
@@ -337,3 +338,43 @@ def test_a_machine_without_room_for_a_process_goes_on(
     monkeypatch.setattr(subprocess, "Popen", refuse)
     run = train(tiny_recipe(data), out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
+
+
+def test_cores_that_could_not_keep_up_leave_evaluations_in_place(
+    data: Path,
+    in_place: Path,
+    tmp_path: Path,
+    fake: type[FakeWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As ``auto`` decides for a GPU, at the first evaluation, by what steps have taken."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    recipe = tiny_recipe(
+        *(data, f"evaluate.environment={ENVIRONMENT}", "evaluate.targets=[1.0, 2.0]"),
+        "evaluate.episodes=100",
+    )
+    gpu = torch.device("cuda", 0)
+    tried = choose_evaluation(recipe, gpu, World(), parameters=1_000_000)
+    # steps x tokens x 2 a parameter, on four threads
+    seconds = STEP_LIMIT * 200 * 9 * 2e6 / evaluation_choice.CORE_FLOPS / 4
+    assert tried.most_seconds == pytest.approx(seconds) and tried.workers == 2
+    assert tried.is_too_slow(seconds / 4.1) and not tried.is_too_slow(seconds / 3.9)
+    assert tried.otherwise is not None and str(tried.otherwise.device) == "cuda:0"
+    insisting = recipe.replace(evaluate__beside="on")
+    assert choose_evaluation(insisting, gpu, World(), parameters=1_000_000).otherwise is None
+
+    here = choose_evaluation(tiny_recipe(data, "evaluate.beside=off"), CPU, World(), parameters=1)
+
+    def undecided(seconds: float) -> Any:
+        return lambda *_, **__: EvaluationChoice(
+            beside=True, reason="", device=CPU, most_seconds=seconds, otherwise=here
+        )
+
+    for seconds, workers in ((1e9, 0), (1e-9, 1)):
+        FakeWorker.made.clear()
+        monkeypatch.setattr("gear_offline.training_run.choose_evaluation", undecided(seconds))
+        run = train(tiny_recipe(data), out=tmp_path / str(workers))
+        assert played(run) == played(in_place) and len(fake.made) == workers
+        said = capfd.readouterr().err.count("evaluate.beside=on insists")
+        assert said == (0 if workers else 1)
