@@ -117,8 +117,10 @@ def working_copy(
     With ``train.weights=bf16`` a copy of the model in bfloat16, of which nothing needs a cast;
     otherwise the model itself.
     """
-    if recipe.train.weights == "fp32" or precision is None or parallel.sharded:
-        return model, precision, ""  # shards are cast when they are collected
+    if precision is not None and parallel.sharded:  # cast when they are collected
+        return model, precision, "bfloat16 products of float32 shards"
+    if recipe.train.weights == "fp32" or precision is None:
+        return model, precision, ""
     if recipe.train.accumulate > 1:
         remark = "; bfloat16 gradients would add up micro-batches coarsely"
         return model, precision, f"bfloat16 autocast, float32 weights{remark}"

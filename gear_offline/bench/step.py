@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m gear_offline bench step
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
-halfcheetah's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
+hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
 `gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
 global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
