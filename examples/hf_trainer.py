@@ -7,6 +7,8 @@ whose tooling expects a `Trainer`.  What it takes care of, each for a reason:
 
 - The loader gives whole batches, so the `Trainer` gets it as it is.  Passed through
   `accelerate.prepare` it would be wrapped as a data set of samples.
+- Several ranks (torchrun) share each batch: the loader is made with `world`, after the arguments,
+  which join the ranks.  `batch_size` is that of all ranks together.
 - The class has no labels and returns no loss: `compute_loss` does.
 - `remove_unused_columns=False`: there are no columns of a `datasets.Dataset` to choose from.
 - `logging_nan_inf_filter=False`: the filter reads the loss at every step, which on a GPU waits
@@ -33,6 +35,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from gear_offline import GearLoader, open_dataset
@@ -40,6 +43,7 @@ from gear_offline.models.checks import check_timesteps, trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
+from gear_offline.world import joined_world
 
 POSITION = "loader.json"
 
@@ -54,7 +58,7 @@ class GearTrainer(Trainer):
         super().__init__(model=model, args=arguments, callbacks=[SavePosition(loader)])
 
     def get_train_dataloader(self) -> Any:
-        """Give the loader itself, not prepared: every rank has its own stream of batches."""
+        """Give the loader itself, not prepared: it knows its share of each batch."""
         return Batches(self.loader)
 
     def compute_loss(
@@ -66,7 +70,13 @@ class GearTrainer(Trainer):
     ) -> Any:
         """Loss over the actions of real steps; the model computes nothing else."""
         output = model(**inputs, padding=self.loader.padding, only_actions=True)
-        loss = action_loss(output.action_preds, inputs["actions"], inputs["attention_mask"])
+        mask = inputs["attention_mask"]
+        # The real steps of the global batch, divided by the ranks: so the mean of the ranks'
+        # gradients, which the Trainer takes, is that of the whole batch.
+        valid = (mask != 0).sum().float()
+        self.loader.world.sum_into(valid)
+        valid = valid.clamp(min=1) / self.loader.world.size
+        loss = action_loss(output.action_preds, inputs["actions"], mask, valid_steps=valid)
         return (loss, output) if return_outputs else loss
 
     def resume(self, checkpoint: Path) -> None:
@@ -165,15 +175,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/hf"))
     options = parser.parse_args()
     returns_scale, batch_size = 1000.0, 64
+    arguments = training_arguments(
+        options.out, steps=options.steps, batch_size=batch_size, save_steps=500
+    )
     loader = GearLoader(
         open_dataset(options.dataset),
         batch_size=batch_size,
         returns_scale=returns_scale,
         normalize_states=True,
+        device=arguments.device,
+        world=joined_world(),
     )
-    arguments = training_arguments(
-        options.out, steps=options.steps, batch_size=batch_size, save_steps=500
-    )
+    set_seed(arguments.seed)
     model = make_model(loader, returns_scale=returns_scale)
     trainer = GearTrainer(model, loader, arguments)
     found = sorted(

@@ -9,22 +9,25 @@ Shape legend: n rows of the window of losses and gradient norms.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gear_offline.data_parallel import make_loss
+from gear_offline.data_parallel import GradientPass
+from gear_offline.errors import UnavailableError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.optimizer import Optimizer
+from gear_offline.parallel import Parallel
 from gear_offline.rank_gradients import RankGradients
+from gear_offline.recipe import Recipe
 from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.loaders.device_batches import DeviceBatches
     from gear_offline.loaders.device_feedback import DeviceFeedback
+    from gear_offline.loaders.loader import GearLoader
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
@@ -47,6 +50,45 @@ def _own_stream() -> Any:
     """Return torch's current stream; None for the default one, which cannot be captured."""
     current = torch.cuda.current_stream()
     return None if current == torch.cuda.default_stream() else current
+
+
+def why_not_captured(
+    recipe: Recipe, device: torch.device, world: World, loader: GearLoader, *, sharded: bool
+) -> str:
+    """Return why steps are not captured as a CUDA graph, or nothing if they are.
+
+    Raises
+    ------
+    UnavailableError
+        ``GRAPH_UNAVAILABLE`` if the recipe insists.
+    """
+    train = recipe.train
+    if train.graph == "off":
+        return "train.graph=off"
+    reason = ""
+    if device.type != "cuda":
+        reason = "CUDA graphs need a GPU"
+    elif world.size > 1 and train.graph == "auto":
+        reason = "several processes exchange gradients while they compute them"
+    elif world.size > 1 and (sharded or train.weights == "bf16"):
+        reason = "graphs of several ranks need replicas and float32 gradients"
+    elif world.size > 1 and loader.learner is not None:
+        reason = "the ranks tell each other the losses of segments"
+    elif loader.spread:
+        reason = "rows of other nodes come through the exchange"
+    elif train.accumulate > 1:
+        reason = "a batch is computed in micro-batches (train.accumulate)"
+    elif train.recompute:
+        reason = "blocks are computed twice (train.recompute)"
+    elif loader.engine is None:
+        reason = "batches are not made by the GPU (loader.engine)"
+    if reason and train.graph == "on":
+        raise UnavailableError(
+            "GRAPH_UNAVAILABLE",
+            f"train.graph=on is not possible: {reason}",
+            remedy="use train.graph=auto, or see gear-offline doctor",
+        )
+    return reason
 
 
 class CapturedStep:
@@ -100,17 +142,22 @@ class CapturedStep:
         feedback: DeviceFeedback | None = None,
         world: World | None = None,
     ) -> None:
-        self._model, self._optimizer, self._batches = model, optimizer, batches
-        self._window, self._precision = window, precision
+        self._optimizer, self._batches, self._window = optimizer, batches, window
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
-        loss: Any = make_loss(model, World(), compiled=compiled, feedback=feedback)
+        self._gradients = GradientPass(
+            model,
+            World(),
+            parallel=Parallel("alone"),
+            compiled=compiled,
+            feedback=feedback,
+            precision=precision,
+        )
         self._ranks: RankGradients | None = None
+        self._divisor: float | None = None
         if world is not None and world.size > 1:
-            divisor = float(batches.batch.attention_mask.numel())
-            self._ranks = RankGradients(optimizer.parameters, divisor=divisor)
-            loss = partial(loss, valid_steps=divisor)
-        self._loss: Callable[..., Tensor] = loss
+            self._divisor = float(batches.batch.attention_mask.numel())
+            self._ranks = RankGradients(optimizer.parameters, divisor=self._divisor)
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
         with contextlib.nullcontext() if feedback is None else feedback.paused():
@@ -119,6 +166,9 @@ class CapturedStep:
         if self._ranks is not None and world is not None:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
+        # The first call of an operator leaves its part of the autograd graph in a cycle, and with
+        # it gradients that belong to the stream of the warm-up.
+        gc.collect()
         with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
             self._run()
         optimizer.finish_capture()
@@ -146,13 +196,11 @@ class CapturedStep:
 
     def _run(self) -> None:
         self._batches.begin(timed=True)
-        with torch.autocast("cuda", dtype=self._precision, enabled=self._precision is not None):
-            loss = self._loss(self._batches.batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._gradients(self._batches.batch, valid_steps=self._divisor)
         if self._ranks is not None:
             loss = self._ranks.average(loss, self._batches.batch)
         self._optimizer.finish_on_device(
-            loss.detach(), index=self._index, row=self._row, window=self._window
+            loss, index=self._index, row=self._row, window=self._window
         )
         self._batches.end(timed=True)
 
@@ -180,7 +228,7 @@ class CapturedStep:
         saved: list[tuple[Tensor, Tensor]] = [
             (tensor, tensor.clone())
             for tensor in (
-                *self._model.state_dict().values(),
+                *self._optimizer.weights,
                 *self._optimizer.state().values(),
                 self._window,
             )

@@ -1,21 +1,25 @@
-"""Training on several ranks: each works on its share of a global batch, gradients are averaged.
+"""Loss and gradients of a rank's batch: in one piece or in micro-batches, alone or with others.
 
-Shape legend: W ranks.
+Shape legend: W ranks, B segments of a rank's share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gear_offline.compilation import compile_parts, is_deep
+from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import action_loss
+from gear_offline.parallel import Parallel
 from gear_offline.world import World
 
 # small kernels that do not depend on each other become one: a third fewer launches a step
@@ -23,64 +27,153 @@ COMPILE: dict[str, Any] = {"combo_kernels": True}
 SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
 
 
-def valid_steps(batch: Batch, world: World) -> Tensor | None:
+def global_steps(batch: Batch, world: World) -> Tensor:
     """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
 
     With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
-    padding is spread over ranks.  ``None`` for a single rank, which divides by its own.
+    padding is spread over ranks and micro-batches.
     """
-    if world.size == 1:
-        return None
     steps = (batch.attention_mask != 0).sum().float()
     world.sum_into(steps)
-    return steps / world.size
+    return steps.clamp(min=1) / world.size
 
 
-def make_loss(
-    model: DecisionTransformer,
-    world: World,
-    *,
-    compiled: bool = False,
-    feedback: SegmentFeedback | None = None,
-    fixed_buckets: bool = False,
-) -> Callable[[Batch], Tensor]:
-    """Return the loss of a rank's batch; its backward averages gradients over the ranks.
+def check_micro_batches(batch_size: int, world: World, accumulate: int) -> None:
+    """Raise `InputError` (``BATCH_SHARE``) unless a rank's share has that many equal parts."""
+    share = world.share(batch_size)
+    if share % accumulate:
+        raise InputError(
+            "BATCH_SHARE",
+            f"a rank's {share} segments cannot be cut into {accumulate} equal micro-batches",
+            where="train.accumulate",
+            remedy=f"use a divisor of {share}, or another loader.batch_size",
+        )
 
-    With `feedback` segments are weighted, and the selection hears of their losses.
 
-    With `fixed_buckets` gradients are grouped by the order of parameters in every step.  Otherwise
-    the first step of a process groups them so and later ones by the order in which they were
-    ready; with three ranks or more the place in a group decides the order of the sums.
+def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    """Yield consecutive parts of a batch of equal size; views."""
+    if count == 1:
+        yield batch
+        return
+    size = len(batch) // count
+    for first in range(0, len(batch), size):
+        yield batch.part(slice(first, first + size))
+
+
+class GradientPass:
+    """The loss of a rank's batch, and its backward pass, which averages over the ranks.
+
+    Parameters
+    ----------
+    model
+        Sharded already where `parallel` says so.
+    world
+        The ranks that train together.
+    parallel
+        How they share the model.
+    compiled
+        Compile: the whole forward and loss of a small model, each block of a deep one.
+    feedback
+        Segments are weighted, and the selection hears of their losses.
+    accumulate
+        Micro-batches that a rank's share is cut into.
+    precision
+        Autocast type; ``None`` for none.
+    fixed_buckets
+        Replicas' gradients are grouped by the order of parameters in every step.  Otherwise the
+        first step of a process groups them so and later ones by the order in which they were
+        ready; with three ranks or more the place in a group decides the order of the sums.
     """
-    if world.size == 1 and feedback is None:
-        return torch.compile(model.loss, dynamic=False, options=COMPILE) if compiled else model.loss
-    wrapped: nn.Module = model
-    device = next(model.parameters()).device
-    if world.size > 1:
-        with world.guard("building the model"):
-            wrapped = DistributedDataParallel(
-                model,
-                device_ids=[device] if device.type == "cuda" else None,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=fixed_buckets,  # only so are groups never made anew
+
+    def __init__(
+        self,
+        model: DecisionTransformer,
+        world: World,
+        *,
+        parallel: Parallel,
+        compiled: bool = False,
+        feedback: SegmentFeedback | None = None,
+        accumulate: int = 1,
+        precision: torch.dtype | None = None,
+        fixed_buckets: bool = False,
+    ) -> None:
+        if feedback is not None and accumulate > 1:
+            raise InputError(
+                "LOADER_OPTION",
+                "a strategy that learns from losses needs them of the whole batch at once",
+                where="train.accumulate",
+                remedy="use train.accumulate=1, or another strategy",
             )
+        self._model, self._world = model, world
+        self._feedback, self._accumulate = feedback, accumulate
+        self._device = next(model.parameters()).device
+        # FSDP casts by itself, and its weights are no longer float32 inside.
+        self._precision = None if parallel.sharded else precision
+        whole = compiled and not (parallel.sharded or is_deep(model))
+        if compiled and not whole:
+            compile_parts(model, sharded=parallel.sharded)
+        self._wrapped: nn.Module = model
+        if parallel.kind == "ddp":
+            with world.guard("building the model"):
+                self._wrapped = DistributedDataParallel(
+                    model,
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    gradient_as_bucket_view=True,
+                    find_unused_parameters=fixed_buckets,  # only so are groups never made anew
+                )
+        self._forward: Callable[..., Any] = self._wrapped
+        if whole:
+            self._forward = torch.compile(self._wrapped, dynamic=False)
+        self._loss: Callable[..., Tensor] = self._rank_loss
+        if parallel.kind == "alone" and feedback is None:
+            self._loss = model.loss
+            if whole:
+                self._loss = torch.compile(model.loss, dynamic=False, options=COMPILE)
 
-    forward: Callable[..., Any] = torch.compile(wrapped, dynamic=False) if compiled else wrapped
+    def __call__(self, batch: Batch, *, valid_steps: float | None = None) -> Tensor:
+        """Add the gradients of a batch to the parameters' and return its loss, detached.
 
-    def loss(batch: Batch) -> Tensor:
-        output = forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
-        valid = valid_steps(batch, world)
-        if feedback is not None:
-            return feedback.loss(output.action_preds, batch, valid_steps=valid)
+        Parameters
+        ----------
+        valid_steps
+            Divisor of the loss in place of the real steps of the global batch.
+        """
+        valid: Tensor | float | None = valid_steps
+        if valid is None and (self._world.size > 1 or self._accumulate > 1):
+            valid = global_steps(batch, self._world)
+        total: Tensor | None = None
+        for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
+            with self._quiet(last=number == self._accumulate):
+                with torch.autocast(
+                    self._device.type,
+                    dtype=self._precision,
+                    enabled=self._precision is not None,
+                ):
+                    loss = self._loss(part, valid_steps=valid)
+                with self._world.guard("averaging gradients"):
+                    loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "a batch has at least one part"
+        return total
+
+    def _quiet(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients of replicas travel once a step; shards add up theirs as they come."""
+        if last or not isinstance(self._wrapped, DistributedDataParallel):
+            return nullcontext()
+        found: AbstractContextManager[None] = self._wrapped.no_sync()
+        return found
+
+    def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
+        output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        if self._feedback is not None:
+            return self._feedback.loss(output.action_preds, batch, valid_steps=valid_steps)
         return action_loss(
             output.action_preds,
             batch.actions,
             batch.attention_mask,
-            valid_steps=valid,
-            valid_actions=model.valid_actions(batch),
+            valid_steps=valid_steps,
+            valid_actions=self._model.valid_actions(batch),
         )
-
-    return loss
 
 
 def seed_rank(seed: int, world: World) -> None:

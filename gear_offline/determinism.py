@@ -39,7 +39,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     efficient, by_cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
     stack = ExitStack()
     try:
-        # `make_loss` asks for unused parameters for the sake of something else
+        # `GradientPass` asks for unused parameters for the sake of something else
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         torch.use_deterministic_algorithms(True)

@@ -9,54 +9,40 @@ Shape legend: n steps since the last report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.captured_step import CapturedStep, start_compilers
-from gear_offline.data_parallel import make_loss, random_states, restore_random, seed_rank
+from gear_offline.captured_step import CapturedStep, start_compilers, why_not_captured
+from gear_offline.compilation import is_compiled
+from gear_offline.data_parallel import GradientPass, random_states, restore_random, seed_rank
 from gear_offline.dataset import Dataset
-from gear_offline.errors import GearError, UnavailableError
-from gear_offline.loaders.batch import Batch
+from gear_offline.errors import GearError
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
-from gear_offline.models.decision_transformer import build_model
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
 from gear_offline.optimizer import Optimizer
+from gear_offline.parallel import (
+    choose_parallel,
+    load_model_tensors,
+    model_tensors,
+    shard_model,
+    working_copy,
+)
+from gear_offline.precision import resolve_precision as resolve_precision
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.statistics import Float64Array
 from gear_offline.task_policy import task_policy
 from gear_offline.task_recipes import loader_options, recipe_selection
+from gear_offline.throughput import make_meter
 from gear_offline.world import World
-
-COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
-
-
-def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:
-    """Return the autocast type (None: float32 throughout) and a line that says why.
-
-    On CPUs ``auto`` is float32: without bfloat16 instructions autocast only adds work, and with
-    them a recipe should still give the same weights as on the next machine.
-    """
-    if precision == "fp32":
-        return None, "float32, as the recipe says"
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, "bfloat16 autocast, float32 weights"
-        if precision == "bf16":
-            return torch.bfloat16, "bfloat16 autocast as the recipe says, emulated by this GPU"
-        return None, "float32: this GPU has no bfloat16"
-    native = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
-    if precision == "bf16":
-        remark = "" if native else "; this CPU has no instructions for it and will be slow"
-        return torch.bfloat16, f"bfloat16 autocast as the recipe says{remark}"
-    return None, "float32" + ("; train.precision=bf16 may be faster on this CPU" if native else "")
 
 
 class Learner:
@@ -85,6 +71,12 @@ class Learner:
         Optimiser steps done.
     tasks
         What the model knows of its tasks, of a recipe of several.
+    model, working
+        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.
+    parallel
+        How the ranks share the model.
+    meter
+        The rate of the model's FLOPs over the steps that were reported.
     """
 
     def __init__(
@@ -110,8 +102,17 @@ class Learner:
             **recipe.model.model_dump(),
         )
         trainable_parameters(self.model)  # freezes what the loss never reaches
-        self.model.to(device)  # type: ignore[arg-type, unused-ignore]
+        self.model.encoder.gradient_checkpointing = recipe.train.recompute
+        half = self.precision is not None
+        self.parallel = choose_parallel(recipe, self.model, self.world, device, half=half)
+        if self.parallel.sharded:
+            shard_model(self.model, device, self.world, self.precision)
+        else:
+            self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()
+        found = working_copy(recipe, self.model, self.precision, self.parallel)
+        self.working, self.precision, remark = found
+        self.precision_reason = remark or self.precision_reason
         self.loader = GearLoader(
             dataset,
             **loader_options(recipe, dataset),
@@ -121,25 +122,33 @@ class Learner:
             world=self.world,
         )
         self._batches = iter(self.loader)
-        self.graph_reason = self._decide_graph()
-        if self._compiled and not self.graph_reason:
+        self.graph_reason = why_not_captured(
+            recipe, device, self.world, self.loader, sharded=self.parallel.sharded
+        )
+        if is_compiled(recipe.train) and not self.graph_reason:
             start_compilers()
         self.optimizer = Optimizer(
             self.model,
             recipe.optimizer,
             steps=recipe.train.steps,
             captured=not self.graph_reason,
+            device=device,
+            working=None if self.working is self.model else self.working,
         )
         self._captured: CapturedStep | None = None  # made by the first step
-        compiled = self._compiled and device.type == "cuda"
+        self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
+        compiled = is_compiled(recipe.train) and device.type == "cuda"
         feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
-        self._loss: Callable[[Batch], Tensor] | None = None
+        self._gradients: GradientPass | None = None
         if self.graph_reason:
-            self._loss = make_loss(
-                self.model,
+            self._gradients = GradientPass(
+                self.working,
                 self.world,
+                parallel=self.parallel,
                 compiled=compiled,
                 feedback=feedback,
+                accumulate=recipe.train.accumulate,
+                precision=self.precision,
                 fixed_buckets=recipe.train.deterministic,
             )
         seed_rank(recipe.seed, self.world)
@@ -148,6 +157,7 @@ class Learner:
         if recipe.loader.normalize_states and not sizes.tasks:
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
+        self.meter = make_meter(recipe, self.loader.share, device, half=half)
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
@@ -183,64 +193,30 @@ class Learner:
             ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
             not waited for at each step, at the next `report` or `check`.
         """
-        if self._loss is None:
+        if self._gradients is None:
             self._replay()
             return
         began = time.perf_counter()
         batch = next(self._batches)
         waited = time.perf_counter()
-        with torch.autocast(
-            self.device.type, dtype=self.precision, enabled=self.precision is not None
-        ):
-            loss = self._loss(batch)
         self.optimizer.zero_gradients()
-        with self.world.guard("averaging gradients"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        norm = self.optimizer.clip()
-        row = self._window[self._filled]
-        row[0], row[1] = loss.detach(), norm
-        self._filled += 1
-        if self.device.type == "cpu":
-            self._check()
-        self._rate = self.optimizer.update(self.step)
+        loss = self._gradients(batch)
+        if self.optimizer.is_on_device:
+            self.optimizer.finish(self.step, loss, self._window, self._filled)
+            self._rate = self.optimizer.rate(self.step)
+            self._filled += 1
+        else:
+            norm = self.optimizer.clip()
+            row = self._window[self._filled]
+            row[0], row[1] = loss, norm
+            self._filled += 1
+            if self.device.type == "cpu":
+                self._check()
+            self._rate = self.optimizer.update(self.step)
         self.step += 1
         self._timed += 1
         self._wait_seconds += waited - began
         self._busy_seconds += time.perf_counter() - began
-
-    def _decide_graph(self) -> str:
-        """Return why steps are not captured as a CUDA graph, or nothing if they are.
-
-        Raises
-        ------
-        UnavailableError
-            ``GRAPH_UNAVAILABLE`` if the recipe insists.
-        """
-        wanted = self.recipe.train.graph
-        if wanted == "off":
-            return "train.graph=off"
-        reason = ""
-        if self.device.type != "cuda":
-            reason = "CUDA graphs need a GPU"
-        elif self.world.size > 1 and wanted == "auto":
-            reason = "several processes exchange gradients while they compute them"
-        elif self.world.size > 1 and (self.loader.spread or self.loader.learner):
-            reason = "the processes send each other rows or losses between the steps"
-        elif self.loader.engine is None:
-            reason = "batches are not made by the GPU (loader.engine)"
-        if reason and wanted == "on":
-            raise UnavailableError(
-                "GRAPH_UNAVAILABLE",
-                f"train.graph=on is not possible: {reason}",
-                remedy="use train.graph=auto, or see gear-offline doctor",
-            )
-        return reason
-
-    @property
-    def _compiled(self) -> bool:
-        train = self.recipe.train
-        pays = train.steps >= COMPILED_FROM and not train.deterministic  # it times kernels
-        return train.compile == "on" or (train.compile == "auto" and pays)
 
     def _replay(self) -> None:
         began = time.perf_counter()
@@ -248,14 +224,14 @@ class Learner:
             batches = self.loader.device_batches(ahead=True)
             learns = self.loader.learner is not None
             self._captured = CapturedStep(
-                self.model,
+                self.working,
                 self.optimizer,
                 batches,
                 self._window,
                 step=self.step,
                 filled=self._filled,
                 precision=self.precision,
-                compiled=self._compiled,
+                compiled=is_compiled(self.recipe.train),
                 feedback=DeviceFeedback(self.loader, batches) if learns else None,
                 world=self.world,
             )
@@ -323,6 +299,7 @@ class Learner:
             "step_seconds": busy / steps,
             "data_wait_share": self._wait_seconds / busy,
             "samples_per_second": steps * self.recipe.loader.batch_size / busy,
+            **self.meter.add(steps, busy),
         }
         self._all_busy_seconds += busy
         self._all_wait_seconds += self._wait_seconds
@@ -332,15 +309,29 @@ class Learner:
             self._captured.begin_window()
         return found
 
+    def prepare_policy(self) -> None:
+        """Collect the shards that `policy` needs on the first rank; all ranks together."""
+        if self.parallel.sharded:
+            tensors = self.weights()
+            if self.world.is_first:
+                with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
+                    self._acting = DecisionTransformer(self.model.config)
+                self._acting.load_state_dict(tensors)
+
+    @property
+    def acting(self) -> DecisionTransformer:
+        """The model as it acts: itself, or what `prepare_policy` has collected."""
+        return self.model if self._acting is None else self._acting
+
     def policy(self, task: str | None = None) -> Policy:
         """Return the model as it stands, ready to act; call `resume_training` afterwards.
 
         Of several tasks, `task` names the one to act in.
         """
         if task is not None:
-            return task_policy(self.model, task, self.recipe, self.device)
+            return task_policy(self.acting, task, self.recipe, self.device)
         return Policy(
-            self.model,
+            self.acting,
             state_mean=self.state_mean,
             state_std=self.state_std,
             returns_scale=self.recipe.loader.returns_scale,
@@ -360,18 +351,26 @@ class Learner:
 
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""
+        self._acting = None
         self.model.train()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader, by name."""
         self.check()
-        found = self.optimizer.state()
+        found = self.optimizer.state(wanted=self.world.is_first)
         found |= random_states(self.world, self.device)
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
         found["window"] = window / self.world.size
         found |= selection_tensors(self.loader.learner)
         return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters by name for the first rank, all ranks together.
+
+        Of a sharded model they are collected in host memory, and the other ranks get nothing.
+        """
+        return model_tensors(self.model, wanted=self.world.is_first)
 
     def load(
         self,
@@ -388,7 +387,8 @@ class Learner:
         KeyError, RuntimeError
             The tensors are not those of such a learner.
         """
-        self.model.load_state_dict(dict(model))
+        load_model_tensors(self.model, model)
+        self.optimizer.refresh()
         self.optimizer.load_state(tensors)
         load_selection(self.loader.learner, tensors)
         self.loader.load_state_dict(dict(loader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from gear_offline.parallel import spread, whole
 from gear_offline.recipe_sections import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> floa
     return settings.learning_rate * 0.5 * (1.0 - math.cos(math.pi * left))
 
 
+def has_cupy() -> bool:
+    """Whether CUDA sources of our own can be compiled."""
+    return importlib.util.find_spec("cupy") is not None
+
+
 class Optimizer:
     """AdamW over all trainable parameters, decayed alike, as the paper's code does.
 
@@ -51,6 +58,11 @@ class Optimizer:
         Optimiser steps of the run.
     captured
         Keep everything on the GPU, for `finish_on_device`.
+    device
+        Of the parameters.
+    working
+        A bfloat16 copy of the model that forward and backward passes run on: gradients are taken
+        from its parameters, and updates go to both.
     """
 
     def __init__(
@@ -60,13 +72,20 @@ class Optimizer:
         *,
         steps: int,
         captured: bool = False,
+        device: torch.device | None = None,
+        working: nn.Module | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._settings, self._steps = settings, steps
+        self._shadows: list[nn.Parameter] | None = None
+        if working is not None:
+            self._shadows = [p for p in working.parameters() if p.requires_grad]
         self._device_adamw: DeviceAdamW | None = None
-        if captured:
+        self._places: Tensor | None = None
+        on_gpu = device is not None and device.type == "cuda"
+        if captured or (self._shadows is not None and on_gpu and has_cupy()):
             self._device_adamw = self._on_device()
         else:
             self._adamw = torch.optim.AdamW(
@@ -85,7 +104,10 @@ class Optimizer:
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
         limit = self._settings.clip_norm
-        return nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
+        limit = math.inf if limit is None else limit
+        for parameter, shadow in zip(self._parameters, self._shadows or (), strict=False):
+            parameter.grad = None if shadow.grad is None else shadow.grad.float()
+        return whole(nn.utils.clip_grad_norm_(self._parameters, limit))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
@@ -95,6 +117,22 @@ class Optimizer:
         """Clip and update without the host; see `DeviceAdamW.enqueue`."""
         assert self._device_adamw is not None, "made with captured=True"
         self._device_adamw.enqueue(loss, index=index, row=row, window=window)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether steps end with `finish` or `finish_on_device`, not with `clip` and `update`."""
+        return self._device_adamw is not None
+
+    def finish(self, step: int, loss: Tensor, window: Tensor, row: int) -> None:
+        """Clip and update by the gradients of step `step`; write row `row` of `window`."""
+        if self._places is None:
+            self._places = torch.zeros(2, 1, dtype=torch.int64, device=window.device)
+            self._next = (-1, -1)
+        if self._next != (step, row):  # else the kernel has counted on
+            self._places[0].fill_(step)
+            self._places[1].fill_(row)
+        self.finish_on_device(loss, index=self._places[0], row=self._places[1], window=window)
+        self._next = (step + 1, row + 1)
 
     def finish_capture(self) -> None:
         """Make a captured `finish_on_device` ready for replays."""
@@ -107,14 +145,30 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
+        self.refresh()
         return rate
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Give the working copy the parameters' values."""
+        if self._shadows is not None:
+            torch._foreach_copy_([*self._shadows], [*self._parameters])
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Everything that an update writes, besides `state`."""
+        return [*self._parameters, *(self._shadows or ())]
+
     def zero_gradients(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self._parameters + (self._shadows or []):
             parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors."""
+    def state(self, *, wanted: bool = True) -> dict[str, Tensor]:
+        """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
+
+        Of a sharded model they are collected, on the ranks that want them, in host memory; all
+        ranks call this together.
+        """
         found = {}
         states: Sequence[Mapping[str, Tensor]]
         if self._device_adamw is None:
@@ -123,8 +177,8 @@ class Optimizer:
             states = self._device_adamw.states()
         for name, state in zip(self._names, states, strict=True):
             for kind, value in state.items():
-                found[f"optimizer/{kind}/{name}"] = value
-        return found
+                found[f"optimizer/{kind}/{name}"] = whole(value, wanted=wanted)
+        return found if wanted else {}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; other names in `tensors` are ignored.
@@ -140,7 +194,10 @@ class Optimizer:
             section, _, rest = key.partition("/")
             if section == "optimizer":
                 kind, _, name = rest.partition("/")
-                state.setdefault(numbers[name], {})[kind] = value
+                number = numbers[name]
+                if value.ndim:  # a moment; of the steps done each rank has its own count
+                    value = spread(value, self._parameters[number])
+                state.setdefault(number, {})[kind] = value
         if state and sorted(state) != list(range(len(numbers))):
             raise KeyError("optimizer state of some parameters")
         if self._device_adamw is not None:
@@ -165,4 +222,5 @@ class Optimizer:
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             clip_norm=settings.clip_norm,
+            shadows=self._shadows,
         )

@@ -221,7 +221,15 @@ class TrainSettings(Section):
     graph: Literal["auto", "on", "off"] = "auto"
     """On CUDA: the whole step as one CUDA graph; auto: where that is possible."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """With the graph: torch.compile; auto: for runs of 20,000 steps or more."""
+    """On CUDA: torch.compile; auto: for runs of 20,000 steps or more."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Weights, gradients and residuals that a step computes with; updates are float32 always."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """With several ranks: a replica of the model on each, or shards; auto: replicas if they fit."""
+    accumulate: Positive = 1
+    """Micro-batches that a rank's share of a batch is cut into, to save memory."""
+    recompute: bool = False
+    """Compute blocks again in the backward pass instead of keeping what is in them."""
     threads: Positive | None = None
     """CPU threads of torch; null: torch decides."""
     timeout: PositiveFloat = 600.0

@@ -152,7 +152,7 @@ class RunEvaluations:
 
     def _played(self, request: PlayRequest) -> dict[str, Any]:
         if not request.environment:
-            return play_tasks(self._learner.model, self._learner.recipe, request)
+            return play_tasks(self._learner.acting, self._learner.recipe, request)
         return play(self._policy(), request)
 
     def _policy(self) -> Policy:

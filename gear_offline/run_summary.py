@@ -24,6 +24,7 @@ def summary_of(run: LeadingRun) -> dict[str, Any]:
         "steps_per_second": run.steps_per_second,
         "data_wait_share": learner.data_wait_share,
         "save_wait_share": run.save_wait_share,
+        "throughput": learner.meter.summary(),
         "evaluation": run.evaluations.summary(),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "device": str(learner.device),

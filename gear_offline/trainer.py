@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gear_offline.checkpoint_folder import list_checkpoints, sweep
+from gear_offline.data_parallel import check_micro_batches
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.determinism import deterministic
 from gear_offline.errors import InputError
@@ -41,6 +42,9 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "loader.exchange",
     "train.steps",
     "train.device",
+    "train.parallel",
+    "train.accumulate",
+    "train.recompute",
     "train.threads",
     "train.timeout",
     "train.checkpoint_every",
@@ -91,7 +95,7 @@ def train(
     device = rank_device(resolve_device(recipe.train.device))
     path = default_run_path(recipe) if out is None else Path(out)
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
-        world.share(recipe.loader.batch_size)  # before anything is made
+        check_micro_batches(recipe.loader.batch_size, world, recipe.train.accumulate)  # at once
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))

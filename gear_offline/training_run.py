@@ -117,6 +117,8 @@ class Run:
         if self.learner.unreported and (last or step % self.settings.log_every == 0):
             self._log(step, self.learner.report())
         due = self._evaluation_due(step)
+        if due:
+            self.learner.prepare_policy()
         best = due and self._evaluate(step)
         saving = last or best or step % self.settings.checkpoint_every == 0
         stopped_by = self.stop.signal_name
@@ -171,14 +173,14 @@ class Run:
         """Save a checkpoint; every rank contributes its random numbers."""
         if self.world.gather(self._is_saved(step))[0]:
             return
-        tensors = self.learner.tensors()
-        self._write(step, tensors)
+        tensors, weights = self.learner.tensors(), self.learner.weights()
+        self._write(step, tensors, weights)
 
     def _is_saved(self, step: int) -> bool:
         return False
 
-    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
-        """Write a checkpoint of `tensors` and the learner."""
+    def _write(self, step: int, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+        """Write a checkpoint of `tensors`, the model's `weights` and the learner."""
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -292,7 +294,7 @@ class LeadingRun(Run):
             parameters=parameters,
             neighbours=self.neighbours,
         )
-        ranks = f", {self.world.size} ranks" if self.world.size > 1 else ""
+        ranks = f", {self.world.size} ranks ({learner.parallel.reason})" * (self.world.size > 1)
         say(
             f"{self.recipe.name}: {count_text(spec.episodes, 'episode')}, "
             f"{count_text(spec.steps, 'step')} of data; {count_text(parameters, 'parameter')} "
@@ -340,7 +342,7 @@ class LeadingRun(Run):
             self.saves.prune(self._what_stays())
         return saved
 
-    def _write(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def _write(self, step: int, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
         learner = self.learner
         state = TrainingState(
             step=step,
@@ -351,8 +353,8 @@ class LeadingRun(Run):
             state_std=learner.state_std,
             seconds=self.seconds,
         )
-        model = learner.model
-        self.saves.save(config_text(model), model.state_dict(), state, self._what_stays())
+        config = config_text(learner.model)
+        self.saves.save(config, weights, state, self._what_stays())
 
     def _what_stays(self) -> Prune:
         best = self.metrics.best
@@ -372,6 +374,6 @@ class LeadingRun(Run):
         say(
             f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
             f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches, "
-            f"{summary['save_wait_share']:.1%} for checkpoints",
+            f"{summary['save_wait_share']:.1%} for checkpoints; {self.learner.meter.text()}",
             quiet=self.quiet,
         )

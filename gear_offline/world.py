@@ -271,6 +271,22 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
         dist.destroy_process_group()
 
 
+def joined_world() -> World:
+    """Return the ranks of a group that someone else made, such as a Hugging Face `Trainer`.
+
+    All ranks call it together, once.  Without a group it is a world of one.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World()
+    with peers("joining the group"):
+        backend = dist.get_backend()
+        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+        alone = World(rank=dist.get_rank(), nodes=(0,) * dist.get_world_size(), control=control)
+        found = alone.gather(int(os.environ.get("GROUP_RANK", "0")))
+    numbers = sorted(set(found))
+    return replace(alone, nodes=tuple(numbers.index(node) for node in found))
+
+
 def _own_address() -> str:
     """Return the address that other ranks reach this one at.
 

@@ -73,6 +73,9 @@ class DeviceAdamW:
     ----------
     parameters
         float32, on one GPU.
+    shadows
+        The same parameters as the model computes with them, bfloat16: each update writes them
+        too, and the gradients are theirs.  ``None``: the model computes with the parameters.
     rates
         Learning rate of every step, float32 on that GPU.
     betas, weight_decay, clip_norm
@@ -94,9 +97,11 @@ class DeviceAdamW:
         betas: tuple[float, float],
         weight_decay: float,
         clip_norm: float | None,
+        shadows: Sequence[Tensor] | None = None,
     ) -> None:
         device = rates.device
         self._parameters, self._rates = list(parameters), rates
+        self._shadows = None if shadows is None else list(shadows)
         self.first = [torch.zeros_like(p) for p in parameters]
         self.second = [torch.zeros_like(p) for p in parameters]
         self.steps = torch.zeros(len(self._parameters), device=device)
@@ -104,8 +109,9 @@ class DeviceAdamW:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._blocks = min(len(chunks), BLOCKS_PER_SM * processors)
         self._chunks = torch.from_numpy(chunks).to(device)
-        self._tensors = torch.zeros(len(self._parameters), 4, dtype=torch.int64, device=device)
+        self._tensors = torch.zeros(len(self._parameters), 5, dtype=torch.int64, device=device)
         self._addresses = torch.zeros_like(self._tensors, device="cpu")
+        self._sent = torch.zeros_like(self._addresses)  # what the GPU knows
         self._partials = torch.zeros(self._blocks, dtype=torch.float64, device=device)
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._job = describe(
@@ -122,8 +128,10 @@ class DeviceAdamW:
             tensor_count=len(self._parameters),
             ticket=self._ticket.data_ptr(),
         )
-        kernels = load("adamw.cu", ("adamw_norm", "adamw_step"), device=device.index or 0)
-        self._norm, self._step = kernels["adamw_norm"], kernels["adamw_step"]
+        suffix = "" if shadows is None else "_shadowed"
+        names = (f"adamw_norm{suffix}", f"adamw_step{suffix}")
+        kernels = load("adamw.cu", names, device=device.index or 0)
+        self._norm, self._step = (kernels[name] for name in names)
 
     def enqueue(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
         """Clip, update, write the metrics and count, on torch's current stream.
@@ -143,14 +151,17 @@ class DeviceAdamW:
         Raises
         ------
         GearError
-            ``GRADIENT_LAYOUT`` if a gradient is missing or not float32 laid out as its parameter.
+            ``GRADIENT_LAYOUT`` if a gradient is missing, of another type than that of the weights
+            the model computes with, or not laid out as its parameter.
         """
-        for number, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
+        computed = self._parameters if self._shadows is None else self._shadows
+        for number, (parameter, used) in enumerate(zip(self._parameters, computed, strict=True)):
+            gradient = used.grad
             if (
                 gradient is None
-                or gradient.dtype != torch.float32
+                or gradient.dtype != used.dtype
                 or not laid_out_alike(gradient, parameter)
+                or not laid_out_alike(used, parameter)
             ):
                 raise GearError(
                     "GRADIENT_LAYOUT",
@@ -158,10 +169,12 @@ class DeviceAdamW:
                     "missing or laid out otherwise",
                     remedy="use train.graph=off",
                 )
-            places = (parameter, self.first[number], self.second[number], gradient)
+            places = (parameter, self.first[number], self.second[number], gradient, used)
             for column, tensor in enumerate(places):
                 self._addresses[number, column] = tensor.data_ptr()
-        if not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing() and not torch.equal(
+            self._addresses, self._sent
+        ):
             self.send_addresses()
         job = self._job
         job["index"], job["row"] = index.data_ptr(), row.data_ptr()
@@ -179,3 +192,4 @@ class DeviceAdamW:
     def send_addresses(self) -> None:
         """Tell the GPU where parameters, moments and gradients lie."""
         self._tensors.copy_(self._addresses)
+        self._sent = self._addresses.clone()

@@ -7,7 +7,7 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -105,6 +105,10 @@ class Batch:
     def contiguous(self) -> Batch:
         """Return the batch with every tensor contiguous, copying only those that are not."""
         return self._map(lambda tensor: tensor.contiguous())
+
+    def part(self, segments: slice) -> Batch:
+        """Return some of the segments; views."""
+        return replace(self._map(lambda tensor: tensor[segments]), task_bounds=self.task_bounds)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         segments, bounds = change(self.segments), self.task_bounds

@@ -15,6 +15,11 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
     DecisionTransformerGPT2Block,
 )
 
+from gear_offline.kernels.relu_linear import relu_linear
+from gear_offline.kernels.short_attention import packed_attention, supports_packed
+
+WIDE = 256  # of the hidden size: below it matrix products are too small to gain
+
 # Tokens to go on with: the same ones in every window, or one in each, (B,) int64.
 Keep = slice | Tensor
 
@@ -80,6 +85,12 @@ def _attend_on_cpu(
     scores = torch.baddbmm(blocked, query, key.transpose(1, 2), alpha=scale)
     mixed = torch.bmm(drop(scores.softmax(-1), dropout), value)
     return mixed.view(batch, heads, queries, width)
+
+
+def compute_dtype(values: Tensor) -> torch.dtype:
+    """Return what a matrix product of `values` computes in."""
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 def has_fast_dropout(values: Tensor) -> bool:
@@ -204,8 +215,19 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         mixed, weights = self._attend(hidden, mask, eager, keep)
         residual = self.attn.resid_dropout.p if self.training else 0.0
         hidden = add_dropped(take(hidden, keep), self.attn.c_proj(mixed), residual)
-        inner = self.mlp.c_proj(self.mlp.act(self.mlp.c_fc(self.ln_2(hidden))))
+        inner = self.mlp.c_proj(self._widen(self.ln_2(hidden)))
         return add_dropped(hidden, inner, self.mlp.dropout.p if self.training else 0.0), weights
+
+    def _widen(self, hidden: Tensor) -> Tensor:
+        """(B, T', H) -> (B, T', 4H), the MLP's first map and its activation."""
+        layer = self.mlp.c_fc
+        kind = compute_dtype(hidden)
+        wide = hidden.device.type == "cuda" and hidden.shape[-1] >= WIDE
+        if not wide or kind == torch.float32 or not isinstance(self.mlp.act, nn.ReLU):
+            return cast(Tensor, self.mlp.act(layer(hidden)))
+        rows = hidden.flatten(0, 1).to(kind)
+        found = relu_linear(rows, layer.weight.to(kind), layer.bias.to(kind))
+        return cast(Tensor, found.unflatten(0, hidden.shape[:2]))
 
     def _attend(
         self, hidden: Tensor, mask: Tensor | None, eager: bool, keep: Keep | None
@@ -214,12 +236,18 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         attention: DecisionTransformerGPT2Attention = self.attn
         batch, tokens, width = hidden.shape
         heads = attention.num_heads
-        query, key, value = (
-            part.view(batch, tokens, heads, width // heads).transpose(1, 2)
-            for part in attention.c_attn(self.ln_1(hidden)).split(width, dim=2)
-        )
+        packed = attention.c_attn(self.ln_1(hidden))
         dropout = attention.attn_dropout.p if self.training else 0.0
         scale = float(attention.scaling)
+        plain = mask is None and not eager and dropout == 0.0
+        if plain and supports_packed(
+            packed.device, packed.dtype, tokens=tokens, head=width // heads
+        ):
+            return take(packed_attention(packed, heads, scale), keep), None
+        query, key, value = (
+            part.view(batch, tokens, heads, width // heads).transpose(1, 2)
+            for part in packed.split(width, dim=2)
+        )
         weights: Tensor | None = None
         if eager:
             mixed, weights = attend_eagerly(

@@ -55,7 +55,7 @@ class Tokens:
             (B, K, *frame) or (B, K, stack, *frame) uint8, or its features, floating.
         """
         if states.is_floating_point():
-            return states.flatten(2)
+            return states.flatten(2).to(self.embed_state.weight.dtype)
         if self.frame_encoder is not None:
             return cast(Tensor, self.frame_encoder(states))
         return states.flatten(2).to(self.embed_state.weight.dtype)
@@ -82,8 +82,9 @@ class Tokens:
             )
         if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(timesteps, self.config.max_ep_len)
+        kind = self.embed_ln.weight.dtype  # the data's is float32, weights may be narrower
         parts = (
-            self.embed_return(returns_to_go),
+            self.embed_return(returns_to_go.to(kind)),
             self.embed_state(self.features(states)),
             self._embed_actions(actions),
         )
@@ -97,7 +98,7 @@ class Tokens:
     def _embed_actions(self, actions: Tensor) -> Tensor:
         layer = self.embed_action
         if actions.is_floating_point():
-            return cast(Tensor, layer(actions))
+            return cast(Tensor, layer(actions.to(layer.weight.dtype)))
         if not self.discrete:
             raise InputError(
                 "MODEL_INPUT",

@@ -37,7 +37,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = str(ROOT / "tests" / "adamw_on_cpu.cpp")
     subprocess.run([compiler, *flags, include, source, "-o", str(target)], check=True)
     found = ctypes.CDLL(str(target))
-    found.adamw.argtypes = [ctypes.c_void_p]
+    found.adamw.argtypes = found.adamw_shadowed.argtypes = [ctypes.c_void_p]
+    found.narrow.argtypes, found.narrow.restype = [ctypes.c_float], ctypes.c_ushort
     found.job_bytes.restype = ctypes.c_longlong
     assert found.job_bytes() == JOB.itemsize
     return found
@@ -54,7 +55,12 @@ def gradients(parameters: list[nn.Parameter], seed: int, scale: float) -> list[t
 
 
 def reference(
-    parameters: list[nn.Parameter], options: dict[str, Any], rates: list[float], scale: float
+    parameters: list[nn.Parameter],
+    options: dict[str, Any],
+    rates: list[float],
+    scale: float,
+    *,
+    rounded: bool = False,
 ) -> tuple[list[float], torch.optim.AdamW]:
     """Do `STEPS` steps as PyTorch does; return the norms and the optimiser."""
     adamw = torch.optim.AdamW(
@@ -64,6 +70,7 @@ def reference(
     limit = options["clip_norm"]
     for step in range(STEPS):
         for parameter, gradient in zip(parameters, gradients(parameters, step, scale), strict=True):
+            gradient = gradient.bfloat16().float() if rounded else gradient
             parameter.grad = gradient.to(parameter.device)
         norm = nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
         norms.append(float(norm))
@@ -86,14 +93,19 @@ options_of = st.fixed_dictionaries(
     sizes=st.lists(st.integers(1, 2 * CHUNK + 3), min_size=1, max_size=4),
     options=options_of,
     scale=st.sampled_from([1e-6, 1.0, 1e4]),
+    shadowed=st.booleans(),
 )
 def test_law_is_that_of_pytorch(
-    library: Any, sizes: list[int], options: dict[str, Any], scale: float
+    library: Any, sizes: list[int], options: dict[str, Any], scale: float, shadowed: bool
 ) -> None:
     rates = [1e-3, 2e-3, 0.0, 1e-2, 5e-3]
     expected = make(sizes, 0)
-    norms, adamw = reference(expected, options, rates, scale)
+    run, rounded = library.adamw, False
+    if shadowed:  # gradients are bfloat16; the same ones for both
+        run, rounded = library.adamw_shadowed, True
+    norms, adamw = reference(expected, options, rates, scale, rounded=rounded)
 
+    shadows = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
     mine = [p.detach().numpy().copy() for p in make(sizes, 0)]
     moments = [(np.zeros_like(p), np.zeros_like(p)) for p in mine]
     chunks = cut(sizes)
@@ -102,11 +114,13 @@ def test_law_is_that_of_pytorch(
     window, steps = np.full((STEPS + 2, 2), -1, np.float32), np.zeros(len(sizes), np.float32)
     loss = np.zeros(1, np.float32)
     for step in range(STEPS):
-        found = [g.numpy() for g in gradients(make(sizes, 0), step, scale)]
+        found = gradients(make(sizes, 0), step, scale)
+        if shadowed:
+            found = [g.bfloat16() for g in found]
         table = np.array(
             [
-                [a.ctypes.data for a in (p, *m, g)]
-                for p, m, g in zip(mine, moments, found, strict=True)
+                [*(a.ctypes.data for a in (p, *m)), g.data_ptr(), s.data_ptr()]
+                for p, m, g, s in zip(mine, moments, found, shadows, strict=True)
             ],
             dtype=np.uint64,
         )
@@ -125,9 +139,12 @@ def test_law_is_that_of_pytorch(
             ticket=ticket.ctypes.data,
             **options,
         )
-        library.adamw(job.ctypes.data)
+        run(job.ctypes.data)
     for one, other in zip(mine, expected, strict=True):
         np.testing.assert_allclose(one, other.detach().numpy(), **CLOSE)
+    for one, shadow in zip(mine, shadows, strict=True):
+        wanted = torch.from_numpy(one).bfloat16() if shadowed else torch.zeros_like(shadow)
+        assert torch.equal(shadow, wanted)
     for (first, second), parameter in zip(moments, expected, strict=True):
         state = adamw.state[parameter]
         np.testing.assert_allclose(first, state["exp_avg"], rtol=1e-5, atol=1e-7 * scale)
@@ -136,6 +153,17 @@ def test_law_is_that_of_pytorch(
     np.testing.assert_allclose(window[1:-1, 1], norms, rtol=1e-5)
     assert window[1:-1, 0].tolist() == list(range(STEPS))
     assert (window[[0, -1]] == -1).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=st.floats(width=32), bits=st.none() | st.integers(0, 2**32 - 1))
+def test_narrowing_is_that_of_pytorch(library: Any, value: float, bits: int | None) -> None:
+    single = np.float32(value) if bits is None else np.uint32(bits).view(np.float32)
+    wanted = torch.tensor([single]).bfloat16()
+    found = torch.tensor([library.narrow(float(single))], dtype=torch.int32).to(torch.int16)
+    torch.testing.assert_close(
+        found.view(torch.bfloat16), wanted, rtol=0.0, atol=0.0, equal_nan=True
+    )
 
 
 @given(sizes=st.lists(st.integers(1, 5 * CHUNK), max_size=5))

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.hf_trainer import POSITION, GearTrainer, load_policy, make_model, training_arguments
-from gear_offline.dataset import Dataset
+from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.world import joined_world
 from tests.support import make_dataset
 
 BATCH, STEPS, SAVED = 4, 6, 3
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +30,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("data"), [4, 3, 8, 2])
 
 
-def make_trainer(dataset: Dataset, out: Path, *, padding: str = "right") -> GearTrainer:
-    loader = GearLoader(
-        dataset,
-        batch_size=BATCH,
-        context_length=5,
-        normalize_states=True,
-        returns_scale=10.0,
-        padding="right" if padding == "right" else "left",
-        device="cpu",
-        seed=5,
-    )
-    torch.manual_seed(0)
-    model = make_model(loader, returns_scale=10.0, hidden_size=16, layers=1, heads=1)
+def make_trainer(
+    dataset: Dataset, out: Path, *, padding: str = "right", **sizes: Any
+) -> GearTrainer:
     arguments = training_arguments(
         out,
         steps=STEPS,
@@ -47,6 +44,19 @@ def make_trainer(dataset: Dataset, out: Path, *, padding: str = "right") -> Gear
         learning_rate=1e-2,
         logging_steps=1,
     )
+    loader = GearLoader(
+        dataset,
+        batch_size=BATCH,
+        context_length=5,
+        normalize_states=True,
+        returns_scale=10.0,
+        padding="right" if padding == "right" else "left",
+        device="cpu",
+        seed=5,
+        world=joined_world(),
+    )
+    torch.manual_seed(0)
+    model = make_model(loader, returns_scale=10.0, hidden_size=16, layers=1, heads=1, **sizes)
     return GearTrainer(model, loader, arguments)
 
 
@@ -77,6 +87,35 @@ def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Pa
     assert any(not torch.equal(wrong[name], value) for name, value in expected.items())
 
 
+@pytest.mark.timeout(200)
+def test_two_ranks_learn_what_one_learns(dataset: Dataset, tmp_path: Path) -> None:
+    """They share each batch, and padding weighs as it would alone; then one resumes alone."""
+    make_trainer(dataset, tmp_path / "alone", dropout=0.0).train()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "tests.test_example_hf_trainer"]
+    done = subprocess.run(
+        [*command, str(dataset.path), str(tmp_path / "ranks")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    last = f"checkpoint-{STEPS}"
+    alone, ranks = (
+        load_file(tmp_path / name / last / "model.safetensors") for name in ("alone", "ranks")
+    )
+    for name, tensor in alone.items():
+        torch.testing.assert_close(ranks[name], tensor, rtol=1e-4, atol=1e-5)
+    resumed = make_trainer(dataset, tmp_path / "again", dropout=0.0)
+    resumed.resume(tmp_path / "ranks" / f"checkpoint-{SAVED}")
+    assert resumed.loader.step == STEPS
+    for name, tensor in weights(resumed).items():
+        torch.testing.assert_close(alone[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_padding_side_does_not_change_the_loss(dataset: Dataset, tmp_path: Path) -> None:
     losses = []
     for padding in ("right", "left"):
@@ -103,3 +142,7 @@ def test_checkpoint_is_enough_to_act(dataset: Dataset, tmp_path: Path) -> None:
     statistics = dataset.statistics["observations"]
     expected = (raw - statistics.mean) / (statistics.std + 1e-6)
     np.testing.assert_allclose(policy._windows[0][:, 0].numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+if __name__ == "__main__":  # a rank of two
+    make_trainer(open_dataset(sys.argv[1]), Path(sys.argv[2]), dropout=0.0).train()

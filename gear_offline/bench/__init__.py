@@ -20,6 +20,7 @@ from rich.table import Table
 from gear_offline.errors import InputError
 
 BENCHES = {
+    "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",
     "train": "training steps a second, against the released class and the usual way (needs CUDA)",
     "sweep": "several runs on one GPU: steps a second by way of sharing it (needs CUDA)",
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gear_offline import data_parallel
+from gear_offline.compilation import is_compiled
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
@@ -222,7 +223,7 @@ def _stacked_step(dataset: Dataset, options: Sequence[str], count: int) -> Any:
         step=0,
         filled=0,
         precision=learner.precision,
-        compiled=learner._compiled,
+        compiled=is_compiled(learner.recipe.train),
     )
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gear_offline.learner import COMPILED_FROM
+from gear_offline.compilation import COMPILED_FROM
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
+from gear_offline.throughput import step_flops as step_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,6 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
             encoder(frames)
         encoding = float(counter.get_total_flops())
     return sum(p.numel() for p in model.parameters()), encoding
-
-
-def step_flops(*, layers: int, width: int, context: int, segments: int) -> float:
-    """Return the FLOPs of the blocks of one step, forward and backward; heads are left out."""
-    tokens = 3.0 * segments * context
-    return layers * width * tokens * (72.0 * width + 36.0 * context)
 
 
 def step_cost(

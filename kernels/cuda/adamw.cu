@@ -17,17 +17,19 @@ GEAR_CODE double block_sum(double mine) {
     return sums[0];
 }
 
+template <bool SHADOWED>
 GEAR_CODE void norm(const AdamwJob& job) {
     double sum = 0.0;
     for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
         Chunk chunk = job.chunks[number];
-        const float* gradient = job.tensors[chunk.tensor].gradient + chunk.begin;
+        Weights tensor = job.tensors[chunk.tensor];
         for (i64 first = threadIdx.x; first < chunk.count; first += FOUR * THREADS) {
             float found[FOUR];
 #pragma unroll
             for (int i = 0; i < FOUR; ++i) {
                 i64 at = first + i * THREADS;
-                found[i] = at < chunk.count ? gradient[at] : 0.0f;
+                found[i] = 0.0f;
+                if (at < chunk.count) found[i] = gradient_of<SHADOWED>(tensor, chunk.begin + at);
             }
 #pragma unroll
             for (int i = 0; i < FOUR; ++i) sum += (double)found[i] * (double)found[i];
@@ -54,6 +56,7 @@ GEAR_CODE void finish(const AdamwJob& job, double norm, bool& last, Rule& rule) 
     }
 }
 
+template <bool SHADOWED>
 GEAR_CODE void step(const AdamwJob& job) {
     __shared__ Rule shared_rule;
     __shared__ bool last;
@@ -74,12 +77,13 @@ GEAR_CODE void step(const AdamwJob& job) {
 #pragma unroll
             for (int i = 0; i < FOUR; ++i) {
                 i64 at = first + i * THREADS;
-                if (at < chunk.count) found[i] = read(tensor, chunk.begin + at);
+                if (at < chunk.count) found[i] = read<SHADOWED>(tensor, chunk.begin + at);
             }
 #pragma unroll
             for (int i = 0; i < FOUR; ++i) {
                 i64 at = first + i * THREADS;
-                if (at < chunk.count) write(tensor, chunk.begin + at, update(rule, found[i]));
+                if (at < chunk.count)
+                    write<SHADOWED>(tensor, chunk.begin + at, update(rule, found[i]));
             }
         }
     }
@@ -87,9 +91,12 @@ GEAR_CODE void step(const AdamwJob& job) {
 
 }  // namespace gear
 
-extern "C" __global__ void __launch_bounds__(256) adamw_norm(const __grid_constant__ gear::AdamwJob job) {
-    gear::norm(job);
-}
-extern "C" __global__ void __launch_bounds__(256) adamw_step(const __grid_constant__ gear::AdamwJob job) {
-    gear::step(job);
-}
+#define GEAR_ADAMW(name, body, shadowed)                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                     \
+        name(const __grid_constant__ gear::AdamwJob job) {                                \
+        gear::body<shadowed>(job);                                                        \
+    }
+GEAR_ADAMW(adamw_norm, norm, false)
+GEAR_ADAMW(adamw_step, step, false)
+GEAR_ADAMW(adamw_norm_shadowed, norm, true)
+GEAR_ADAMW(adamw_step_shadowed, step, true)

@@ -1,17 +1,23 @@
 // Clip by the norm of all gradients, then AdamW, over many tensors at once.
 //
 // The work is cut into chunks, each within one tensor, so that a block never looks for where it is.
+// Weights that the model computes with in bfloat16 (shadows) get their gradients in it too, and are
+// written in the same pass as the float32 ones.
+//
 // AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
 #pragma once
 #include "philox.cuh"
 
 namespace gear {
 
-struct Weights {  // one tensor; float32, equally laid out
+typedef unsigned short bf16;  // the upper half of a float32
+
+struct Weights {  // one tensor, all equally laid out
     float* value;
     float* first;   // moments
     float* second;
-    const float* gradient;
+    const void* gradient;  // float, or bf16 where there is a shadow
+    bf16* shadow;          // the value as the model computes with it
 };
 
 struct Chunk {
@@ -85,15 +91,44 @@ struct Element {
     float value, first, second, gradient;
 };
 
+union Bits {
+    u32 bits;
+    float value;
+};
+
+GEAR_CODE float widen(bf16 value) {
+    Bits found;
+    found.bits = (u32)value << 16;
+    return found.value;
+}
+
+// To the nearest, to even between two; what is not a number stays so.
+GEAR_CODE bf16 narrow(float value) {
+    Bits found;
+    found.value = value;
+    if ((found.bits & 0x7fffffffu) > 0x7f800000u) return (bf16)(found.bits >> 16 | 0x40u);
+    return (bf16)((found.bits + 0x7fffu + (found.bits >> 16 & 1u)) >> 16);
+}
+
+template <bool SHADOWED>
+GEAR_CODE float gradient_of(const Weights& tensor, i64 at) {
+    if (SHADOWED) return widen(((const bf16*)tensor.gradient)[at]);
+    return ((const float*)tensor.gradient)[at];
+}
+
+template <bool SHADOWED>
 GEAR_CODE Element read(const Weights& tensor, i64 at) {
-    Element found = {tensor.value[at], tensor.first[at], tensor.second[at], tensor.gradient[at]};
+    Element found = {tensor.value[at], tensor.first[at], tensor.second[at],
+                     gradient_of<SHADOWED>(tensor, at)};
     return found;
 }
 
+template <bool SHADOWED>
 GEAR_CODE void write(const Weights& tensor, i64 at, const Element& element) {
     tensor.value[at] = element.value;
     tensor.first[at] = element.first;
     tensor.second[at] = element.second;
+    if (SHADOWED) tensor.shadow[at] = narrow(element.value);
 }
 
 GEAR_CODE Element update(const Rule& rule, Element element) {

@@ -1,0 +1,230 @@
+"""A training step of large models: milliseconds, TFLOP/s, memory, and how long it waits for data.
+
+    gear-offline bench step
+    torchrun --nproc-per-node 4 -m gear_offline bench step
+
+Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
+halfcheetah's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
+`gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
+longer steps take than the same steps on one batch that is never replaced.  With several ranks the
+global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
+median of the turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gear_offline.bench.loader import _hopper_like
+from gear_offline.dataset import Dataset
+from gear_offline.errors import UnavailableError
+from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
+from gear_offline.preparation import ModelSizes
+from gear_offline.progress import progress, say
+from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.throughput import FORMULA, peak_tflops
+from gear_offline.wording import size_text
+from gear_offline.world import World, open_world, rank_device
+
+AUTOCAST = ("train.weights=fp32",)
+# name: recipe, changed options
+ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dt_1b": ("dt_1b", ()),
+    "dt_87m": ("dt_87m", ()),
+    "dt_87m, float32 weights": ("dt_87m", AUTOCAST),
+    "dt_87m, batch 2,048": ("dt_87m", ("loader.batch_size=2048",)),
+    "dt_1b, float32 weights": ("dt_1b", AUTOCAST),
+    "dt_1b, batch 1,024": ("dt_1b", ("loader.batch_size=1024",)),
+    "dt_1b, 100 steps a window": (
+        "dt_1b",
+        ("loader.context_length=100", "loader.batch_size=100"),
+    ),
+    "dt_1b, recomputed": ("dt_1b", ("train.recompute=true",)),
+    "dt_1b, 4 micro-batches": ("dt_1b", ("train.accumulate=4",)),
+    "dt_87m, launched one by one": ("dt_87m", ("train.graph=off",)),
+    "dt_200m": ("dt_200m", ()),
+    "dt_15m": ("dt_15m", ("train.compile=on",)),
+    "dt_1m": ("dt_1m", ("train.compile=on",)),
+}
+SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dt_87m, DDP": ("dt_87m", ("train.parallel=ddp",)),
+    "dt_1b, FSDP": ("dt_1b", ("train.parallel=fsdp",)),
+    "dt_1b, DDP": ("dt_1b", ("train.parallel=ddp",)),
+}
+QUICK = 2  # rows
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure; about six minutes on one GPU, most of them compiling."""
+    if not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
+        )
+    device = rank_device("cuda")
+    with open_world(device) as world, _hopper_like(100_000, 219) as (dataset, _):
+        variants = ALONE if world.size == 1 else SEVERAL
+        names = list(variants)[: QUICK if quick else None]
+        rows = []
+        with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
+            for name in names:
+                rows.append(measure(name, *variants[name], dataset, device, world, quick=quick))
+                say(f"{rows[-1]}", quiet=not world.is_first)
+                advance(1)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "gpus": world.size,
+        "formula": FORMULA,
+        "peak_tflops": peak_tflops(device, half=True),
+        "results": rows,
+    }
+
+
+def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return a header and one row a variant."""
+    heads = ("ms", "segments/s", "million tokens/s", "TFLOP/s", "MFU", "GiB", "stall", "s to begin")
+    rows: list[tuple[Any, ...]] = [(f"{document['gpus']} x {document['gpu']}", *heads)]
+    for row in document["results"]:
+        if "error" in row:
+            rows.append((row["name"], row["error"], *[""] * (len(heads) - 1)))
+            continue
+        rows.append(
+            (
+                row["name"],
+                f"{row['milliseconds']:.2f}",
+                f"{row['segments_per_second']:,.0f}",
+                f"{row['tokens_per_second'] / 1e6:.3f}",
+                f"{row['tflops']:.1f}",
+                "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                f"{row['memory_bytes'] / 2**30:.1f}",
+                "" if row["stall"] is None else f"{row['stall']:.2%}",
+                f"{row['begin_seconds']:.0f}",
+            )
+        )
+    return rows
+
+
+def make_recipe(base: str, changes: tuple[str, ...], *, path: str, ranks: int) -> Recipe:
+    """Return the recipe of a row, its global batch multiplied by the ranks."""
+    wanted = ("train.device=cuda", "train.log_every=1000000", f"data.path={path}", *changes)
+    recipe = load_recipe(base, wanted)
+    return recipe.replace(loader__batch_size=recipe.loader.batch_size * ranks)
+
+
+def measure(
+    name: str,
+    base: str,
+    changes: tuple[str, ...],
+    dataset: Dataset,
+    device: torch.device,
+    world: World,
+    *,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """Return one row; one that says why where the model does not fit."""
+    recipe = make_recipe(base, changes, path=str(dataset.path), ranks=world.size)
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+    began = time.perf_counter()
+    recipe = recipe.replace(model__max_timestep=1000)
+    learner = Learner(recipe, sizes, dataset, device, world=world)
+    try:
+        for _ in range(3):
+            learner.advance()
+        torch.cuda.synchronize()
+        begin_seconds = time.perf_counter() - began
+        turns = 3 if quick else 5
+        seconds = _seconds(learner.advance, world, turns=turns)
+        memory = int(torch.cuda.max_memory_allocated())
+        with _fixed_batch(learner) as advance:
+            fixed = None if advance is None else _seconds(advance, world, turns=turns)
+    except torch.OutOfMemoryError:
+        free = size_text(torch.cuda.mem_get_info()[1])
+        return {"name": name, "error": f"does not fit in {free}"}
+    finally:
+        learner.close()
+    tflops = learner.meter.flops / seconds / 1e12
+    peak, batch = learner.meter.peak, recipe.loader.batch_size
+    return {
+        "name": name,
+        "recipe": base,
+        "changes": list(changes),
+        "parameters": sum(p.numel() for p in learner.model.parameters()),
+        "segments_of_a_gpu": batch // world.size,
+        "context_length": recipe.loader.context_length,
+        "milliseconds": seconds * 1e3,
+        "segments_per_second": batch / seconds,
+        "tokens_per_second": 3 * batch * recipe.loader.context_length / seconds,
+        "tflops": tflops,
+        "mfu": None if peak is None else tflops / peak,
+        "memory_bytes": memory,
+        "fixed_batch_milliseconds": None if fixed is None else fixed * 1e3,
+        "stall": None if fixed is None else seconds / fixed - 1.0,
+        "begin_seconds": begin_seconds,
+        "steps": f"{learner.precision_reason}{learner.step_kind}",
+        "parallel": learner.parallel.reason,
+    }
+
+
+def _seconds(advance: Callable[[], object], world: World, *, turns: int) -> float:
+    """Return the median seconds of a step, the slowest rank's; a turn lasts about a second."""
+
+    def turn(steps: int) -> float:
+        world.gather(None)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            advance()
+        torch.cuda.synchronize()
+        each: list[float] = world.gather((time.perf_counter() - began) / steps)
+        return max(each)
+
+    steps = max(3, int(1.0 / turn(3)))
+    return statistics.median(turn(steps) for _ in range(turns))
+
+
+@contextmanager
+def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
+    """Give the same steps on one batch in place of a stream; nothing where they are captured anew.
+
+    A captured step's batch is filled by the graph itself, so that one is captured again without.
+    """
+    batch = _copy(next(iter(learner.loader)))
+    if learner.graph_reason:
+        stream = learner._batches
+        learner._batches = iter(lambda: batch, None)  # type: ignore[assignment]
+        try:
+            yield learner.advance
+        finally:
+            learner._batches = stream
+        return
+    captured = learner._captured
+    assert captured is not None, "steps were done"
+    filled, captured._batches.begin = captured._batches.begin, lambda **_: None  # type: ignore[method-assign]
+    captured._graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    torch.cuda.empty_cache()  # what the graph before held
+    try:
+        learner.optimizer.zero_gradients()
+        captured._row.zero_()
+        with torch.cuda.graph(captured._graph):
+            captured._run()
+        learner.optimizer.finish_capture()
+        yield captured.replay
+    finally:
+        captured._batches.begin = filled  # type: ignore[method-assign]
+
+
+def _copy(batch: Batch) -> Batch:
+    return batch.contiguous()._map(lambda tensor: tensor.clone())

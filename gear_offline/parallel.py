@@ -1,0 +1,190 @@
+"""How the ranks of a run share the model: replicas (DDP), or shards of it (FSDP2).
+
+Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
+are averaged while they are computed.  With shards a rank has its part of each, and the weights of
+a block are collected when it runs.  What a checkpoint holds is the same, whole tensors by the
+model's names, so that a run goes on with another number of ranks, or in the other way.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from gear_offline.recipe import Recipe
+from gear_offline.training_memory import CONTEXT_BYTES, USABLE, kept_bytes, state_bytes
+from gear_offline.wording import size_text
+from gear_offline.world import World, peers
+
+if TYPE_CHECKING:
+    from gear_offline.models.decision_transformer import DecisionTransformer
+
+Kind = Literal["alone", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks share the model, and why, as a clause to print."""
+
+    kind: Kind
+    reason: str = ""
+
+    @property
+    def sharded(self) -> bool:
+        return self.kind == "fsdp"
+
+
+def choose_parallel(
+    recipe: Recipe, model: nn.Module, world: World, device: torch.device, *, half: bool
+) -> Parallel:
+    """Return how to share `model`: as the recipe says, or replicas if they fit.
+
+    All ranks choose alike: the one with the least free memory decides.
+
+    Parameters
+    ----------
+    half
+        Products are in bfloat16.
+    """
+    if world.size == 1:
+        return Parallel("alone")
+    wanted = recipe.train.parallel
+    if wanted != "auto":
+        return Parallel(wanted, f"{wanted.upper()}, as the recipe says")
+    if device.type != "cuda":
+        return Parallel("ddp", "DDP: ranks in host memory")
+    needed = replica_bytes(recipe, model, world, half=half)
+    free = min(world.gather(int(torch.cuda.mem_get_info(device)[0])))
+    if needed <= USABLE * free:
+        return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
+    return Parallel(
+        "fsdp", f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
+    )
+
+
+def replica_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
+    """Return what a rank with all of the model keeps in memory, by formula."""
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    segments = recipe.loader.batch_size // world.size // recipe.train.accumulate
+    kept = kept_bytes(
+        tokens=3 * segments * recipe.loader.context_length,
+        layers=recipe.model.layers,
+        width=recipe.model.hidden_size,
+        half=half,
+        recompute=recipe.train.recompute,
+    )
+    return state_bytes(parameters, half=half) + kept + CONTEXT_BYTES
+
+
+def shard_model(
+    model: DecisionTransformer, device: torch.device, world: World, precision: torch.dtype | None
+) -> None:
+    """Shard a model over the ranks, block by block, in place; it need not be on the device.
+
+    Its products are in `precision`, gradients are added up and weights are updated in float32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    # A linear head's result is a view; nothing here writes to it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    with world.guard("sharding the model"):
+        options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
+        if precision is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=precision, reduce_dtype=torch.float32
+            )
+        for block in model.encoder.h:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        model.to(device)  # type: ignore[arg-type, unused-ignore]  # what no group manages
+
+
+def working_copy(
+    recipe: Recipe,
+    model: DecisionTransformer,
+    precision: torch.dtype | None,
+    parallel: Parallel,
+) -> tuple[DecisionTransformer, torch.dtype | None, str]:
+    """Return what steps compute with, the autocast type left for them, and a remark on both.
+
+    With ``train.weights=bf16`` a copy of the model in bfloat16, of which nothing needs a cast;
+    otherwise the model itself.
+    """
+    if recipe.train.weights == "fp32" or precision is None or parallel.sharded:
+        return model, precision, ""  # shards are cast when they are collected
+    if recipe.train.accumulate > 1:
+        remark = "; bfloat16 gradients would add up micro-batches coarsely"
+        return model, precision, f"bfloat16 autocast, float32 weights{remark}"
+    working: Any = copy.deepcopy(model)
+    return working.to(precision), None, "bfloat16 weights, float32 updates"
+
+
+def whole(tensor: Tensor, *, wanted: bool = True) -> Tensor:
+    """Return all of a tensor that may be spread over the ranks, which call this together.
+
+    Parameters
+    ----------
+    wanted
+        By this rank: the others get an empty tensor and keep no copy.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with peers("collecting shards"):
+        found = tensor.full_tensor()
+    return found.cpu() if wanted else found.new_empty(0)
+
+
+def spread(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's view of a whole tensor that every rank has, laid out as `like`."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    return distribute_tensor(tensor.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+
+
+def model_tensors(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor]:
+    """Return the parameters by name, whole; ranks call this together.
+
+    Shards are collected in host memory on the ranks that want them; the others get nothing.
+    Parameters of a model that is not sharded are not copied.
+    """
+    if not is_sharded(model):
+        return model.state_dict() if wanted else {}
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with peers("collecting the weights"):
+        found = get_model_state_dict(model, options=options)
+    return cast(dict[str, Tensor], found) if wanted else {}
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Take over whole parameters, which every rank has."""
+    if not is_sharded(model):
+        model.load_state_dict(dict(tensors))
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, strict=True)
+    with peers("spreading the weights"):
+        set_model_state_dict(model, dict(tensors), options=options)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard_model` was called for a model."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
