@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from gear_offline.bench import sweep
-from gear_offline.bench.stacked_model import StackedModels
+from gear_offline.bench.stacked_model import StackedModels, StackedTraining
+from gear_offline.data_parallel import GradientPass
 from gear_offline.errors import UnavailableError
+from gear_offline.loaders.batch import Batch
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
+from gear_offline.parallel import Parallel
+from gear_offline.world import World
 
 MODELS, BATCH, STEPS, STATES, ACTIONS = 3, 4, 5, 6, 2
 
@@ -63,6 +67,33 @@ def test_stacked_models_have_the_losses_and_gradients_of_each() -> None:
                 continue
             together: Any = getattr(stacked, name.replace(".", "_")).grad
             torch.testing.assert_close(together[n], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_stacked_models_train_through_the_same_pass() -> None:
+    models = [model(seed) for seed in range(MODELS)]
+    torch.manual_seed(5)
+    shape = (MODELS * BATCH, STEPS)
+    batch = Batch(
+        states=torch.randn(*shape, STATES),
+        actions=torch.rand(*shape, ACTIONS),
+        rewards=torch.randn(*shape, 1),
+        returns_to_go=torch.randn(*shape, 1),
+        timesteps=torch.randint(0, 20, shape),
+        attention_mask=torch.ones(shape, dtype=torch.int64),
+        segments=torch.zeros(shape[0], 2, dtype=torch.int64),
+        padding="right",
+        extras={},
+    )
+    whole: Any = StackedTraining(models)
+    total = GradientPass(whole, World(), parallel=Parallel("alone"))(batch)
+    expected = 0.0
+    for number, one in enumerate(models):
+        part = slice(number * BATCH, (number + 1) * BATCH)
+        inputs = {name: value[part] for name, value in batch.model_inputs().items()}
+        output = one(**inputs, padding="right", only_actions=True)
+        expected += float(action_loss(output.action_preds, batch.actions[part], None).detach())
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    assert all(parameter.grad is not None for parameter in whole.parameters())
 
 
 def test_the_table_has_ratios_to_one_run_after_another() -> None:

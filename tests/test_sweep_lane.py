@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.decision_transformer import build_model
 from gear_offline.recipe import load_recipe
 from gear_offline.sweep_lane import CHUNK, DEEP, Lane, TurnRun
 from gear_offline.sweep_points import name_points
@@ -157,3 +159,35 @@ def test_captures_are_announced(lane: Lane) -> None:
     assert lane.will_capture
     learner.graph_reason = "CUDA graphs need a GPU"
     assert not lane.will_capture
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_runs_of_one_shape_are_compiled_once() -> None:
+    """Guards look at shapes and options, not at which model it is; another dropout is another."""
+    versions = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nonlocal versions
+        versions += 1
+        return graph.forward
+
+    for number, (dropout, expected) in enumerate([(0.1, 1)] * 9 + [(0.2, 2), (0.1, 2)]):
+        torch.manual_seed(number)
+        model = build_model(
+            state_dim=3, action_dim=2, hidden_size=8, layers=1, context_length=2, dropout=dropout
+        )
+        loss = torch.compile(model.loss, dynamic=False, backend=backend)
+        shape = (4, 2)
+        batch = Batch(
+            states=torch.randn(*shape, 3),
+            actions=torch.randn(*shape, 2),
+            rewards=torch.randn(*shape, 1),
+            returns_to_go=torch.randn(*shape, 1),
+            timesteps=torch.zeros(shape, dtype=torch.int64),
+            attention_mask=torch.ones(shape, dtype=torch.int64),
+            segments=torch.zeros(4, 2, dtype=torch.int64),
+            padding="right",
+            extras={},
+        )
+        loss(batch).backward()  # type: ignore[no-untyped-call]
+        assert versions == expected

@@ -9,6 +9,7 @@ Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.loss import TrainingBatch
 
 
 class StackedModels(nn.Module):
@@ -100,3 +102,25 @@ class StackedModels(nn.Module):
     def _norm(self, name: str, rows: Tensor) -> Tensor:
         plain = F.layer_norm(rows.float(), rows.shape[-1:])
         return plain * self._get(f"{name}.weight")[:, None] + self._get(f"{name}.bias")[:, None]
+
+
+class StackedTraining(nn.Module):
+    """What a captured training step asks of a model, for stacked ones: a loss of a batch.
+
+    Parameters
+    ----------
+    models
+        As `StackedModels`; a batch has the windows of one after those of the other.
+    """
+
+    def __init__(self, models: Sequence[DecisionTransformer]) -> None:
+        super().__init__()
+        self.stacked = StackedModels(models)
+        self.encoder = SimpleNamespace(h=[None] * self.stacked.layers)
+
+    def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
+        """Return the sum of the models' losses; `valid_steps` is not used."""
+        count, fields = self.stacked.count, batch.model_inputs()
+        names = ("states", "actions", "returns_to_go", "timesteps", "attention_mask")
+        parts = [fields[name].view(count, -1, *fields[name].shape[1:]) for name in names]
+        return self.stacked.loss(*parts).sum()

@@ -197,24 +197,13 @@ def batched(
 
 
 def _stacked_step(dataset: Dataset, options: Sequence[str], count: int) -> Any:
-    from gear_offline.bench.stacked_model import StackedModels
+    from gear_offline.bench.stacked_model import StackedTraining
     from gear_offline.captured_step import CapturedStep
     from gear_offline.optimizer import Optimizer
 
     learner = make_learner(dataset, (*options, f"loader.batch_size={64 * count}"), 0)
-    stacked = StackedModels([make_learner(dataset, options, seed).model for seed in range(count)])
-
-    class Whole(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stacked = stacked
-
-        def loss(self, batch: Any) -> Tensor:
-            fields = (batch.states, batch.actions, batch.returns_to_go, batch.timesteps)
-            parts = [x.view(count, 64, *x.shape[1:]) for x in (*fields, batch.attention_mask)]
-            return self.stacked.loss(*parts).sum()
-
-    whole: Any = Whole()
+    models = [make_learner(dataset, options, seed).model for seed in range(count)]
+    whole: Any = StackedTraining(models)
     return CapturedStep(
         whole,
         Optimizer(whole, learner.recipe.optimizer, steps=learner.recipe.train.steps, captured=True),
