@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,13 @@ def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def document(data: Path, out: Path) -> dict[str, Any]:
     return run(recipe_of(data), out)
+
+
+def trained(out: Path, elsewhere: Path, *missing: str) -> Path:
+    """Return a new folder with the runs of `out` and nothing judged."""
+    runs = elsewhere / "training" / "runs"
+    shutil.copytree(out / "training" / "runs", runs, ignore=lambda _, names: {*missing} & {*names})
+    return elsewhere
 
 
 def points_of(document: dict[str, Any], label: str, seed: int) -> list[dict[str, Any]]:
@@ -259,14 +267,14 @@ def test_a_killed_comparison_goes_on(
 
 
 def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
-    data: Path, tmp_path: Path
+    document: dict[str, Any], data: Path, out: Path, tmp_path: Path
 ) -> None:
     def one_fails(points: Sequence[Point], folder: Path) -> dict[str, str]:
-        bad = [point for point in points if point.name == "top_k-k=2-s1"]
-        assert run_in_turn([point for point in points if point not in bad], folder) == {}
-        return {point.name: "the loss of step 3 is nan" for point in bad}
+        (bad,) = [point for point in points if not point.is_complete()]
+        return {bad.name: "the loss of step 3 is nan"}
 
-    found = run(recipe_of(data), tmp_path / "out", run_points=one_fails)
+    there = trained(out, tmp_path / "out", "top_k-k=2-s1")
+    found = run(recipe_of(data), there, run_points=one_fails)
     row = found["strategies"][1]
     assert row["complete"] == 1 and row["versus"]["seeds"] == [0]
     assert row["versus"]["score"]["verdict"] == "one seed"
@@ -277,7 +285,11 @@ def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
 
 
 def test_a_policy_that_cannot_be_played_is_an_error_of_its_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: dict[str, Any],
+    data: Path,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from gear_offline.errors import InputError
 
@@ -289,7 +301,7 @@ def test_a_policy_that_cannot_be_played_is_an_error_of_its_run(
         return real(sitting)
 
     monkeypatch.setattr(strategies_judge, "judge", picky)
-    found = run(recipe_of(data), tmp_path / "out")
+    found = run(recipe_of(data), trained(out, tmp_path / "out"))
     assert "NaN" in found["strategies"][2]["runs"][0]["error"]
     assert found["strategies"][2]["complete"] == 1 and found["strategies"][1]["complete"] == 2
 
@@ -348,7 +360,11 @@ def test_the_command(data: Path, out: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_signal_while_policies_are_played_keeps_what_there_is(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: dict[str, Any],
+    data: Path,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = strategies_judge.judge
     calls = 0
@@ -364,7 +380,7 @@ def test_a_signal_while_policies_are_played_keeps_what_there_is(
     monkeypatch.setattr(strategies_judge, "judge", slow)
     kept: list[dict[str, Any]] = []
     with pytest.raises(TrainingInterrupted) as caught:
-        run(recipe_of(data), tmp_path / "out", on_stop=kept.append)
+        run(recipe_of(data), trained(out, tmp_path / "out"), on_stop=kept.append)
     assert caught.value.code == "STRATEGIES_INTERRUPTED"
     points = [len(one["points"]) for row in kept[0]["strategies"] for one in row["runs"]]
     assert sum(points) == 10, "what was being played is kept as well"
