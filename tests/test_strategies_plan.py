@@ -195,3 +195,14 @@ def test_errors_beside_training_are_told(data: Path, tmp_path: Path) -> None:
     outlook = Outlook(plan, judges, beside=True, quiet=True)
     with pytest.raises(OSError, match="no processes"):
         _work(plan, judges, lambda points, out: {}, outlook, beside=True)
+
+
+def test_the_recipe_and_the_strategies_of_the_study() -> None:
+    studies = Path(__file__).parents[1] / "docs" / "studies"
+    recipe = load_recipe(studies / "sampling-on-replay-data.yaml")
+    check_recipe(recipe, where="study")
+    found = parse_candidates(str(studies / "sampling-on-replay-data-strategies.yaml"), recipe)
+    assert len(found) == 8 and found[0].strategy == "uniform_steps"
+    for candidate in found:
+        settings = {"strategy": candidate.strategy, "options": dict(candidate.options)}
+        check_recipe(recipe.replace(selection=settings), where=candidate.label)
