@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,22 @@ import pytest
 from benchmarks.parity import OURS, RELEASED
 from benchmarks.quality import measure, parse, summary, table
 from tests.support import make_dataset
+from tests.test_parity import SETTINGS
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("quality")
+    small = replace(SETTINGS, steps=3, learning_rate=1e-4)
     data = make_dataset(folder, (30, 25, 40)).path
     words = [str(data), "--steps", "3", "--seeds", "2", "--episodes", "0"]
     words += ["--work", str(folder / "work"), "--out", str(folder / "found")]
-    words += ["--recipe", "train.threads=1", "train.log_every=1"]
-    return measure(parse(words)), folder
+    words += ["--recipe", "train.threads=1", "train.log_every=1", "model.hidden_size=8"]
+    words += ["model.layers=1", "loader.batch_size=8", "loader.context_length=4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.quality.settings_of", lambda options: small)
+        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
+        return measure(parse(words)), folder
 
 
 def test_both_learners_are_measured(measured: tuple[dict[str, Any], Path]) -> None:

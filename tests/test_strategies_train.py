@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -20,41 +20,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from gear_offline import cli, strategies_judge, strategies_plan
+from gear_offline import cli, strategies_judge
 from gear_offline.checkpoint import load_policy_parts
 from gear_offline.dataset import open_dataset
 from gear_offline.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.metrics import read_records
-from gear_offline.preparation import resolve
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.recipe_checks import check_recipe
+from gear_offline.recipe import load_recipe
 from gear_offline.selection import make_selection
 from gear_offline.significance import holm, paired
-from gear_offline.strategies_candidates import Candidate, parse_candidates
-from gear_offline.strategies_judge import Judges, judgements, write_probes
-from gear_offline.strategies_learning import busy_seconds, learning_document
+from gear_offline.strategies_judge import Judges
+from gear_offline.strategies_learning import busy_seconds
 from gear_offline.strategies_learning_text import print_learning
-from gear_offline.strategies_outlook import Outlook, last_step
 from gear_offline.strategies_page import render
-from gear_offline.strategies_plan import Point, TrainingPlan, make_plan, run_in_turn, run_together
-from gear_offline.strategies_train import _work, train_strategies
+from gear_offline.strategies_plan import Point, run_in_turn
 from gear_offline.trainer import TrainingInterrupted
+from tests.strategies_support import NAMES, recipe_of, run
 from tests.support import failing_code
 from tests.test_strategies import Page
-from tests.training_support import learnt, register_environment, tiny_data, tiny_recipe
-
-NAMES = "top_k:k=2,uniform_episodes"
-SEEDS = 2
-
-
-def recipe_of(data: Path, *overrides: str) -> Recipe:
-    return tiny_recipe(data, "evaluate.targets=[3,1]", "train.evaluate_every=8", *overrides)
-
-
-def run(recipe: Recipe, out: Path, **options: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"seeds": SEEDS, "jobs": 0, "quiet": True} | options
-    return train_strategies(recipe, parse_candidates(NAMES, recipe), out=out, **settings)
+from tests.training_support import learnt, register_environment, tiny_data
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,6 +62,19 @@ def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def document(data: Path, out: Path) -> dict[str, Any]:
     return run(recipe_of(data), out)
+
+
+def trained(out: Path, elsewhere: Path, *missing: str) -> Path:
+    """Return a new folder with the runs of `out` and nothing judged."""
+    left_out = shutil.ignore_patterns(*missing)
+    shutil.copytree(out / "training", elsewhere / "training", ignore=left_out)
+    return elsewhere
+
+
+@pytest.fixture
+def copied(document: dict[str, Any], out: Path, tmp_path: Path) -> Path:
+    """A folder with trained runs."""
+    return trained(out, tmp_path / "out")
 
 
 def points_of(document: dict[str, Any], label: str, seed: int) -> list[dict[str, Any]]:
@@ -199,12 +196,6 @@ def test_steps_to_a_threshold(document: dict[str, Any], data: Path, out: Path) -
     assert far == {"steps": [None, None], "seconds": [None, None], "reached": 0}
 
 
-def test_busy_seconds_by_hand() -> None:
-    records = [{"step": 3, "step_seconds": 2.0}, {"step": 5, "step_seconds": 1.0}]
-    assert busy_seconds(records, 4) == 6.0 and busy_seconds(records, 5) == 8.0
-    assert busy_seconds([{"step": 3, "step_seconds": None}], 3) == 0.0
-
-
 def test_running_again_does_nothing_again(
     document: dict[str, Any], data: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,8 +205,7 @@ def test_running_again_does_nothing_again(
     monkeypatch.setattr("gear_offline.trainer.train", forbidden)
     monkeypatch.setattr(strategies_judge, "judge", forbidden)
     again = run(recipe_of(data), out)
-    assert timeless(again) == timeless(document)
-    assert again["resumed"] and not document["resumed"]
+    assert timeless(again) == timeless(document) and again["resumed"] > document["resumed"]
 
 
 def test_another_way_to_judge_judges_again_without_training(
@@ -282,14 +272,14 @@ def test_a_killed_comparison_goes_on(
 
 
 def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
-    data: Path, tmp_path: Path
+    document: dict[str, Any], data: Path, out: Path, tmp_path: Path
 ) -> None:
     def one_fails(points: Sequence[Point], folder: Path) -> dict[str, str]:
-        bad = [point for point in points if point.name == "top_k-k=2-s1"]
-        assert run_in_turn([point for point in points if point not in bad], folder) == {}
-        return {point.name: "the loss of step 3 is nan" for point in bad}
+        (bad,) = [point for point in points if not point.is_complete()]
+        return {bad.name: "the loss of step 3 is nan"}
 
-    found = run(recipe_of(data), tmp_path / "out", run_points=one_fails)
+    there = trained(out, tmp_path / "out", "top_k-k=2-s1")
+    found = run(recipe_of(data), there, run_points=one_fails)
     row = found["strategies"][1]
     assert row["complete"] == 1 and row["versus"]["seeds"] == [0]
     assert row["versus"]["score"]["verdict"] == "one seed"
@@ -300,7 +290,7 @@ def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
 
 
 def test_a_policy_that_cannot_be_played_is_an_error_of_its_run(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gear_offline.errors import InputError
 
@@ -312,164 +302,9 @@ def test_a_policy_that_cannot_be_played_is_an_error_of_its_run(
         return real(sitting)
 
     monkeypatch.setattr(strategies_judge, "judge", picky)
-    found = run(recipe_of(data), tmp_path / "out")
+    found = run(recipe_of(data), copied)
     assert "NaN" in found["strategies"][2]["runs"][0]["error"]
     assert found["strategies"][2]["complete"] == 1 and found["strategies"][1]["complete"] == 2
-
-
-def test_processes_judge_beside_training(data: Path, tmp_path: Path) -> None:
-    """Without an environment; the same figures as in this process."""
-    recipe, _ = resolve(recipe_of(data, "evaluate.episodes=0"), open_dataset(data), quiet=True)
-    candidates = parse_candidates("uniform_episodes", recipe)
-    plan = make_plan(recipe, candidates, seeds=1, out=tmp_path / "out")
-    probes = write_probes(recipe, open_dataset(data), tmp_path / "out" / "probe.safetensors")
-    judges = Judges(plan, probes, jobs=1)
-    with Outlook(plan, judges, beside=True, quiet=True) as outlook:
-        errors = _work(plan, judges, run_in_turn, outlook, beside=True)
-    assert errors == {} and len(judges.done) == 6
-    found = learning_document(plan, probes, errors=errors)
-    assert found["environment"] is None and found["threshold"]["value"] is None
-    row = found["strategies"][1]
-    assert row["versus"]["probe_all"]["pairs"] == 1 and "score" not in row["versus"]
-    here = Judges(plan, probes, jobs=0)
-    assert len(here.done) == 6 and here.waiting() == []
-    sitting = strategies_judge.sitting_of(
-        plan, probes, plan.points[0], 8, plan.points[0].path / "checkpoints" / "step-00000008"
-    )
-    stored = judgements(plan, probes, plan.points[0])[0]
-    assert strategies_judge.judge(sitting)["probes"] == stored["probes"]
-    page = render({**PLAIN, "training": {**found, "engine": "serial", "device": "cpu"}})
-    assert "error, all" in page and "final return" not in page
-
-
-def test_errors_beside_training_are_told(data: Path, tmp_path: Path) -> None:
-    plan = plan_of(data, tmp_path)
-    judges = Judges(plan, strategies_judge.Probes(path=tmp_path, digest=""), jobs=1)
-
-    def broken(trained: threading.Event, stop: threading.Event) -> None:
-        raise OSError("no processes")
-
-    judges.sit = broken  # type: ignore[method-assign]
-    outlook = Outlook(plan, judges, beside=True, quiet=True)
-    with pytest.raises(OSError, match="no processes"):
-        _work(plan, judges, lambda points, out: {}, outlook, beside=True)
-
-
-def plan_of(data: Path, out: Path, *overrides: str, seeds: int = 2) -> TrainingPlan:
-    recipe, _ = resolve(recipe_of(data, *overrides), open_dataset(data), quiet=True)
-    return make_plan(recipe, parse_candidates(NAMES, recipe), seeds=seeds, out=out)
-
-
-def test_the_sweep_engine_gets_the_points(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-
-    def run_sweep(points: Sequence[Recipe], out: Path, **options: Any) -> list[Any]:
-        asked.update(points=list(points), out=out, **options)
-        names = options["names"]
-        return [
-            types.SimpleNamespace(
-                name=n, status="failed" if n == names[1] else "complete", error="x"
-            )
-            for n in names
-        ]
-
-    monkeypatch.setattr("gear_offline.sweep.run_sweep", run_sweep)
-    plan = plan_of(data, tmp_path)
-    assert run_together(plan.points, tmp_path) == {plan.points[1].name: "x"}
-    assert [tmp_path / "training" / "runs" / n for n in asked["names"]] == [
-        point.path for point in plan.points
-    ]
-    assert asked["out"] == tmp_path / "training" and not asked["report"] and asked["quiet"]
-
-
-def test_time_left(data: Path, tmp_path: Path) -> None:
-    plan = plan_of(data, tmp_path)
-    judges = Judges(plan, strategies_judge.Probes(path=tmp_path, digest=""), jobs=2)
-    outlook = Outlook(plan, judges, beside=True, quiet=True)
-    assert outlook.seconds_left(0.0, 0) is None, "nothing is known yet"
-    assert outlook.seconds_left(10.0, 0) is None, "nobody has played yet"
-    judges.done[plan.points[0].name, 8] = 4.0
-    # 6 runs of 3 points, 2 episodes for each target: 17 sittings left at 4 s, two at a time
-    assert outlook.seconds_left(10.0, 20) == pytest.approx(max(100 / 10, 17 * 4 / 2))
-    after = Outlook(plan, judges, beside=False, quiet=True)
-    assert after.seconds_left(10.0, 20) == pytest.approx(100 / 10 + 17 * 4 / 2)
-    assert after.seconds_left(0.0, 120) == pytest.approx(17 * 4 / 2)
-    assert "1 of 18 policies played" in outlook.line()
-
-
-def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert last_step(path) == 0
-    path.write_bytes(b'{"step": 3}\n{"step": 5}\n{"st')
-    assert last_step(path) == 5
-    path.write_bytes(b'{"st')
-    assert last_step(path) == 0
-    path.write_bytes(b"not json\n")
-    assert last_step(path) == 0
-
-
-def test_candidates_of_a_file(data: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(data)
-    file = tmp_path / "list.yaml"
-    file.write_text(
-        "- uniform_episodes\n- top_k:k=3\n- {strategy: top_percent, percent: 5, label: best 5 %}\n"
-        "- {strategy: uniform_steps, label: plain}\n"
-    )
-    found = parse_candidates(str(file), recipe)
-    assert [c.label for c in found] == ["plain", "uniform_episodes", "top_k k=3", "best 5 %"]
-    assert found[3].options == {"percent": 5}
-    names = [c.slug for c in found]
-    assert len(set(names)) == 4 and all("/" not in n and " " not in n for n in names)
-    for content in (
-        "strategy: top_k",
-        "[]",
-        "- 3",
-        "- {percent: 5}",
-        "- {strategy: top_k, label: ''}",
-        "- {strategy: top_k, k: 2, label: a}\n- {strategy: top_k, k: 3, label: a}",
-    ):
-        file.write_text(content)
-        assert failing_code(lambda: parse_candidates(str(file), recipe)) == "STRATEGIES_FILE"
-    file.write_text("- {a: [}")
-    assert failing_code(lambda: parse_candidates(str(file), recipe)) == "RECIPE_SYNTAX"
-    missing = str(tmp_path / "no.yaml")
-    assert failing_code(lambda: parse_candidates(missing, recipe)) == "STRATEGIES_FILE"
-
-
-def test_names_of_runs() -> None:
-    one = Candidate(strategy="mixture", options={"parts": [{"strategy": "x" * 90}]})
-    other = Candidate(strategy="mixture", options={"parts": [{"strategy": "x" * 91}]})
-    assert one.label == other.label and one.slug != other.slug
-    assert len(one.slug) < 80
-    assert Candidate(strategy="top_k", options={"k": 5}).slug == "top_k-k=5"
-    hostile = Candidate(strategy="top_k", options={"k": 5}, title="../../x y")
-    assert "/" not in hostile.slug and not hostile.slug.startswith(".")
-
-
-def test_bad_options(data: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(data)
-    for options in ({"seeds": 0}, {"seeds": 65}, {"jobs": -1}):
-        found = failing_code(lambda o=options: run(recipe, tmp_path, **o))  # type: ignore[misc]
-        assert found == "STRATEGIES_OPTION"
-    many = recipe_of(data, "train.evaluate_every=1", "train.steps=1000")
-    assert failing_code(lambda: run(many, tmp_path)) == "STRATEGIES_OPTION"
-    assert failing_code(lambda: train_strategies(recipe, [], out=tmp_path)) == "STRATEGIES_OPTION"
-    assert not (tmp_path / "training").exists()
-
-
-def test_points_before_the_last_play_fewer_episodes(data: Path, tmp_path: Path) -> None:
-    plan = plan_of(data, tmp_path, "evaluate.episodes=100")
-    assert [plan.episodes(mark) for mark in plan.marks] == [10, 10, 100]
-    plan = plan_of(data, tmp_path, "evaluate.episodes=20", "train.evaluate_every=null")
-    assert plan.marks == tuple(range(2, 21, 2))
-    assert [plan.episodes(mark) for mark in plan.marks] == [5] * 9 + [20]
-    names = [(point.seed, point.candidate.strategy) for point in plan.points]
-    assert names[:3] == [(0, "uniform_steps"), (0, "top_k"), (0, "uniform_episodes")]
-    for point in plan.points:
-        check_recipe(point.recipe, where=point.name)
-    assert strategies_plan.MOST_SEEDS == 64
 
 
 PLAIN: dict[str, Any] = {}
@@ -488,8 +323,7 @@ def test_the_page(document: dict[str, Any]) -> None:
     page = Page()
     page.feed(text)
     assert page.open == [] and page.loads == [] and page.tags["script"] == 0
-    # a row of scores for each; five plots in each card
-    assert page.tags["svg"] == 3 + 5 * 3
+    assert page.tags["svg"] == 3 + 5 * 3, "a row of scores for each; five plots in each card"
     assert text.count('role="img"') == 3 + 5 * 3, "every picture has a text"
     assert text.count("aria-label=") >= 18
     assert "What they learn" in text and escape(document["limits"]) in text
@@ -526,7 +360,7 @@ def test_the_command(data: Path, out: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_signal_while_policies_are_played_keeps_what_there_is(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = strategies_judge.judge
     calls = 0
@@ -542,16 +376,11 @@ def test_a_signal_while_policies_are_played_keeps_what_there_is(
     monkeypatch.setattr(strategies_judge, "judge", slow)
     kept: list[dict[str, Any]] = []
     with pytest.raises(TrainingInterrupted) as caught:
-        run(recipe_of(data), tmp_path / "out", on_stop=kept.append)
+        run(recipe_of(data), copied, on_stop=kept.append)
     assert caught.value.code == "STRATEGIES_INTERRUPTED"
     points = [len(one["points"]) for row in kept[0]["strategies"] for one in row["runs"]]
     assert sum(points) == 10, "what was being played is kept as well"
     assert "What they learn" in render({**PLAIN, "training": kept[0]})
-
-
-def test_several_tasks_are_refused(tmp_path: Path) -> None:
-    recipe = load_recipe("paper", ["data.tasks={a: {path: x}, b: {path: y}}"])
-    assert failing_code(lambda: run(recipe, tmp_path)) == "STRATEGIES_OPTION"
 
 
 def test_the_page_of_a_study(document: dict[str, Any], tmp_path: Path) -> None:
@@ -569,5 +398,3 @@ def test_the_page_of_a_study(document: dict[str, Any], tmp_path: Path) -> None:
         lines = [line for line in text.splitlines() if line.startswith(f"| {row['label']} |")]
         assert len(lines) == 3, "final figures, targets and curve, draws and probes"
         assert f"{row['final']['score']['mean']:.3g}".replace("-", "\N{MINUS SIGN}") in lines[0]
-    tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
-    assert len(set(tables)) <= 3, "every table has as many cells in each row"
