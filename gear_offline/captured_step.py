@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gear_offline.data_parallel import GradientPass
 from gear_offline.errors import UnavailableError
+from gear_offline.graph_watch import wait_for_steps
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.optimizer import Optimizer
 from gear_offline.parallel import Parallel
@@ -154,6 +155,7 @@ class CapturedStep:
             precision=precision,
         )
         self._ranks: RankGradients | None = None
+        self._world = World() if world is None else world
         self._divisor: float | None = None
         if world is not None and world.size > 1:
             self._divisor = float(batches.batch.attention_mask.numel())
@@ -177,6 +179,12 @@ class CapturedStep:
     def replay(self) -> None:
         """Do the next step; returns at once."""
         self._graph.replay()
+
+    def rows(self, filled: int) -> Tensor:
+        """Return the window's first rows, (filled, 2), once the steps of all ranks are done."""
+        if self._ranks is not None:
+            wait_for_steps(self._world)
+        return self._window[:filled]
 
     def close(self) -> None:
         """Give the graph back: NCCL waits for those that hold its collectives when it is closed."""

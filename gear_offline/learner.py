@@ -261,7 +261,8 @@ class Learner:
         self._busy_seconds += time.perf_counter() - began  # a GPU's steps are done only now
 
     def _check(self) -> None:
-        rows = self._window[: self._filled]
+        captured = self._captured
+        rows = self._window[: self._filled] if captured is None else captured.rows(self._filled)
         if self.device.type == "cpu":
             rows = rows[-1:]  # those before were checked in their own step
         wrong = (~torch.isfinite(rows)).nonzero()
@@ -346,8 +347,7 @@ class Learner:
     def release(self) -> None:
         """Give back what would keep the ranks' connections from being closed; after errors too."""
         if self._captured is not None and self.world.size > 1:
-            captured, self._captured = self._captured, None
-            captured.close()
+            self._captured.close()
 
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""

@@ -60,7 +60,7 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
         pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
         for one, other in pairs:
             torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
-        weights = [float((a - b).abs().max()) for a, b in pairs]
+        weights = [float((a - b).detach().abs().max()) for a, b in pairs]
         again = run(graph, 5, world)
         assert len(again) == 65 and np.isfinite(again).all()
         alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))

@@ -55,7 +55,7 @@ def kill_once(rank: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(150, exit=True)  # shows where a rank hangs
+    faulthandler.dump_traceback_later(200, exit=True)  # shows where a rank hangs
     record_batches(Path(os.environ["RECORD"]), float(os.environ.get("PAUSE", "0")))
     if "KILL" in os.environ:
         kill_once(*map(int, os.environ["KILL"].split()))

@@ -15,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gear_offline.graph_watch import wait_for_steps
 from gear_offline.loaders.batch import Batch
 from gear_offline.rank_gradients import RankGradients
+from gear_offline.roll_call import RollCall
+from gear_offline.world import World
 from tests.support import make_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +68,48 @@ def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int) ->
                 torch.testing.assert_close(found, whole.detach())
                 for mine, theirs in zip(parameters, expected, strict=True):
                     torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class FakeEvent:
+    """An event of a GPU that needs some looks, or for ever."""
+
+    looks = 3
+
+    def record(self) -> None:
+        self.left = type(self).looks
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+class EndedError(Exception):
+    """In place of the end of the process."""
+
+
+def test_a_gpu_that_waits_for_ever_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr("os._exit", end)
+    calls = [RollCall("127.0.0.1", ranks=3) for _ in range(3)]
+    cards = tuple(call.card for call in calls)
+    world = World(rank=1, nodes=(0, 0, 0), cards=cards, timeout=0.05)
+    calls[2].close()
+    try:
+        wait_for_steps(world)
+        monkeypatch.setattr(FakeEvent, "looks", 10**9)
+        with pytest.raises(EndedError, match="1"):
+            wait_for_steps(world)
+    finally:
+        for call in calls:
+            call.close()
+    said = capsys.readouterr().err
+    assert said.startswith("error[RANK_LOST]: rank 2 (127.0.0.1) is gone, while the GPU")
+    assert "rank 0" not in said
 
 
 @pytest.mark.gpu

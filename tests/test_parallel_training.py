@@ -25,6 +25,9 @@ from tests.network import permitted
 from tests.support import make_dataset
 
 ROOT = Path(__file__).resolve().parents[1]
+covered = pytest.mark.skipif(
+    permitted(), reason="tests/test_nodes.py does more, on nodes of their own"
+)
 RECIPE = """
 name: ranks
 data: {{path: {data}}}
@@ -98,7 +101,7 @@ def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(permitted(), reason="tests/test_nodes.py does more, on nodes of their own")
+@covered
 def test_two_nodes_that_hold_half_each(tmp_path: Path) -> None:
     """Two agents of torchrun are two nodes; rows go over gloo, and losses are those of one."""
     lengths = [9, 30, 4, 17, 25, 8, 12, 21]
@@ -138,6 +141,7 @@ def measured(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+@covered
 def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -> None:
     """Two ranks of which one is killed at step 14, then three ranks that go on from step 20."""
     recipe, run = tmp_path / "ranks.yaml", tmp_path / "run"
