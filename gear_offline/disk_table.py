@@ -112,7 +112,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
         (column,) = plan.fields
         row_bytes = plan.width * plan.dtype.itemsize
         derived = column is None or copied
-        if derived:
+        if column is None or copied:
             offsets = base + dataset.first_steps[:-1] * row_bytes
             base += dataset.spec.steps * row_bytes
         else:
