@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.episode_tensors import check_episodes, read_episodes
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from gear_offline.manifest import Manifest, ShardRecord
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array, TableSpec
 from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import (
     EPISODE_COLUMNS,
-    REMEDY_DAMAGED,
     TensorLayout,
     byte_view,
     file_stamp,
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
 
+MAPPED_BYTES = 1 << 20  # of a column that is compared before it is mapped, at a time
+
+Verify = bool | Literal["on_use"]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Dataset:
@@ -67,8 +71,10 @@ class Dataset:
         (E,) float64, undiscounted sum of `rewards` of each episode.
     verified
         Whether every block of every shard matched its digest when the dataset was opened.
+    on_use
+        Whether each block is compared with its digest before anything of it is handed out.
     stamps
-        Per shard, `gear_offline.shards.file_stamp` from before that.
+        Per shard, `gear_offline.shards.file_stamp` from before both.
     """
 
     path: Path
@@ -80,6 +86,7 @@ class Dataset:
     verified: bool
     stamps: tuple[tuple[int, ...], ...] = field(repr=False)
     _identity: tuple[int, int] = field(repr=False)
+    on_use: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -112,6 +119,32 @@ class Dataset:
         found = self.manifest.reference_scores
         return None if found is None else ReferenceScores(**found)
 
+    @property
+    def checked(self) -> bool:
+        """Whether digests are compared when whole columns are read."""
+        return self.verified or self.on_use
+
+    def verify(self, *, threads: int | None = None) -> Dataset:
+        """Return the dataset with every block of every shard compared with its digest.
+
+        For what reads parts of blocks, which it cannot compare.  Does nothing if that was done.
+
+        Parameters
+        ----------
+        threads
+            As `open_dataset`.
+
+        Raises
+        ------
+        InputError
+            As `verify_dataset`, and ``DATASET_CHANGED``.
+        """
+        if self.verified:
+            return self
+        with self.opened() as directory:
+            verify_shards(directory, self.manifest, self.path, threads=threads)
+        return replace(self, verified=True, on_use=False)
+
     @cached_property
     def first_steps(self) -> Int64Array:
         """(shards + 1,) int64: first global step of each shard, and N at the end."""
@@ -130,7 +163,8 @@ class Dataset:
             Global steps, ``0 <= start <= stop <= N``.
         check
             Read whole blocks and compare their digests: bytes that changed since the dataset was
-            opened are refused.  Costs reading up to a block more on either side.
+            opened are refused.  Costs reading up to a block more on either side.  Always done
+            if the dataset was opened with ``verify="on_use"``.
 
         Returns
         -------
@@ -150,6 +184,7 @@ class Dataset:
                 f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
                 where=f"column {column}",
             )
+        check = check or self.on_use
         dtype, shape = stored_form(spec)
         found = np.empty((stop - start, *shape), dtype)
         firsts = self.first_steps
@@ -190,13 +225,16 @@ class Dataset:
         ----------
         mode
             ``"read"``: one array (N, *shape) in memory of its own.  Digests are compared on the way
-            if the dataset was opened with ``verify=True``, so that a file that changed since is
-            refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory is
-            used as pages are touched.  A file that another process cuts short while it is
-            mapped ends this process with SIGBUS: map only files that nothing writes to.
+            unless the dataset was opened with ``verify=False``, so that a file that changed since
+            is refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory
+            is used as pages are touched.  A file that another process cuts short while it is
+            mapped ends this process with SIGBUS: map only files that nothing writes to.  With
+            ``verify="on_use"`` the column is read and compared first.
         """
         if mode == "read":
-            return self.read(name, 0, self.spec.steps, check=self.verified)
+            return self.read(name, 0, self.spec.steps, check=self.checked)
+        if self.on_use:
+            self._compare(name)
         spec = self.spec[name]
         found = []
         with self.opened() as directory:
@@ -235,6 +273,17 @@ class Dataset:
             if check:
                 check_header(handle, self.manifest, shard, self.path)
             yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
+
+    def _compare(self, name: str) -> None:
+        """Read a column once, a piece at a time, and compare its digests."""
+        for index, shard in enumerate(self.manifest.shards):
+            nbytes = self._tensor(index, name).bytes
+            rows = max(MAPPED_BYTES * shard.steps // max(nbytes, 1), 1)
+            dtype, shape = stored_form(self.spec[name])
+            buffer = np.empty((min(rows, shard.steps), *shape), dtype)
+            with self.reader(index, [name], check=True) as reader:
+                for begin in range(0, shard.steps, len(buffer)):
+                    reader.read(name, buffer[: shard.steps - begin])
 
     def _tensor(self, index: int, name: str) -> TensorLayout:
         tensors = self.manifest.tensors(self.manifest.shards[index])
@@ -285,7 +334,7 @@ def _identity(directory: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
+def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None = None) -> Dataset:
     """Open the dataset directory at `path`.
 
     Parameters
@@ -293,8 +342,10 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     path
         Directory that `convert` made.
     verify
-        Compare every block of every shard with its digest.  With ``False`` the manifest, the
-        shards' headers and the per-episode tensors are still checked.
+        ``True``: compare every block of every shard with its digest now.  ``"on_use"``: compare
+        each block when it is read, before anything of it is handed out; what is loaded whole is
+        then read once and not twice.  ``False``: never.  The manifest, the sizes and headers of
+        the shards and the per-episode tensors are checked in any case.
     threads
         Shards checked at once, default one per core up to 8.
 
@@ -304,16 +355,22 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         As `verify_dataset`; also ``DATASET_CONTENT`` when per-episode tensors contradict the
         manifest.
     """
+    if verify not in (True, False, "on_use"):
+        raise InputError(
+            "DATASET_OPTION",
+            f"verify={verify!r} is not usable",
+            remedy="use True, False or 'on_use'",
+        )
     path = Path(path)
     directory = open_directory(path)
     try:
         manifest = Manifest.read_from(directory, path)
         stamps = tuple(_stamp(directory, shard, path) for shard in manifest.shards)
-        if verify:
+        if verify is True:
             verify_shards(directory, manifest, path, threads=threads)
         parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
         for shard in manifest.shards:
-            for name, part in _read_episodes(directory, manifest, shard, path).items():
+            for name, part in read_episodes(directory, manifest, shard, path).items():
                 parts[name].append(part)
         identity = _identity(directory)
     finally:
@@ -321,7 +378,7 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     values = {name: np.concatenate(found) for name, found in parts.items()}
     for array in values.values():
         array.setflags(write=False)
-    _check_episodes(manifest, values, path)
+    check_episodes(manifest, values, path)
     return Dataset(
         path=path,
         manifest=manifest,
@@ -329,46 +386,13 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         terminated=values["episode_terminated"],
         truncated=values["episode_truncated"],
         returns=values["episode_returns"],
-        verified=verify,
+        verified=verify is True,
         stamps=stamps,
         _identity=identity,
+        on_use=verify == "on_use",
     )
 
 
 def _stamp(directory: int, shard: ShardRecord, path: Path) -> tuple[int, ...]:
     with shard_file(directory, shard, path) as handle:
         return file_stamp(handle)
-
-
-def _read_episodes(
-    directory: int, manifest: Manifest, shard: ShardRecord, path: Path
-) -> dict[str, npt.NDArray[Any]]:
-    """Read a shard's per-episode tensors, always compared with their digests."""
-    found: dict[str, npt.NDArray[Any]] = {}
-    tensors = {t.name: t for t in manifest.tensors(shard)}
-    with shard_file(directory, shard, path) as handle:
-        check_header(handle, manifest, shard, path)
-        for column in EPISODE_COLUMNS:
-            tensor = tensors[column.name]
-            raw = np.empty(tensor.bytes, np.uint8)
-            data = byte_view(raw)
-            read_checked(handle, shard, tensor, manifest.block_bytes, path, tensor.start, data)
-            if tensor.dtype == np.bool_ and raw.max(initial=0) > 1:
-                raise _contradiction(path / shard.name, f"{column.name} is not 0 or 1 everywhere")
-            found[column.name] = raw.view(tensor.dtype)
-    if (found["episode_terminated"] & found["episode_truncated"]).any():
-        raise _contradiction(path / shard.name, "an episode is both terminated and truncated")
-    lengths = found["episode_lengths"]
-    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
-        raise _contradiction(path / shard.name, f"lengths do not add up to {shard.steps} steps")
-    return found
-
-
-def _check_episodes(manifest: Manifest, values: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
-    for key in ("terminated", "truncated"):
-        if int(values[f"episode_{key}"].sum()) != getattr(manifest, key):
-            raise _contradiction(path / MANIFEST_NAME, f"{key} episodes are counted otherwise")
-
-
-def _contradiction(where: Path, what: str) -> InputError:
-    return InputError("DATASET_CONTENT", what, where=str(where), remedy=REMEDY_DAMAGED)

@@ -111,6 +111,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
     for plan in plans:
         (column,) = plan.fields
         row_bytes = plan.width * plan.dtype.itemsize
+        derived = column is None or copied
         if column is None or copied:
             offsets = base + dataset.first_steps[:-1] * row_bytes
             base += dataset.spec.steps * row_bytes
@@ -238,7 +239,7 @@ def _load(dataset: Dataset, column: str, rows: UInt8Array) -> None:
     """Read a whole column, comparing digests if the dataset was opened verified."""
     firsts = dataset.first_steps.tolist()
     for index, (first, last) in enumerate(pairwise(firsts)):
-        with dataset.reader(index, [column], check=dataset.verified) as reader:
+        with dataset.reader(index, [column], check=dataset.checked) as reader:
             reader.read(column, rows[first:last])
 
 
@@ -269,7 +270,7 @@ def compute_returns(
     def work(index: int) -> None:
         first, last = np.searchsorted(offsets, firsts[index : index + 2])
         mine = offsets[first : last + 1].tolist()
-        with dataset.reader(index, [REWARDS], check=dataset.verified) as reader:
+        with dataset.reader(index, [REWARDS], check=dataset.checked) as reader:
             for begin, end in whole_episodes(mine, piece_steps):
                 rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
                 reader.read(REWARDS, rewards)

@@ -64,7 +64,8 @@ class GearLoader(Iterator[Batch]):
     Parameters
     ----------
     dataset
-        An opened dataset, or the directory of one (opened and verified).
+        An opened dataset, or the directory of one, each block of which is then compared with its
+        digest when it is loaded.
     batch_size
         Segments in a batch, B; over all ranks of `world`.
     context_length
@@ -158,7 +159,7 @@ class GearLoader(Iterator[Batch]):
         self.device = resolve_device(device)
         self.world = World() if world is None else world
         if isinstance(dataset, (str, Path)):
-            dataset = open_dataset(dataset, verify=self.world.feeds)
+            dataset = open_dataset(dataset, verify="on_use" if self.world.feeds else False)
         self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)
@@ -391,8 +392,7 @@ class GearLoader(Iterator[Batch]):
         elif self.engine is not None:
             windows = self.engine.fill(first_step=first_step, steps=steps)
         elif ahead and self.disk is not None:
-            segments = self._stream.segments(first_step, steps)
-            windows = self.disk.fill_steps(segments, first_step=first_step)
+            windows = self.disk.fill_steps(first_step=first_step, steps=steps)
         else:
             windows = self.gather.fill(self._stream.segments(first_step, steps))
         moved = windows.to(self.device, non_blocking=True) if self._moves else windows

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gear_offline.errors import InputError
 from gear_offline.strict_yaml import parse_yaml
 
-HARDWARE = Path(__file__).resolve().parent.parent / "data" / "hardware.yaml"
+HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
 
 Rate = Annotated[float, Field(gt=0.0)]
 Seconds = Annotated[float, Field(ge=0.0)]
