@@ -134,7 +134,7 @@ def quality_section(document: Mapping[str, Any]) -> str:
         f"{document['machine']['date']}: {steps:,} steps, {document['episodes']} episodes for each "
         "asked return; of each run the better of the two returns, mean (standard deviation) over "
         "seeds; the score is D4RL's scale, indicative only.\n\n"
-        f"{table(document)}\n"
+        f"{table(dict(document))}\n"
         f"A run alone on the machine does {alone[OURS]:,.0f} steps/s with ours and "
         f"{alone[RELEASED]:,.0f} with the released class and the usual sampling, so its steps take "
         f"{seconds[OURS]:.1f} and {seconds[RELEASED]:.1f} s. Here ours shared the GPU as streams, "

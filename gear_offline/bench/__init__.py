@@ -27,7 +27,6 @@ BENCHES = {
     "gather": "the GPU engine: GB/s by tier and segment size, one small batch (needs CUDA)",
     "peers": "a table over the GPUs of a node, all reading at once (needs torchrun and CUDA)",
     "traffic": "what crosses nodes under the assignment, simulated, against fixed slots",
-    "plan": "what plan predicts of training steps, against what they take (needs CUDA)",
     "images": "stacks of frames: GB/s by tier, and how long training waits for them (needs CUDA)",
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",

@@ -2,7 +2,7 @@
 
 A step is the sum of matrix products at the rate at which they run inside such a step, of the
 traffic of everything else, and of a least time for each kernel; the constants come from
-measurements (data/hardware.yaml, `gear-offline bench plan`).
+measurements (hardware.yaml beside this file, `gear-offline bench step`).
 
 Shape legend: b segments of a GPU, K steps, n = 3 b K tokens, h width, L layers.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gear_offline.compilation import COMPILED_FROM
+from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
@@ -24,7 +24,7 @@ from gear_offline.throughput import step_flops as step_flops
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What one way of running a step launches and moves, counted in a profile of the model.
+    """What one way of running a step launches and moves.
 
     Attributes
     ----------
@@ -32,24 +32,27 @@ class Kernels:
         Kernels outside the blocks, and of one block forward and backward.
     traffic
         Bytes that everything but matrix products moves, for each token, layer and unit of width.
-    kept
-        Bytes kept from forward to backward, for each token, layer and unit of width.
     """
 
     fixed: int
     layer: int
     traffic: float
-    kept: float
 
 
-COMPILED = Kernels(fixed=60, layer=35, traffic=184.0, kept=38.0)
-PLAIN = Kernels(fixed=70, layer=70, traffic=420.0, kept=64.0)
-DROPOUT_TRAFFIC = 8.0  # bytes more, likewise, with dropout
+FUSED = Kernels(fixed=45, layer=33, traffic=128.0)  # compiled, short windows, no dropout
+COMPILED = Kernels(fixed=45, layer=33, traffic=184.0)
+PLAIN = Kernels(fixed=70, layer=70, traffic=420.0)
 OPTIMIZER_BYTES = 34  # moved for each parameter: weight, gradient, two moments, and clearing
-STATE_BYTES = 16  # kept for each parameter: weight, gradient, two moments
-SHADOW_BYTES = 2  # its bfloat16 copy of a step
+CAST_BYTES = 53  # moved for each parameter where autocast casts weights, and gradients back
+STATE_BYTES = 16  # kept for each parameter: weights, gradient, two moments
+SHADOW_BYTES = 2  # and where autocast keeps a bfloat16 copy
+KEPT_BYTES = 28.5  # from forward to backward, for each token, layer and unit of width
+KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
+KEPT_PLAIN = 64.0  # without compiling
 CONTEXT_BYTES = 1.5e9  # CUDA, libraries, workspaces
-RECOMPUTED_KEPT = 4.0  # bytes kept where blocks are computed again
+SHARD_TRAFFIC = 8.0  # bytes a parameter that travel with FSDP: weights twice, gradients
+SHORT_TOKENS = 128  # windows of so many tokens are attended to by a kernel of our own
+DRAW_SECONDS = 9e-9  # for each weight of a new model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +69,13 @@ class StepCost:
         Of encoding frames, forward and backward.
     compute_seconds
         Forward, backward, clipping and update.
-    backward_seconds
-        The part of it during which gradients can travel.
+    travelling_bytes
+        Gradients that every GPU sends and receives in an all-reduce; with `sharded` also weights.
     memory_bytes
-        Weights, gradients, moments, what is kept for the backward pass, CUDA itself.
-    compiled, captured
+        Weights, gradients, moments, what is kept for the backward pass.
+    begin_seconds
+        Making the model and compiling it.
+    compiled, captured, sharded
         How steps are run.
     """
 
@@ -78,10 +83,12 @@ class StepCost:
     flops: float
     encoder_flops: float
     compute_seconds: float
-    backward_seconds: float
+    travelling_bytes: float
     memory_bytes: float
+    begin_seconds: float
     compiled: bool
     captured: bool
+    sharded: bool
 
 
 def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
@@ -117,39 +124,63 @@ def step_cost(
 ) -> StepCost:
     """Return the cost of a step with `segments` segments on each of `ranks` GPUs."""
     model, train, context = recipe.model, recipe.train, recipe.loader.context_length
-    gpu = hardware.gpu
-    compiled = train.compile == "on" or (train.compile == "auto" and train.steps >= COMPILED_FROM)
-    captured = train.graph != "off" and ranks == 1 and recipe.loader.engine != "off"
-    kernels = COMPILED if compiled else PLAIN
-    half = train.precision != "fp32"
+    gpu, half = hardware.gpu, train.precision != "fp32"
+    compiled = is_compiled(train)
+    captured = (
+        train.graph != "off"
+        and recipe.loader.engine != "off"
+        and (ranks == 1 or train.graph == "on")
+        and train.accumulate == 1
+        and not train.recompute
+    )
+    kernels = _kernels(recipe, compiled=compiled, half=half)
     tokens, unit = 3.0 * segments * context, model.layers * model.hidden_size
     flops = step_flops(
         layers=model.layers, width=model.hidden_size, context=context, segments=segments
     )
     parameters, encoding = model_size(recipe, sizes)
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
-    traffic = kernels.traffic + (DROPOUT_TRAFFIC if model.dropout else 0.0)
-    moved = tokens * unit * traffic * (1 if half else 1.5)
+    casts = half and (train.weights == "fp32" or train.accumulate > 1)
     products = flops / (gpu.matrix_rate if half else gpu.matrix_rate_fp32)
-    launched = kernels.fixed + model.layers * kernels.layer
-    busy = products + encoding / gpu.convolution_rate
-    busy += moved / gpu.memory_rate + launched * gpu.kernel
+    moving = tokens * unit * kernels.traffic * (1 if half else 1.5) / gpu.memory_rate
+    launched = (kernels.fixed + model.layers * kernels.layer) * train.accumulate
+    busy = products + moving + encoding / gpu.convolution_rate + launched * gpu.kernel
     busy += parameters * OPTIMIZER_BYTES / gpu.memory_rate
-    seconds = busy if captured else max(busy, launched * gpu.launch)
-    recompute = getattr(train, "recompute", False)
-    if recompute:
-        seconds += (products + moved / gpu.memory_rate) / 3
-    kept = RECOMPUTED_KEPT if recompute else kernels.kept
-    accumulate = int(getattr(train, "accumulate", 1))
+    busy += parameters * CAST_BYTES * casts * train.accumulate / gpu.memory_rate
+    if train.recompute:
+        busy += (products + moving) / 3
+    kept = _kept_bytes(recipe, tokens / train.accumulate, compiled=compiled, half=half)
+    sharded = ranks > 1 and train.parallel == "fsdp"
+    state = parameters * (STATE_BYTES + SHADOW_BYTES * casts)
+    start = hardware.start
+    compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
     return StepCost(
         parameters=parameters,
         flops=flops,
         encoder_flops=encoding,
-        compute_seconds=seconds,
-        backward_seconds=seconds * 0.6,
-        memory_bytes=parameters * (STATE_BYTES + (SHADOW_BYTES if half else 0))
-        + tokens * unit * kept * (1 if half else 2) / accumulate
-        + CONTEXT_BYTES,
+        compute_seconds=busy if captured else max(busy, launched * gpu.launch),
+        travelling_bytes=parameters * (SHARD_TRAFFIC / 2 if sharded else 4 if casts else 2),
+        memory_bytes=state / (ranks if sharded else 1) + kept,
+        begin_seconds=parameters * DRAW_SECONDS
+        + (compiling if compiled else start.graph if captured else 0.0),
         compiled=compiled,
         captured=captured,
+        sharded=sharded,
     )
+
+
+def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> Kernels:
+    if not compiled:
+        return PLAIN
+    short = 3 * recipe.loader.context_length <= SHORT_TOKENS
+    return FUSED if half and short and not recipe.model.dropout else COMPILED
+
+
+def _kept_bytes(recipe: Recipe, tokens: float, *, compiled: bool, half: bool) -> float:
+    """Return what a micro-batch keeps for its backward pass."""
+    model = recipe.model
+    each = (KEPT_BYTES if compiled else KEPT_PLAIN) * (1 if half else 2)
+    layers = model.layers * each
+    if recipe.train.recompute:
+        layers = model.layers * KEPT_RECOMPUTED + each
+    return tokens * model.hidden_size * layers

@@ -93,6 +93,7 @@ class Start(_Part):
 
     process: Seconds
     compile: Seconds
+    compile_deep: Seconds
     graph: Seconds
     group: Seconds
 

@@ -1,6 +1,6 @@
 """What a recipe needs on a cluster, and how fast it would be there.
 
-Predictions are sums of the rates in data/hardware.yaml; docs/planning.md compares them with what
+Predictions are sums of the rates in hardware.yaml; docs/planning.md compares them with what
 was measured.
 
 Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch, b a GPU.
@@ -19,7 +19,7 @@ from gear_offline.errors import InputError
 from gear_offline.peer_placement import PEER, plan_node
 from gear_offline.placement import HBM
 from gear_offline.placement_plan import HBM_SHARE
-from gear_offline.planning.compute import StepCost, step_cost
+from gear_offline.planning.compute import CONTEXT_BYTES, StepCost, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
 from gear_offline.planning.network import allreduce_seconds, crossing_share
 from gear_offline.planning.workload import Workload
@@ -122,15 +122,16 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     share = batch // cluster.ranks
     cost = step_cost(recipe, workload.sizes, cluster.hardware, segments=share, ranks=cluster.ranks)
     memory = cluster.hardware.gpu.memory
-    if cost.memory_bytes > memory:
+    needed = cost.memory_bytes + CONTEXT_BYTES
+    if needed > memory:
         raise InputError(
             "PLAN_MEMORY",
-            f"the model and {share} segments take {cost.memory_bytes / 1e9:.0f} GB of a GPU's "
+            f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
             f"{memory / 1e9:.0f} GB",
             where=recipe.name,
             remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
         )
-    layout = lay_out(recipe, workload, cluster, memory - cost.memory_bytes)
+    layout = lay_out(recipe, workload, cluster, memory - needed)
     step = _step(recipe, workload, cluster, layout, cost, share)
     start = _start(workload, cluster, layout, cost)
     steps = recipe.train.steps
@@ -159,7 +160,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             "tiers_of_a_node": layout.tiers,
             "read_shares": layout.reads,
             "host_bytes_of_a_node": layout.tiers["host"]["bytes"],
-            "gpu_bytes": _gpu_bytes(layout, cluster) + cost.memory_bytes,
+            "gpu_bytes": _gpu_bytes(layout, cluster) + needed,
         },
         "step": step,
         "start": start,
@@ -253,7 +254,7 @@ def _step(
     averaging = 0.0
     if cluster.ranks > 1:
         averaging = allreduce_seconds(
-            4.0 * cost.parameters,
+            cost.travelling_bytes,
             nodes=cluster.nodes,
             gpus=cluster.gpus,
             bus_rate=hardware.transfer.allreduce,
@@ -285,16 +286,15 @@ def _step(
     }
 
 
-EXPOSED_LEAST = 0.85  # of the averaging that is never hidden: it slows the kernels beside it
+# Seconds that a step grows by for each second of an all-reduce beside it: its kernels take
+# multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
+SLOWED = 1.8
+HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
 
 
 def exposed_seconds(averaging: float, cost: StepCost) -> float:
-    """Return how much longer a step takes because of averaging gradients.
-
-    It runs beside the backward pass, but its kernels take multiprocessors and memory bandwidth
-    from it, and the last bucket waits for the end.
-    """
-    return max(averaging * EXPOSED_LEAST, averaging - cost.backward_seconds)
+    """Return how much longer a step takes because gradients, or shards of weights, travel."""
+    return max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
 
 
 def _host_reads(cluster: Cluster) -> Reads:
@@ -322,8 +322,6 @@ def _start(
         "load_seconds": held / rate,
         "page_lock_seconds": layout.tiers["host"]["bytes"] / storage.page_lock,
         "upload_seconds": _gpu_bytes(layout, cluster) / storage.upload,
-        "compile_seconds": (
-            start.compile if cost.compiled else start.graph if cost.captured else 0.0
-        ),
+        "begin_seconds": cost.begin_seconds,
     }
     return {"seconds": sum(parts.values()), **parts}

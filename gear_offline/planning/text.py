@@ -93,8 +93,8 @@ def _time_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_time(start['seconds'])}: process {_time(start['process_seconds'])}, "
             f"loading {_time(start['load_seconds'])}, locking pages "
             f"{_time(start['page_lock_seconds'])}, upload {_time(start['upload_seconds'])}, "
-            f"joining {_time(start['group_seconds'])}, compiling "
-            f"{_time(start['compile_seconds'])}",
+            f"joining {_time(start['group_seconds'])}, making and "
+            f"compiling the model {_time(start['begin_seconds'])}",
         ),
         (
             "run",
