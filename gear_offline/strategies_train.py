@@ -122,7 +122,8 @@ def train_strategies(
     say(
         f"{len(plan.candidates)} strategies, {count_text(seeds, 'seed')} each: "
         f"{count_text(len(plan.points), 'run')} of {resolved.train.steps:,} steps in "
-        f"{out / 'training'}, {'side by side on one GPU' if runner is run_together else 'one after the other'}; "
+        f"{out / 'training'}, "
+        f"{'side by side on one GPU' if runner is run_together else 'one after the other'}; "
         f"policies are played {'beside training' if beside else 'after training'}",
         quiet=quiet,
     )
