@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def our_runs(paths: Sequence[Path], options: argparse.Namespace) -> None:
     if options.device != "cpu":
         run_sweep(
             recipes,
-            options.work / "ours",
+            sweep_path(options),
             names=[f"{path.name}-s{seed}" for path, seed in points],
             report=False,
         )
@@ -99,7 +100,13 @@ def our_runs(paths: Sequence[Path], options: argparse.Namespace) -> None:
 
 def our_path(path: Path, seed: int, options: argparse.Namespace) -> Path:
     """Return the run directory of one of our runs."""
-    return Path(options.work / "ours" / "runs" / f"{path.name}-s{seed}")
+    return sweep_path(options) / "runs" / f"{path.name}-s{seed}"
+
+
+def sweep_path(options: argparse.Namespace) -> Path:
+    """Return the directory of our runs; another set of runs gets another one."""
+    said = repr((sorted(p.name for p in options.datasets), options.seeds, options.steps))
+    return Path(options.work) / f"ours-{sha256(said.encode()).hexdigest()[:8]}"
 
 
 def judge_ours(path: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Put measured results into the pages that tell of them, and the raw numbers beside them.
+"""Put measured results into the pages that tell of them, raw numbers and HTML beside them.
 
     python -m benchmarks.study_page hopper=runs/hopper/strategies.json walker2d=...
     python -m benchmarks.study_page --quality quality.json
@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.run_directory import write_whole
+from gear_offline.significance import holm, permutation_test
 from gear_offline.strategies_learning_text import (
     columns_of,
     failed_runs,
     interval,
     learning_rows,
     number,
+    probability,
     signed,
     threshold_line,
     training_line,
 )
+from gear_offline.strategies_page import render
 from gear_offline.strategies_text import short
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -44,8 +47,7 @@ def section(name: str, document: Mapping[str, Any]) -> str:
         "",
         f"{data['episodes']:,} episodes, {data['steps']:,} steps, mean return of a step's episode "
         f"{short(data['mean_return'])}, best return {short(data['best_return'])}. "
-        f"{training_line(training)} {training['wall_seconds']:,.0f} s for everything. "
-        f"{threshold_line(training) or ''}",
+        f"{training_line(training)} {threshold_line(training) or ''}",
         "",
         *_final_table(training),
         "",
@@ -120,6 +122,52 @@ def _share(difference: float, trained: Mapping[str, Any], name: str) -> str:
     return f"{signed(100 * difference / base)} %"
 
 
+def together(documents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a table over all datasets: pairs of seeds of each, in units of its baseline's mean."""
+    trained = [document["training"]["strategies"] for document in documents.values()]
+    labels = [row["label"] for row in trained[0][1:] if _everywhere(row["label"], trained)]
+    found = []
+    for label in labels:
+        shares: list[float] = []
+        for rows in trained:
+            base = rows[0]["final"]["score"]["mean"]
+            ends = [_ends(row) for row in rows if row["label"] in (rows[0]["label"], label)]
+            pairs = zip(ends[1], ends[0], strict=True)
+            shares += [(new - old) / abs(base) for new, old in pairs]
+        found.append((label, shares, permutation_test(shares)))
+    cells = []
+    for (label, shares, p), adjusted in zip(found, holm([p for *_, p in found]), strict=True):
+        above = sum(share > 0 for share in shares)
+        mean = f"{signed(100 * sum(shares) / len(shares))} %"
+        cells.append(
+            [label, mean, f"{above} of {len(shares)}", probability(p), probability(adjusted)]
+        )
+    head = ["strategy", "mean difference", "pairs above the baseline", "p, signs", "after Holm"]
+    lines = [
+        "### Both together" if len(documents) == 2 else "### All together",
+        "",
+        "Differences of pairs of runs, as shares of the baseline's mean return on their dataset, "
+        "and the exact sign-flip test over all of them.",
+        "",
+        *_markdown(head, cells),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _everywhere(label: str, trained: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether a strategy, and the baseline, played to the end with every seed on every dataset."""
+    for rows in trained:
+        row = next((row for row in rows if row["label"] == label), None)
+        for one in (row, rows[0]):
+            if one is None or one["complete"] < len(one["runs"]) or "score" not in one["final"]:
+                return False
+    return True
+
+
+def _ends(row: Mapping[str, Any]) -> list[float]:
+    return [run["points"][-1]["score"] for run in row["runs"]]
+
+
 def quality_section(document: Mapping[str, Any]) -> str:
     """Return the Markdown of what benchmarks/quality.py measured."""
     from benchmarks.parity import OURS, RELEASED
@@ -158,7 +206,13 @@ def main(words: Sequence[str] | None = None, *, page: Path = PAGE, quality: Path
     pairs = [word.partition("=") for word in options.results]
     documents = {name: json.loads(Path(path).read_text()) for name, _, path in pairs}
     if documents:
-        fill(page, "\n".join(section(name, found) for name, found in documents.items()))
+        sections = [section(name, found) for name, found in documents.items()]
+        if len(documents) > 1:
+            sections.append(together(documents))
+        for name, found in documents.items():
+            html = page.with_name(f"{page.stem}-{name}.html")
+            write_whole(html, render(found).encode())
+        fill(page, "\n".join(sections))
         raw = json.dumps(documents, allow_nan=False, separators=(",", ":")) + "\n"
         write_whole(page.with_suffix(".json"), raw.encode())
     if options.quality is not None:

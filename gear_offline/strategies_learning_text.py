@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline.strategies_text import Column, Row, print_columns, short
+from gear_offline.wording import count_text
 
 
 def number(value: float) -> str:
@@ -179,8 +180,8 @@ def training_line(training: Row) -> str:
     seeds = len(training["seeds"])
     runs = len(training["strategies"]) * seeds
     text = (
-        f"{len(training['strategies'])} strategies x {seeds} seeds = {runs} runs of "
-        f"{training['steps']:,} steps on {training['device']}"
+        f"{len(training['strategies'])} strategies, {count_text(seeds, 'seed')} each: {runs} runs "
+        f"of {training['steps']:,} steps on {training['device']}"
         f"{', sharing it' if training['engine'] == 'sweep' else ''}."
     )
     if training["environment"] is not None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gear_offline.errors import InputError
 from gear_offline.interruption import StopRequest
@@ -31,6 +31,10 @@ from gear_offline.strategies_plan import (
     run_together,
 )
 from gear_offline.training_run import TrainingInterrupted
+from gear_offline.wording import count_text
+
+if TYPE_CHECKING:
+    import torch
 
 SPARE_CORES = 4  # not used for judging while a GPU trains
 
@@ -107,7 +111,8 @@ def train_strategies(
     for point in plan.points:
         point.is_complete()  # refuses the runs of another recipe before any work
     probes = write_probes(resolved, dataset, out / "probe.safetensors")
-    on_gpu = resolve_device(recipe.train.device).type == "cuda"
+    device = resolve_device(recipe.train.device)
+    on_gpu = device.type == "cuda"
     runner = run_points or (run_together if on_gpu else run_in_turn)
     cores = len(os.sched_getaffinity(0))
     if jobs is None:
@@ -115,8 +120,9 @@ def train_strategies(
     judges = Judges(plan, probes, jobs=jobs)
     beside = on_gpu and jobs > 0
     say(
-        f"{len(plan.candidates)} strategies x {seeds} seeds: {len(plan.points)} runs of "
-        f"{resolved.train.steps:,} steps in {out / 'training'}, "
+        f"{len(plan.candidates)} strategies, {count_text(seeds, 'seed')} each: "
+        f"{count_text(len(plan.points), 'run')} of {resolved.train.steps:,} steps in "
+        f"{out / 'training'}, "
         f"{'side by side on one GPU' if runner is run_together else 'one after the other'}; "
         f"policies are played {'beside training' if beside else 'after training'}",
         quiet=quiet,
@@ -128,7 +134,7 @@ def train_strategies(
         return {
             **learning_document(plan, probes, errors=errors, threshold=threshold),
             "engine": "sweep" if runner is run_together else "serial",
-            "device": str(resolve_device(recipe.train.device)),
+            "device": _device_name(device),
             "wall_seconds": round(time.monotonic() - began, 3),
             "resumed": outlook.found > 0,
         }
@@ -139,6 +145,14 @@ def train_strategies(
         if on_stop is not None:
             on_stop(document(judges.errors))
         raise
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
 
 
 def _work(
