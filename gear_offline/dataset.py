@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
 
+MAPPED_BYTES = 1 << 20  # of a column that is compared before it is mapped, at a time
+
+Verify = bool | Literal["on_use"]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Dataset:
@@ -67,8 +71,10 @@ class Dataset:
         (E,) float64, undiscounted sum of `rewards` of each episode.
     verified
         Whether every block of every shard matched its digest when the dataset was opened.
+    on_use
+        Whether each block is compared with its digest before anything of it is handed out.
     stamps
-        Per shard, `gear_offline.shards.file_stamp` from before that.
+        Per shard, `gear_offline.shards.file_stamp` from before both.
     """
 
     path: Path
@@ -80,6 +86,7 @@ class Dataset:
     verified: bool
     stamps: tuple[tuple[int, ...], ...] = field(repr=False)
     _identity: tuple[int, int] = field(repr=False)
+    on_use: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -112,6 +119,32 @@ class Dataset:
         found = self.manifest.reference_scores
         return None if found is None else ReferenceScores(**found)
 
+    @property
+    def checked(self) -> bool:
+        """Whether digests are compared when whole columns are read."""
+        return self.verified or self.on_use
+
+    def verify(self, *, threads: int | None = None) -> Dataset:
+        """Return the dataset with every block of every shard compared with its digest.
+
+        For what reads parts of blocks, which it cannot compare.  Does nothing if that was done.
+
+        Parameters
+        ----------
+        threads
+            As `open_dataset`.
+
+        Raises
+        ------
+        InputError
+            As `verify_dataset`, and ``DATASET_CHANGED``.
+        """
+        if self.verified:
+            return self
+        with self.opened() as directory:
+            verify_shards(directory, self.manifest, self.path, threads=threads)
+        return replace(self, verified=True, on_use=False)
+
     @cached_property
     def first_steps(self) -> Int64Array:
         """(shards + 1,) int64: first global step of each shard, and N at the end."""
@@ -130,7 +163,8 @@ class Dataset:
             Global steps, ``0 <= start <= stop <= N``.
         check
             Read whole blocks and compare their digests: bytes that changed since the dataset was
-            opened are refused.  Costs reading up to a block more on either side.
+            opened are refused.  Costs reading up to a block more on either side.  Always done
+            if the dataset was opened with ``verify="on_use"``.
 
         Returns
         -------
@@ -150,6 +184,7 @@ class Dataset:
                 f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
                 where=f"column {column}",
             )
+        check = check or self.on_use
         dtype, shape = stored_form(spec)
         found = np.empty((stop - start, *shape), dtype)
         firsts = self.first_steps
@@ -190,13 +225,16 @@ class Dataset:
         ----------
         mode
             ``"read"``: one array (N, *shape) in memory of its own.  Digests are compared on the way
-            if the dataset was opened with ``verify=True``, so that a file that changed since is
-            refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory is
-            used as pages are touched.  A file that another process cuts short while it is
-            mapped ends this process with SIGBUS: map only files that nothing writes to.
+            unless the dataset was opened with ``verify=False``, so that a file that changed since
+            is refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory
+            is used as pages are touched.  A file that another process cuts short while it is
+            mapped ends this process with SIGBUS: map only files that nothing writes to.  With
+            ``verify="on_use"`` the column is read and compared first.
         """
         if mode == "read":
-            return self.read(name, 0, self.spec.steps, check=self.verified)
+            return self.read(name, 0, self.spec.steps, check=self.checked)
+        if self.on_use:
+            self._compare(name)
         spec = self.spec[name]
         found = []
         with self.opened() as directory:
@@ -235,6 +273,17 @@ class Dataset:
             if check:
                 check_header(handle, self.manifest, shard, self.path)
             yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
+
+    def _compare(self, name: str) -> None:
+        """Read a column once, a piece at a time, and compare its digests."""
+        for index, shard in enumerate(self.manifest.shards):
+            nbytes = self._tensor(index, name).bytes
+            rows = max(MAPPED_BYTES * shard.steps // max(nbytes, 1), 1)
+            dtype, shape = stored_form(self.spec[name])
+            buffer = np.empty((min(rows, shard.steps), *shape), dtype)
+            with self.reader(index, [name], check=True) as reader:
+                for begin in range(0, shard.steps, len(buffer)):
+                    reader.read(name, buffer[: shard.steps - begin])
 
     def _tensor(self, index: int, name: str) -> TensorLayout:
         tensors = self.manifest.tensors(self.manifest.shards[index])
@@ -285,7 +334,7 @@ def _identity(directory: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
+def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None = None) -> Dataset:
     """Open the dataset directory at `path`.
 
     Parameters
@@ -293,8 +342,10 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     path
         Directory that `convert` made.
     verify
-        Compare every block of every shard with its digest.  With ``False`` the manifest, the
-        shards' headers and the per-episode tensors are still checked.
+        ``True``: compare every block of every shard with its digest now.  ``"on_use"``: compare
+        each block when it is read, before anything of it is handed out; what is loaded whole is
+        then read once and not twice.  ``False``: never.  The manifest, the sizes and headers of
+        the shards and the per-episode tensors are checked in any case.
     threads
         Shards checked at once, default one per core up to 8.
 
@@ -304,12 +355,18 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         As `verify_dataset`; also ``DATASET_CONTENT`` when per-episode tensors contradict the
         manifest.
     """
+    if verify not in (True, False, "on_use"):
+        raise InputError(
+            "DATASET_OPTION",
+            f"verify={verify!r} is not usable",
+            remedy="use True, False or 'on_use'",
+        )
     path = Path(path)
     directory = open_directory(path)
     try:
         manifest = Manifest.read_from(directory, path)
         stamps = tuple(_stamp(directory, shard, path) for shard in manifest.shards)
-        if verify:
+        if verify is True:
             verify_shards(directory, manifest, path, threads=threads)
         parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
         for shard in manifest.shards:
@@ -329,9 +386,10 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         terminated=values["episode_terminated"],
         truncated=values["episode_truncated"],
         returns=values["episode_returns"],
-        verified=verify,
+        verified=verify is True,
         stamps=stamps,
         _identity=identity,
+        on_use=verify == "on_use",
     )
 
 

@@ -238,7 +238,7 @@ def _load(dataset: Dataset, column: str, rows: UInt8Array) -> None:
     """Read a whole column, comparing digests if the dataset was opened verified."""
     firsts = dataset.first_steps.tolist()
     for index, (first, last) in enumerate(pairwise(firsts)):
-        with dataset.reader(index, [column], check=dataset.verified) as reader:
+        with dataset.reader(index, [column], check=dataset.checked) as reader:
             reader.read(column, rows[first:last])
 
 
@@ -269,7 +269,7 @@ def compute_returns(
     def work(index: int) -> None:
         first, last = np.searchsorted(offsets, firsts[index : index + 2])
         mine = offsets[first : last + 1].tolist()
-        with dataset.reader(index, [REWARDS], check=dataset.verified) as reader:
+        with dataset.reader(index, [REWARDS], check=dataset.checked) as reader:
             for begin, end in whole_episodes(mine, piece_steps):
                 rewards = np.empty((mine[end] - mine[begin], *spec.shape), spec.dtype)
                 reader.read(REWARDS, rewards)

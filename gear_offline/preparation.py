@@ -64,10 +64,16 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
         say(f"converting {source} to {path}", quiet=quiet)
         path.parent.mkdir(parents=True, exist_ok=True)
         convert(source, path, quiet=quiet)
-        return open_dataset(path, verify=recipe.data.verify)
-    dataset = open_dataset(path, verify=recipe.data.verify)
+        return open_recipe_dataset(recipe)
+    dataset = open_recipe_dataset(recipe)
     _check_origin(recipe.data, dataset)
     return dataset
+
+
+def open_recipe_dataset(recipe: Recipe) -> Dataset:
+    """Open the dataset of a recipe; blocks are compared with their digests when they are loaded."""
+    assert recipe.data.path is not None, "checked before anything is opened"
+    return open_dataset(recipe.data.path, verify="on_use" if recipe.data.verify else False)
 
 
 def _check_origin(settings: DataSettings, dataset: Dataset) -> None:

@@ -217,7 +217,8 @@ def build_table(
     fill
         ``False`` takes the rows as they are: another process has filled the same memory.
     verify
-        Compare the digest of every block on the way; ``None`` does if `source` was opened verified.
+        Compare the digest of every block on the way; ``None`` does unless `source` was
+        opened with ``verify=False``.
     threads
         That read at once, by default one per core up to 8.
 
@@ -267,7 +268,7 @@ def build_table(
                 margin=margin,
                 gamma=gamma,
                 returns_scale=returns_scale,
-                check=source.verified if verify is None else verify,
+                check=source.checked if verify is None else verify,
                 threads=threads,
             )
     return Table(episodes=source.episodes, stores=tuple(stores), margin=margin, layout=layout)
@@ -351,7 +352,7 @@ def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDA
     itemsize = source.spec[REWARDS].step_bytes
     for first, last in whole_episodes(offsets, max(CHUNK_BYTES // itemsize, 1)):
         base = offsets[first]
-        rewards = source.read(REWARDS, base, offsets[last], check=source.verified)
+        rewards = source.read(REWARDS, base, offsets[last], check=source.checked)
         found = sum_returns(rewards, offsets[first : last + 1], gamma=gamma, scale=scale)
         out[base : offsets[last], 0] = found
     return out

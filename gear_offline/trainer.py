@@ -20,7 +20,7 @@ from gear_offline.determinism import deterministic
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
 from gear_offline.loaders.loader import resolve_device
-from gear_offline.preparation import prepare_dataset, resolve
+from gear_offline.preparation import open_recipe_dataset, prepare_dataset, resolve
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.recipe_checks import check_recipe
 from gear_offline.run_directory import RunDirectory, default_run_path
@@ -121,16 +121,24 @@ def train(
 
 
 def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
-    """Open the dataset on every rank; it is made once, and verified once a node."""
+    """Open the dataset on every rank; it is made once, and compared with its digests once a node.
+
+    That is while the node's first rank loads it.  What is mapped, or read from disk in parts, is
+    not compared then, so it is before any rank reads it.
+    """
     made = world.lead(lambda: prepare_dataset(recipe, quiet=quiet))
     if world.size == 1:
         assert made is not None
         return made
     path = str(recipe.data.path)
-    verified = world.lead(
-        lambda: made or open_dataset(path, verify=recipe.data.verify), leader=world.leader
-    )
-    return verified or open_dataset(path, verify=False)
+    loader = recipe.loader
+    parts = loader.mode == "mmap" or loader.placement == "disk" or loader.host_budget is not None
+
+    def opened() -> Dataset:
+        found = made or open_recipe_dataset(recipe)
+        return found.verify() if found.on_use and parts else found
+
+    return world.lead(opened, leader=world.leader) or open_dataset(path, verify=False)
 
 
 def check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:

@@ -133,6 +133,8 @@ class DiskGather:
         pin: bool = False,
         direct: bool = True,
     ) -> None:
+        if dataset.on_use:
+            dataset = dataset.verify()  # a window is not a block that could be compared
         plans = disk_plans(
             dataset,
             normalize_states=normalize_states,

@@ -64,7 +64,8 @@ class GearLoader(Iterator[Batch]):
     Parameters
     ----------
     dataset
-        An opened dataset, or the directory of one (opened and verified).
+        An opened dataset, or the directory of one, each block of which is then compared with its
+        digest when it is loaded.
     batch_size
         Segments in a batch, B; over all ranks of `world`.
     context_length
@@ -158,7 +159,7 @@ class GearLoader(Iterator[Batch]):
         self.device = resolve_device(device)
         self.world = World() if world is None else world
         if isinstance(dataset, (str, Path)):
-            dataset = open_dataset(dataset, verify=self.world.feeds)
+            dataset = open_dataset(dataset, verify="on_use" if self.world.feeds else False)
         self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)

@@ -44,7 +44,7 @@ class MemoryTable:
             steps=self.episodes.steps,
             episodes=self.episodes.episodes,
         )
-        self.verified = True
+        self.checked = True
         self.checked_reads = 0
         cuts = np.linspace(0, len(lengths), min(pieces, len(lengths)) + 1).astype(int)
         self.cuts = self.episodes.offsets[cuts].tolist()

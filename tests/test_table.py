@@ -141,7 +141,7 @@ def test_columns_are_read_in_chunks_with_their_digests(monkeypatch: pytest.Monke
         assert one.rows is not None and other.rows is not None
         assert same_bits(one.rows, other.rows)
     before = source.checked_reads
-    source.verified = False
+    source.checked = False
     build_table(source, context_length=3)
     assert before > 0 and source.checked_reads == before
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset, verify_dataset
+from gear_offline.dataset import Dataset, open_dataset, verify_dataset
 from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
 from gear_offline.manifest import MANIFEST_NAME, Manifest
 from gear_offline.shards import digest
-from tests.support import ArraySource, hopper_columns, make_dataset
+from gear_offline.table import build_table
+from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,47 @@ def test_without_verification_columns_are_not_read_but_the_rest_is(copy: Path) -
     flip(copy / shard.name, shard.header_bytes + tensors["episode_returns"].start)
     with pytest.raises(InputError, match="episode_returns"):
         open_dataset(copy, verify=False)
+
+
+@pytest.mark.parametrize("way", ["table", "mapped", "disk", "read", "verify"])
+def test_compared_on_use_damage_is_found_before_anything_is_handed_out(
+    copy: Path, way: str
+) -> None:
+    manifest = Manifest.read(copy)
+    shard = manifest.shards[1]
+    tensors = {t.name: t for t in manifest.tensors(shard)}
+    uses: dict[str, Callable[[Dataset], object]] = {
+        "table": lambda d: build_table(d, context_length=2),
+        "mapped": lambda d: build_table(d, context_length=2, mode="mmap"),
+        "disk": lambda d: GearLoader(
+            d, batch_size=2, context_length=2, device="cpu", placement="disk", host_budget=4 << 20
+        ).close(),
+        "read": lambda d: [d.read(c, 4, 5) for c in ("observations", "actions", "rewards")],
+        "verify": lambda d: d.verify(),
+    }
+    uses[way](open_dataset(copy, verify="on_use"))
+    for column in ("observations", "actions", "rewards"):
+        place = shard.header_bytes + tensors[column].stop - 1
+        flip(copy / shard.name, place)
+        dataset = open_dataset(copy, verify="on_use")  # reads no column
+        assert dataset.checked and not dataset.verified
+        with pytest.raises(InputError, match=f"shard-00001.*tensor {column}, block") as caught:
+            uses[way](dataset)
+        assert caught.value.code == "SHARD_DIGEST"
+        flip(copy / shard.name, place)
+    for part in ("episode_returns", "header"):
+        place = shard.header_bytes + tensors[part].start if part in tensors else 30
+        flip(copy / shard.name, place)
+        with pytest.raises(InputError, match=part):
+            open_dataset(copy, verify="on_use")
+        flip(copy / shard.name, place)
+    verified = open_dataset(copy, verify="on_use").verify()
+    assert verified.verified and not verified.on_use and verified.verify() is verified
+
+
+def test_how_to_verify_is_spelled_out(copy: Path) -> None:
+    wrong: Any = "on-use"
+    assert failing_code(lambda: open_dataset(copy, verify=wrong)) == "DATASET_OPTION"
 
 
 def test_bytes_that_change_after_opening_do_not_reach_a_column(copy: Path) -> None:

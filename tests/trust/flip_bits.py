@@ -2,7 +2,8 @@
 
 Every class of byte gets its share: length field, header, padding, each tensor, manifest; and of a
 checkpoint each file, headers and data apart.  A flip counts as found when opening refuses it, and
-as named when the message says which file and, in a tensor, which tensor and block.
+as named when the message says which file and, in a tensor, which tensor and block.  A dataset is
+opened with everything compared at once, and a second time loaded with blocks compared on their way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 from gear_offline.checkpoint import read_checkpoint
 from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
+from gear_offline.fields import ACTIONS, REWARDS, STATES
 from gear_offline.manifest import MANIFEST_NAME, Manifest
+from gear_offline.table import build_table
 from tests.trust.corpus.case import FIXTURES
 
 Span = tuple[str, Path, int, int, str]  # class, file, first byte, byte after the last, says
@@ -110,6 +113,13 @@ def flip_all(
     }
 
 
+def load(path: Path) -> None:
+    """Load every column as training does: opening compares nothing but the small parts."""
+    dataset = open_dataset(path, verify="on_use")
+    extra = [c.name for c in dataset.spec if c.name not in (STATES, ACTIONS, REWARDS)]
+    build_table(dataset, context_length=3, extra_columns=extra, threads=1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=60_000, help="of the dataset")
@@ -127,6 +137,12 @@ def main() -> int:
                 lambda: open_dataset(dataset, threads=1),
                 arguments.flips,
                 seed=arguments.seed,
+            ),
+            "dataset, loaded": flip_all(
+                list(dataset_spans(dataset)),
+                lambda: load(dataset),
+                arguments.flips,
+                seed=arguments.seed + 1,
             ),
             "checkpoint": flip_all(
                 list(checkpoint_spans(checkpoint)),
