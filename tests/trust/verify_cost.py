@@ -1,9 +1,9 @@
 """What verification costs: ``python -m tests.trust.verify_cost [--steps N] [--rounds N]``.
 
 Opens a dataset and loads it into a table: with each block compared on its way, without, and with
-everything compared at the opening besides, in turns, from the page cache, on one thread.  And scrubs
-it (`inspect --verify`) against reading the same bytes.  Prints one JSON document with medians of
-processor time, so that other programs matter little.
+everything compared at the opening besides, in turns, from the page cache, on one thread.  And
+scrubs it (`inspect --verify`) against reading the same bytes.  Prints one JSON document with
+medians of processor time, so that other programs matter little.
 """
 
 from __future__ import annotations
