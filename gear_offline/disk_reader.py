@@ -124,6 +124,7 @@ class DiskReader:
                 return
             self._stopped = True
             self._changed.notify_all()
+            self._arrived.notify_all()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()

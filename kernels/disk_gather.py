@@ -31,6 +31,7 @@ from gear_offline.disk_table import (
 )
 from gear_offline.joint_disk import open_shards
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.kernels.gather_ahead import GatherAhead
 from gear_offline.read_plan import Int64Array, Needs, ReadPlan
 from gear_offline.selection import Segments, Selection
 from gear_offline.table import Store, StorePlan
@@ -217,13 +218,14 @@ class DiskGather:
             threads=self.sizes.threads,
             release=release,
         )
+        self._ahead = GatherAhead(partial(_gathered, stream, self._gather, self._reader))
         # Also when the interpreter ends: then the threads are waited for.
-        self._close = weakref.finalize(self, self._reader.stop)
+        self._close = weakref.finalize(self, _stop, self._reader, self._ahead)
 
-    def fill_steps(self, segments: Segments, *, first_step: int) -> Windows:
-        """Gather `segments`, (steps, B): those that the selection draws from `first_step` on.
+    def fill_steps(self, *, first_step: int, steps: int) -> Windows:
+        """Gather what the stream draws in `steps` steps from `first_step` on, (steps, B).
 
-        The next call is best for the steps that follow; any other order costs the windows that
+        The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.
 
         Raises
@@ -231,11 +233,9 @@ class DiskGather:
         GearError
             ``LOADER_CLOSED``; ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
         """
-        steps = segments.shape[0]
-        self._gather.at = self._reader.take(first_step, steps)
-        found = self._gather.fill(segments)
-        self._reader.move(first_step + steps)
-        self._windows_given += len(self._gather.at)
+        self._reader.check()
+        found = self._ahead.take(first_step, steps)
+        self._windows_given += found.segments[..., 0].numel()
         self._bytes_given += int(found.attention_mask.sum()) * self._row_bytes
         return found
 
@@ -291,6 +291,22 @@ class DiskGather:
     def close(self) -> None:
         """End the reading threads and close all files; can be repeated."""
         self._close()
+
+
+def _gathered(
+    stream: Stream, gather: SlotGather, reader: DiskReader, first_step: int, steps: int
+) -> Windows:
+    """Gather steps from their slots, and let go of these."""
+    segments = stream.segments(first_step, steps)
+    gather.at = reader.take(first_step, steps)
+    found = gather.fill(segments)
+    reader.move(first_step + steps)
+    return found
+
+
+def _stop(reader: DiskReader, ahead: GatherAhead) -> None:
+    reader.stop()
+    ahead.close()
 
 
 def _needs(

@@ -392,8 +392,7 @@ class GearLoader(Iterator[Batch]):
         elif self.engine is not None:
             windows = self.engine.fill(first_step=first_step, steps=steps)
         elif ahead and self.disk is not None:
-            segments = self._stream.segments(first_step, steps)
-            windows = self.disk.fill_steps(segments, first_step=first_step)
+            windows = self.disk.fill_steps(first_step=first_step, steps=steps)
         else:
             windows = self.gather.fill(self._stream.segments(first_step, steps))
         moved = windows.to(self.device, non_blocking=True) if self._moves else windows
