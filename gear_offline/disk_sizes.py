@@ -24,7 +24,7 @@ from gear_offline.read_plan import REFERENCE_BYTES
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
 ROUND_BYTES = 16 << 20  # that a thread reads at once, at most
 READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
-THREADS = 4  # that read, at most
+THREADS = 3  # that read, at most; more wait for the interpreter's lock
 READ_SHARE = 16  # their buffers take at most the budget over this
 MAX_CHUNKS = 256  # that a thread reads at once
 RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
@@ -32,7 +32,7 @@ HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
 COPY_BYTES = 1 << 20  # of windows on their way from a thread's buffer to their slots
 OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be held
-OUTPUT_SHARE = 256  # a block of outputs takes at most the budget over this, or one batch
+OUTPUT_SHARE = 128  # a block of outputs takes at most the budget over this, or one batch
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a selection
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 

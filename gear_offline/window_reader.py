@@ -32,6 +32,7 @@ from gear_offline.read_plan import Int64Array
 from gear_offline.read_queue import ReadQueue, open_queue
 
 GAP_BYTES = 32 << 10  # reading this much more costs less than reading once more
+SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 
 Array = npt.NDArray[Any]
 
@@ -129,6 +130,10 @@ class WindowReader:
             [span + column.lead for column in read],
             sizes.chunk_steps,
         )
+        self._leads = any(column.lead for column in read)
+        # Skipping rows must save more than the whole pages at both ends of another part cost.
+        widths = [column.row_bytes for column in read]
+        self._gap_steps = max(GAP_BYTES // sum(widths), 2 * DIRECT_BYTES // min(widths))
         self._buffer_bytes = 2 * self._margin + sizes.chunks * each
         self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // sizes.chunk_steps))])
 
@@ -165,20 +170,31 @@ class WindowReader:
         """
         low, real = windows.low, windows.real
         shard = self._first_steps.searchsorted(low, side="right") - 1
-        within = low - self._first_steps[shard]
-        chunk = within // self._chunk_steps
+        chunk = (low - self._first_steps[shard]) // self._chunk_steps
         another = shard[1:] != shard[:-1]
-        apart = another | (chunk[1:] != chunk[:-1])
         numbers = shard[np.append(0, np.flatnonzero(another) + 1)]
+        first = low - windows.before if self._leads else low
         ends = np.maximum.accumulate(low + real)
+        # A chunk's share of the buffer has no room for what lies between it and the next one.
+        limit = np.where(chunk[1:] != chunk[:-1], 0, self._gap_steps)
+        inner = np.flatnonzero(another | (first[1:] - ends[:-1] > limit))
+        heads, tails = np.append(0, inner + 1), np.append(inner, len(low) - 1)
+        home, counts = shard[heads], tails - heads + 1
         ranges, starts, at = [], dict[int, Int64Array](), self._margin
         for number, column in enumerate(self._columns):
             if column.rows is None:
-                first = low - windows.before if column.lead else low
-                found, moved = self._ranges(column, first, ends, shard, apart, numbers, at)
-                at += int((found.end - found.begin + -found.end % DIRECT_BYTES).sum())
-                ranges.append(found)
-                starts[number] = moved
+                origin = (column.offsets - self._first_steps[:-1] * column.row_bytes)[home]
+                begin = origin + first[heads] * column.row_bytes
+                begin -= begin % DIRECT_BYTES
+                end = origin + ends[tails] * column.row_bytes
+                room = end - begin + -end % DIRECT_BYTES
+                place = at + np.cumsum(room) - room
+                at += int(room.sum())
+                file = np.searchsorted(numbers, home)
+                file = np.full_like(file, len(numbers)) if column.derived else file
+                ranges.append(Ranges(file=file, begin=begin, end=end, place=place))
+                # Where in the buffer step 0 of each window's file would be.
+                starts[number] = np.repeat(origin + place - begin, counts)
         assert at + self._margin <= len(buffer.memory), "the parts of so few chunks have room"
         total = calls = 0
         with self._files.opened(*numbers.tolist()) as files:
@@ -200,48 +216,6 @@ class WindowReader:
                 _copy(column.rows.reshape(-1), places, windows.slots, target)
         return total, calls
 
-    def _ranges(
-        self,
-        column: DiskColumn,
-        first: Int64Array,
-        ends: Int64Array,
-        shard: Int64Array,
-        apart: npt.NDArray[np.bool_],
-        numbers: Int64Array,
-        at: int,
-    ) -> tuple[Ranges, Int64Array]:
-        """Return what to read of a column, and where in the buffer step 0 of each window would be.
-
-        Parameters
-        ----------
-        first, ends, shard
-            (n,) first steps, the greatest last ones so far, and their shards.
-        apart
-            (n - 1,) whether a window begins in another chunk than the one before it.
-        numbers
-            The shards, each once.
-        at
-            Where in the buffer the first part goes.
-        """
-        far = (first[1:] - ends[:-1]) * column.row_bytes
-        # A chunk's share of the buffer has no room for what lies between it and the next one.
-        limit = np.where(apart, 0, max(GAP_BYTES, 2 * DIRECT_BYTES))
-        cut = far > limit
-        if not column.derived:
-            cut |= shard[1:] != shard[:-1]
-        inner = np.flatnonzero(cut)
-        heads, tails = np.append(0, inner + 1), np.append(inner, len(first) - 1)
-        home, last = shard[heads], shard[tails]
-        origin = column.offsets - self._first_steps[:-1] * column.row_bytes
-        begin = origin[home] + first[heads] * column.row_bytes
-        begin -= begin % DIRECT_BYTES
-        end = origin[last] + ends[tails] * column.row_bytes
-        room = end - begin + -end % DIRECT_BYTES
-        place = at + np.cumsum(room) - room
-        file = np.full(len(heads), len(numbers)) if column.derived else numbers.searchsorted(home)
-        moved = np.repeat(origin[home] + place - begin, tails - heads + 1)
-        return Ranges(file=file, begin=begin, end=end, place=place), moved
-
 
 def _joined(parts: Sequence[Ranges]) -> Ranges:
     def join(name: str) -> Int64Array:
@@ -251,8 +225,16 @@ def _joined(parts: Sequence[Ranges]) -> Ranges:
 
 
 def _copy(buffer: UInt8Array, places: Int64Array, slots: Int64Array, target: Array) -> None:
-    """Copy windows that begin at bytes `places` of a buffer to their slots."""
+    """Copy windows that begin at bytes `places` of a buffer to their slots.
+
+    NumPy lets other threads run while it copies large slices, or many items.
+    """
     window = target.dtype.itemsize
+    if window >= SLICE_BYTES:
+        flat = target.view(np.uint8).reshape(len(target), window)
+        for place, slot in zip(places.tolist(), slots.tolist(), strict=True):
+            flat[slot] = buffer[place : place + window]
+        return
     # One element for each byte, a window that begins there; the bytes are only moved.
     source: Array = np.ndarray((buffer.size - window + 1,), target.dtype, buffer.data, 0, (1,))
     step = max(COPY_BYTES // window, 1)
