@@ -338,11 +338,14 @@ def read_into(handle: int, buffer: memoryview, offset: int, *, where: str) -> No
     InputError
         ``FILE_SIZE`` when the file ends early, ``DATASET_READ`` when the disk fails.
     """
-    while len(buffer):
+    left = len(buffer)
+    while left:
         try:
             count = os.preadv(handle, [buffer], offset)
         except OSError as error:
             raise read_error(error, where) from error
+        if count == left:
+            return
         if count == 0:
             raise InputError(
                 "FILE_SIZE",
@@ -350,7 +353,7 @@ def read_into(handle: int, buffer: memoryview, offset: int, *, where: str) -> No
                 where=where,
                 remedy=REMEDY_DAMAGED,
             )
-        buffer, offset = buffer[count:], offset + count
+        buffer, offset, left = buffer[count:], offset + count, left - count
 
 
 def byte_view(array: npt.NDArray[Any]) -> memoryview:
