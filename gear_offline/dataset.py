@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.episode_tensors import check_episodes, read_episodes
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME, Manifest, ShardRecord
+from gear_offline.manifest import Manifest, ShardRecord
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array, TableSpec
 from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import (
     EPISODE_COLUMNS,
-    REMEDY_DAMAGED,
     TensorLayout,
     byte_view,
     file_stamp,
@@ -370,7 +370,7 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
             verify_shards(directory, manifest, path, threads=threads)
         parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
         for shard in manifest.shards:
-            for name, part in _read_episodes(directory, manifest, shard, path).items():
+            for name, part in read_episodes(directory, manifest, shard, path).items():
                 parts[name].append(part)
         identity = _identity(directory)
     finally:
@@ -378,7 +378,7 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
     values = {name: np.concatenate(found) for name, found in parts.items()}
     for array in values.values():
         array.setflags(write=False)
-    _check_episodes(manifest, values, path)
+    check_episodes(manifest, values, path)
     return Dataset(
         path=path,
         manifest=manifest,
@@ -396,37 +396,3 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
 def _stamp(directory: int, shard: ShardRecord, path: Path) -> tuple[int, ...]:
     with shard_file(directory, shard, path) as handle:
         return file_stamp(handle)
-
-
-def _read_episodes(
-    directory: int, manifest: Manifest, shard: ShardRecord, path: Path
-) -> dict[str, npt.NDArray[Any]]:
-    """Read a shard's per-episode tensors, always compared with their digests."""
-    found: dict[str, npt.NDArray[Any]] = {}
-    tensors = {t.name: t for t in manifest.tensors(shard)}
-    with shard_file(directory, shard, path) as handle:
-        check_header(handle, manifest, shard, path)
-        for column in EPISODE_COLUMNS:
-            tensor = tensors[column.name]
-            raw = np.empty(tensor.bytes, np.uint8)
-            data = byte_view(raw)
-            read_checked(handle, shard, tensor, manifest.block_bytes, path, tensor.start, data)
-            if tensor.dtype == np.bool_ and raw.max(initial=0) > 1:
-                raise _contradiction(path / shard.name, f"{column.name} is not 0 or 1 everywhere")
-            found[column.name] = raw.view(tensor.dtype)
-    if (found["episode_terminated"] & found["episode_truncated"]).any():
-        raise _contradiction(path / shard.name, "an episode is both terminated and truncated")
-    lengths = found["episode_lengths"]
-    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
-        raise _contradiction(path / shard.name, f"lengths do not add up to {shard.steps} steps")
-    return found
-
-
-def _check_episodes(manifest: Manifest, values: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
-    for key in ("terminated", "truncated"):
-        if int(values[f"episode_{key}"].sum()) != getattr(manifest, key):
-            raise _contradiction(path / MANIFEST_NAME, f"{key} episodes are counted otherwise")
-
-
-def _contradiction(where: Path, what: str) -> InputError:
-    return InputError("DATASET_CONTENT", what, where=str(where), remedy=REMEDY_DAMAGED)

@@ -172,7 +172,14 @@ class JointDataset(Dataset):
         """
         if mode == "mmap":
             raise in_memory_only("mode='mmap'", "use mode='read'")
-        return self.read(name, 0, self.spec.steps, check=self.verified)
+        return self.read(name, 0, self.spec.steps, check=self.checked)
+
+    def verify(self, *, threads: int | None = None) -> JointDataset:
+        """Return the tasks with every block compared with its digest; as `Dataset.verify`."""
+        if self.verified:
+            return self
+        tasks = [replace(task, dataset=task.dataset.verify(threads=threads)) for task in self.tasks]
+        return replace(self, tasks=tuple(tasks), verified=True, on_use=False)
 
     @contextmanager
     def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[Any]:
@@ -240,6 +247,7 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
         truncated=np.concatenate([part.truncated for part in parts]),
         returns=returns,
         verified=all(part.verified for part in parts),
+        on_use=any(part.on_use for part in parts),
         stamps=tuple(stamp for part in parts for stamp in part.stamps),
         _identity=(0, 0),
         tasks=tuple(tasks),

@@ -48,7 +48,7 @@ def copy_column(dataset: Dataset, name: str, put: Callable[[int, Array], None]) 
     rows = max(COPY_BYTES // spec.step_bytes, 1)
 
     def work(index: int) -> None:
-        with dataset.reader(index, [name], check=dataset.verified) as reader:
+        with dataset.reader(index, [name], check=dataset.checked) as reader:
             for first in range(firsts[index], firsts[index + 1], rows):
                 piece = np.empty(
                     (min(rows, firsts[index + 1] - first), *spec.shape), dtype=spec.dtype

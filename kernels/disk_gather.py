@@ -29,6 +29,7 @@ from gear_offline.disk_table import (
     slot_stores,
     slot_table,
 )
+from gear_offline.joint import tasks_of
 from gear_offline.joint_disk import open_shards
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.kernels.gather_ahead import GatherAhead
@@ -134,7 +135,7 @@ class DiskGather:
         pin: bool = False,
         direct: bool = True,
     ) -> None:
-        if dataset.on_use:
+        if dataset.on_use and not tasks_of(dataset):  # whose columns are copied, and compared then
             dataset = dataset.verify()  # a window is not a block that could be compared
         plans = disk_plans(
             dataset,

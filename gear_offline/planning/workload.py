@@ -87,7 +87,7 @@ class Described:
 
     spec: TableSpec
     episodes: EpisodeIndex
-    verified: bool = False
+    checked: bool = False
 
     @property
     def statistics(self) -> Mapping[str, Any]:
