@@ -33,8 +33,8 @@ SURFACE = {
     "bench": "name sizes quick json",
     "sweep": "recipe overrides seeds out mode parallel json quiet",
     "strategies": "recipe overrides strategies train seeds threshold jobs out json quiet",
-    "plan": "recipe overrides nodes gpus nic_gbps nics hardware host_memory disk_rate data columns "
-    "episode_length json",
+    "plan": "recipe overrides nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
+    "episode-length json",
     "doctor": "json",
 }
 

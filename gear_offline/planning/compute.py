@@ -158,7 +158,7 @@ def step_cost(
         parameters=parameters,
         flops=flops,
         encoder_flops=encoding,
-        compute_seconds=busy if captured else max(busy, launched * gpu.launch),
+        compute_seconds=busy if captured else max(busy, gpu.host_step + launched * gpu.launch),
         travelling_bytes=parameters * (SHARD_TRAFFIC / 2 if sharded else 4 if casts else 2),
         memory_bytes=state / (ranks if sharded else 1) + kept,
         begin_seconds=parameters * DRAW_SECONDS

@@ -39,6 +39,8 @@ class Gpu(_Part):
     """Least seconds of one kernel in a captured graph."""
     launch: Seconds
     """Seconds a kernel where the host launches one by one."""
+    host_step: Seconds
+    """Seconds of Python in such a step, beside the launches."""
 
 
 class Reads(_Part):
