@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,23 @@ def _own_stream() -> Any:
     """Return torch's current stream; None for the default one, which cannot be captured."""
     current = torch.cuda.current_stream()
     return None if current == torch.cuda.default_stream() else current
+
+
+@contextlib.contextmanager
+def _any_stream() -> Iterator[None]:
+    """Let gradients belong to another stream than the one they are computed on.
+
+    torch warns of that, as it costs a synchronisation and breaks captures; a warm-up is neither.
+    """
+    switch = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if switch is None:
+        yield
+        return
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)
 
 
 def why_not_captured(
@@ -162,6 +180,7 @@ class CapturedStep:
             self._ranks = RankGradients(optimizer.parameters, divisor=self._divisor)
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
+        gc.collect()  # graphs of the model's making hold gradients that belong to its stream
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
@@ -245,7 +264,7 @@ class CapturedStep:
         cpu_random = torch.get_rng_state()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _any_stream():
             for _ in range(WARM_UPS):
                 self._optimizer.zero_gradients()
                 self._row.fill_(0)

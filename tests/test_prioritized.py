@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import draws
-from gear_offline.laws.prioritized import Prioritized, code_of, importance_weights
+from gear_offline.laws.prioritized import Prioritized, _whole_name, code_of, importance_weights
 from gear_offline.laws.sum_tree import SumTree
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import LearnsFromLosses
@@ -229,3 +229,9 @@ def test_an_empty_update_and_minus_zero() -> None:
     law.update(np.zeros((0, 2), np.int64), losses_of([]))
     law.update(NAMES[:1], losses_of([-0.0]))
     assert law.updates == 2 and int(law.masses[0]) < int(law.masses[1])
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    assert _whole_name("cuda") == _whole_name("cuda:1") != _whole_name("cuda:0")
+    assert _whole_name("cpu") == "cpu"

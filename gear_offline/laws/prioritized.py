@@ -182,7 +182,7 @@ class Prioritized(SlotLaw):
                 moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
                 del self._tree
             self._device = moved
-        if self._device.device != device:
+        if _whole_name(self._device.device) != _whole_name(device):
             raise UnavailableError(
                 "ENGINE_SELECTION",
                 f"the priorities are in the memory of {self._device.device}, not of {device}",
@@ -353,3 +353,13 @@ def _masses(priorities: Float64Array, steps: int, alpha: float, largest: float) 
 def largest_mass(steps: int) -> int:
     """Return M for a table of N steps: a power of two, exact in float64."""
     return 1 << ((MAX_TOTAL // steps).bit_length() - 1)
+
+
+def _whole_name(device: Any) -> str:
+    """Return a torch device with its number: ``cuda`` is the current one."""
+    import torch
+
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(found)
