@@ -73,9 +73,9 @@ def _time_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "step",
-            f"{_time(step['seconds'])}: model {_time(step['compute_seconds'])}, gradients "
-            f"{_time(step['averaging_exposed_seconds'])} of "
-            f"{_time(step['averaging_seconds'])} not hidden, "
+            f"{_time(step['seconds'])}: model {_time(step['compute_seconds'])}, slowed by "
+            f"{_time(step['averaging_exposed_seconds'])} while gradients travel "
+            f"({_time(step['averaging_seconds'])}), "
             f"data {_time(step['stall_seconds'])} ({step['stall_share']:.1%} stall)",
         ),
         (
