@@ -58,8 +58,9 @@ def evaluate_run(
 
     folder = find_checkpoint(Path(run), checkpoint)
     state = read_state(folder)
-    recipe = Recipe.parse(state["recipe"], where=str(folder))
-    if not tasks_in(recipe):
+    said = state.get("recipe")  # a checkpoint that lacks it is refused where all of it is verified
+    recipe = Recipe.parse(said, where=str(folder)) if isinstance(said, dict) else None
+    if recipe is None or not tasks_in(recipe):
         return evaluate(
             run,
             targets=targets,

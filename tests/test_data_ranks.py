@@ -57,7 +57,8 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
     batches = [next(whole) for _ in range(STEPS)]
     all_bytes = dataset.manifest.total_bytes
     if "mode" not in options:
-        assert read_bytes() - before > all_bytes, "the count sees what a loader reads"
+        # All but the columns that no batch has.
+        assert read_bytes() - before > 0.9 * all_bytes, "the count sees what a loader reads"
     before = read_bytes()
     idle = GearLoader(dataset.path, world=idle_world(), **settings)
     found = [next(idle) for _ in range(STEPS)]
@@ -145,7 +146,7 @@ def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
     assert [line["segments_read"] for line in ranks] == [BATCH // 2, 0, BATCH // 2, 0]
     all_bytes = dataset.manifest.total_bytes
     for line in ranks:
-        assert (line["bytes_read"] > all_bytes) == line["feeds"]
+        assert (line["bytes_read"] > 0.9 * all_bytes) == line["feeds"]
     loader = GearLoader(dataset, batch_size=BATCH, device="cpu")
     batches = [next(loader).model_inputs() for _ in range(STEPS)]
     for half in range(2):

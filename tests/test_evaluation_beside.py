@@ -126,7 +126,9 @@ def test_a_killed_trainer_leaves_no_worker_and_loses_no_evaluation(
 def child() -> None:
     """Train with two workers and stay at the end, for a test that kills."""
     register_importable()
-    recipe = tiny_recipe(Path(sys.argv[1]), "evaluate.beside=on", "evaluate.workers=2")
+    # Written at once: an evaluation begins when its checkpoint is there, and steps end at 15.
+    options = ("evaluate.beside=on", "evaluate.workers=2", "train.save=sync")
+    recipe = tiny_recipe(Path(sys.argv[1]), *options)
     with interrupted_never():
         train(recipe, out=Path(sys.argv[2]), quiet=True)
 

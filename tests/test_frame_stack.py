@@ -16,7 +16,6 @@ from gear_offline.errors import InputError
 from gear_offline.host_table import host_table
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.sharded import ShardedBatches
 from gear_offline.selection import Segments, make_selection
 from gear_offline.table import build_table
 from tests.image_support import image_columns
@@ -196,11 +195,3 @@ def test_vectors_are_not_stacked(tmp_path: Path) -> None:
     table = build_table(dataset, context_length=3)
     with pytest.raises(InputError, match="from 1 to 3"):
         CpuGather(table, context_length=4)
-
-
-def test_stacks_do_not_travel_between_nodes() -> None:
-    table = build_table(MemoryTable(image_columns(9, (4, 4)), [9]), context_length=2, frame_stack=2)
-    parts: dict[str, Any] = dict.fromkeys(("world", "share", "gather", "exchange", "selection"))
-    numbers: dict[str, Any] = {"seed": 0, "batch_size": 4, "context_length": 2}
-    call = lambda: ShardedBatches(table=table, padding="right", **parts, **numbers)  # noqa: E731
-    assert failing_code(call) == "FRAME_STACK"
