@@ -145,8 +145,9 @@ def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
     assert [line["feeds"] for line in ranks] == [True, False, True, False]
     assert [line["segments_read"] for line in ranks] == [BATCH // 2, 0, BATCH // 2, 0]
     all_bytes = dataset.manifest.total_bytes
-    for line in ranks:
-        assert (line["bytes_read"] > 0.9 * all_bytes) == line["feeds"]
+    # The first rank of the node reads and verifies the table that the ranks which feed share.
+    shares = [int(line["bytes_read"]) / all_bytes for line in ranks]
+    assert shares[0] > 0.9 and max(shares[1:]) < 0.05
     loader = GearLoader(dataset, batch_size=BATCH, device="cpu")
     batches = [next(loader).model_inputs() for _ in range(STEPS)]
     for half in range(2):
