@@ -387,8 +387,7 @@ def test_the_page_of_a_study(document: dict[str, Any], tmp_path: Path) -> None:
 
     page, found = tmp_path / "study.md", tmp_path / "strategies.json"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    whole = {**PLAIN, "training": document}
-    found.write_text(json.dumps(whole))
+    found.write_text(json.dumps(whole := {**PLAIN, "training": document}))
     main([f"tiny={found}", f"again={found}"], page=page)
     text = page.read_text()
     assert "### tiny" in text and "old\n" not in text and text.endswith("\nafter\n")
