@@ -5,11 +5,12 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-gpu test-rdma fuzz trust soak lint format bench clean
+.PHONY: help demo test test-long test-gpu test-rdma fuzz trust soak lint format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
 	@echo "make test      set up and run the CPU test suite"
+	@echo "make test-long run the tests of half a minute and more that make test leaves out"
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
 	@echo "make fuzz      fuzz manifest, shard header, recipe and HDF5 import for about an hour"
@@ -25,7 +26,11 @@ demo:
 
 test:
 	@.ci/setup test
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 -m "not long" --durations 30
+
+test-long:
+	@.ci/setup test
+	@$(BIN)/python -m pytest -n 2 -m long
 
 test-gpu:
 	@python3 -m pytest -m gpu

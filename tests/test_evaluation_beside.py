@@ -98,6 +98,7 @@ def test_real_workers_find_the_same_returns(data: Path, in_place: Path, tmp_path
     assert summary["evaluation_best"]["step"] == best["step"]
 
 
+@pytest.mark.long
 def test_a_killed_trainer_leaves_no_worker_and_loses_no_evaluation(
     data: Path, in_place: Path, tmp_path: Path
 ) -> None:

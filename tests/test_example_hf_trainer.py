@@ -87,6 +87,7 @@ def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Pa
     assert any(not torch.equal(wrong[name], value) for name, value in expected.items())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_two_ranks_learn_what_one_learns(dataset: Dataset, tmp_path: Path) -> None:
     """They share each batch, and padding weighs as it would alone; then one resumes alone."""

@@ -344,6 +344,7 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     assert torch.isfinite(learner._window[:2]).all()
 
 
+@pytest.mark.long
 def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0")
     path = tmp_path / "several.yaml"

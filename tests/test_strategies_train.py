@@ -241,6 +241,7 @@ def victim(data: Path, out: Path) -> None:
     run(recipe_of(data), out)
 
 
+@pytest.mark.long
 def test_a_killed_comparison_goes_on(
     document: dict[str, Any], data: Path, out: Path, tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def test_the_mode_is_chosen_by_the_machine(
         chosen(CPU, 4, parallel=0)
 
 
+@pytest.mark.long
 def test_processes_are_killed_and_stopped_and_go_on(data: Path, tmp_path: Path) -> None:
     """One worker is killed, then the sweep is stopped; after that its runs end as alone."""
     out = tmp_path / "sweep"
