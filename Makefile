@@ -24,10 +24,14 @@ demo:
 	@.ci/setup demo
 	@$(BIN)/python -m gear_offline.demo
 
+# One thread a process: two processes share two cores, and threads that wait for each other's core
+# made the tests of training several times slower.  Tests of threads set their own number.
+test: export OMP_NUM_THREADS = 1
 test:
 	@.ci/setup test
 	@$(BIN)/python -m pytest -n 2 -m "not long" --durations 30
 
+test-long: export OMP_NUM_THREADS = 1
 test-long:
 	@.ci/setup test
 	@$(BIN)/python -m pytest -n 2 -m long

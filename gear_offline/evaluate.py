@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +35,7 @@ from gear_offline.evaluation_report import (
 from gear_offline.progress import progress, say
 from gear_offline.scores import ReferenceScores, reference_scores
 from gear_offline.staging import check_new_file, write_error
+from gear_offline.torch_threads import torch_threads
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -207,7 +207,7 @@ def evaluate(
         context_length=context_length,
         device=where,
     )
-    with _threads(recipe.train.threads):
+    with torch_threads(recipe.train.threads):
         report = evaluate_policy(
             policy,
             environment_id=environment_id,
@@ -237,19 +237,6 @@ def evaluate(
             raise write_error(error, str(out)) from error
         say(f"the result could not be kept in {home}: {error}")
     return report
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use `count` threads, as the training did; ``None`` changes nothing."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _chosen(value: Any, default: Any, name: str, remedy: str) -> Any:

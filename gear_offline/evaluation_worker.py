@@ -18,6 +18,7 @@ from typing import Any
 from gear_offline.errors import GearError
 from gear_offline.metrics import finite
 from gear_offline.processes import die_with_parent
+from gear_offline.torch_threads import torch_threads
 
 NICENESS = 5  # where cores are short, training goes first
 
@@ -117,25 +118,20 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     from gear_offline.checkpoint import read_checkpoint, restore_model
     from gear_offline.models.policy import Policy
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(request.threads)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            found = read_checkpoint(Path(request.checkpoint), training=False)
-            loader, model = found.state.recipe.loader, restore_model(found)
-            if not request.environment:
-                return play_tasks(model, found.state.recipe, request)
-            policy = Policy(
-                model,
-                state_mean=found.state.state_mean,
-                state_std=found.state.state_std,
-                returns_scale=loader.returns_scale,
-                context_length=loader.context_length,
-                device=request.device,
-            )
-            return play(policy, request)
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(request.threads), torch.random.fork_rng(devices=[]):
+        found = read_checkpoint(Path(request.checkpoint), training=False)
+        loader, model = found.state.recipe.loader, restore_model(found)
+        if not request.environment:
+            return play_tasks(model, found.state.recipe, request)
+        policy = Policy(
+            model,
+            state_mean=found.state.state_mean,
+            state_std=found.state.state_std,
+            returns_scale=loader.returns_scale,
+            context_length=loader.context_length,
+            device=request.device,
+        )
+        return play(policy, request)
 
 
 def answer(line: str) -> dict[str, Any]:

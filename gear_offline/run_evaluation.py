@@ -9,7 +9,7 @@ from rich.console import Console
 
 from gear_offline.checkpoint_folder import find_checkpoint, run_of
 from gear_offline.errors import GearError
-from gear_offline.evaluate import _threads, check_sizes, evaluate, print_report
+from gear_offline.evaluate import check_sizes, evaluate, print_report
 from gear_offline.evaluation_report import EvaluationReport, keep_earlier
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
@@ -21,6 +21,7 @@ from gear_offline.task_evaluation import (
     print_tasks,
 )
 from gear_offline.task_recipes import tasks_in
+from gear_offline.torch_threads import torch_threads
 
 
 def evaluate_run(
@@ -107,7 +108,7 @@ def _play(
             check_sizes(policy.model, environment)
         return policy
 
-    with _threads(recipe.train.threads):
+    with torch_threads(recipe.train.threads):
         report = evaluate_tasks(
             policy_of,
             recipe,

@@ -16,6 +16,7 @@ import torch
 from gear_offline.determinism import deterministic
 from gear_offline.sweep_points import SweepPoint
 from gear_offline.sweep_track import Track
+from gear_offline.torch_threads import torch_threads
 from gear_offline.training_run import LeadingRun
 
 CHUNK = 8  # steps of a run that are launched together
@@ -123,7 +124,12 @@ class Lane:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let torch work for this run, for anything that it does."""
-        with self.track.alone(), deterministic(self.run.settings.deterministic):
+        settings = self.run.settings
+        with (
+            self.track.alone(),
+            torch_threads(settings.threads),
+            deterministic(settings.deterministic),
+        ):
             yield
 
     @property

@@ -29,6 +29,7 @@ from gear_offline.staging import write_error
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_lane import Lane, TurnRun
 from gear_offline.sweep_points import SweepPoint
+from gear_offline.torch_threads import torch_threads
 from gear_offline.trainer import check_resumed
 from gear_offline.training_run import TrainingInterrupted
 
@@ -127,7 +128,8 @@ class Turns:
             dataset = self._prepare(point)
             recipe, sizes = resolve(self._share(point.recipe), dataset, quiet=True)
             check_resumed(directory, recipe)
-            with lane.track.alone(), deterministic(recipe.train.deterministic):
+            threads = torch_threads(recipe.train.threads)
+            with lane.track.alone(), threads, deterministic(recipe.train.deterministic):
                 torch.manual_seed(recipe.seed)
                 with self._tables.used():
                     learner = Learner(recipe, sizes, dataset, self._device)

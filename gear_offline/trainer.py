@@ -26,6 +26,7 @@ from gear_offline.recipe_checks import check_recipe
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.staging import write_error
 from gear_offline.task_recipes import open_tasks
+from gear_offline.torch_threads import torch_threads
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
 from gear_offline.world import World, open_world, rank_device
 
@@ -177,13 +178,8 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 @contextmanager
 def _torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Set torch's threads and random numbers; give the caller's back at the end."""
-    threads = torch.get_num_threads()
     random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with random, deterministic(recipe.train.deterministic):
+    threads = torch_threads(recipe.train.threads)
+    with random, threads, deterministic(recipe.train.deterministic):
         torch.manual_seed(recipe.seed)
-        if recipe.train.threads is not None:
-            torch.set_num_threads(recipe.train.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        yield
