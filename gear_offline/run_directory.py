@@ -14,20 +14,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import stat
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import InputError
+from gear_offline.held_directory import LOCK, HeldDirectory
 from gear_offline.recipe import Recipe
 
-LOCK = ".lock"
 # what a run writes before its first checkpoint
 FALSE_START = (
     *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "plots"),
@@ -74,10 +72,8 @@ def default_run_path(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-s{recipe.seed}"
 
 
-class RunDirectory:
+class RunDirectory(HeldDirectory):
     """A run directory held for writing; a context manager.
-
-    The lock is the kernel's (``flock``): it ends with the process, however that ends.
 
     Parameters
     ----------
@@ -96,23 +92,13 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         self._check(resume)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise InputError(
-                "RUN_DIRECTORY", f"cannot make the run directory: {error.strerror}", where=str(path)
-            ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise InputError(
-                "RUN_LOCKED",
-                "another process is writing this run",
-                where=str(path),
-                remedy="wait for it, or train into another directory",
-            ) from None
+        taken = InputError(
+            "RUN_LOCKED",
+            "another process is writing this run",
+            where=str(path),
+            remedy="wait for it, or train into another directory",
+        )
+        super().__init__(path, unusable="RUN_DIRECTORY", taken=taken)
         try:
             self._check(resume)  # another process may have begun a run before we had the lock
         except InputError:
@@ -191,20 +177,3 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store ``summary.json``."""
         write_whole(self.summary_path, json.dumps(summary, indent=2, allow_nan=False).encode())
-
-    def close(self) -> None:
-        """Let others write."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

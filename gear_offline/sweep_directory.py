@@ -10,25 +10,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gear_offline.errors import InputError
+from gear_offline.held_directory import LOCK, HeldDirectory
 from gear_offline.metrics import finite
 from gear_offline.run_directory import read_regular, write_whole
 from gear_offline.sweep_points import SweepPoint, flat
 
 FORMAT = 1
-LOCK = ".lock"
 MOST_BYTES = 1 << 30
 
 
-class SweepDirectory:
+class SweepDirectory(HeldDirectory):
     """A sweep's directory held for writing; a context manager.
 
     Parameters
@@ -55,15 +52,14 @@ class SweepDirectory:
     def __init__(self, path: Path, points: Sequence[SweepPoint], *, free: Sequence[str]) -> None:
         self.path = path
         self._refuse_foreign()
+        taken = InputError(
+            "SWEEP_LOCKED",
+            "another process is running this sweep",
+            where=str(path),
+            remedy="wait for it, or sweep into another directory",
+        )
+        super().__init__(path, unusable="SWEEP_DIRECTORY", taken=taken)
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise InputError(
-                "SWEEP_DIRECTORY", f"cannot make the directory: {error.strerror}", where=str(path)
-            ) from error
-        try:
-            self._take_lock()
             self.document = self._read() if self.json_path.exists() else {}
             if self.document:
                 self._check_same(points, set(free))
@@ -119,17 +115,6 @@ class SweepDirectory:
                 remedy="give another directory with --out",
             )
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(
-                "SWEEP_LOCKED",
-                "another process is running this sweep",
-                where=str(self.path),
-                remedy="wait for it, or sweep into another directory",
-            ) from None
-
     def _read(self) -> dict[str, Any]:
         return read_sweep(self.path)
 
@@ -154,23 +139,6 @@ class SweepDirectory:
                 where=str(self.path),
                 remedy="give the same points to go on with it, or another directory with --out",
             )
-
-    def close(self) -> None:
-        """Let others write."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_sweep(path: Path) -> dict[str, Any]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
-from types import TracebackType
-from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, TextColumn
 
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
+from gear_offline.progress_bar import BarDisplay
 
 REDRAW_SECONDS = 0.2
 
 
-class SweepDisplay:
+class SweepDisplay(BarDisplay):
     """Runs done, optimiser steps of all runs, their rate and the time left, on stderr.
 
     Parameters
@@ -32,42 +29,18 @@ class SweepDisplay:
     """
 
     def __init__(self, name: str, runs: dict[str, int], *, quiet: bool, bar: bool = True) -> None:
-        self._name, self._quiet = name, quiet
+        total = sum(runs.values())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
+        super().__init__(name, *columns, total=total, bar=bar, quiet=quiet)
         self._wanted = dict(runs)
         self._done = dict.fromkeys(runs, 0)
         self._ended: set[str] = set()
         self._first: int | None = None
         self._began = self._drawn = self._printed = time.monotonic()
-        self._bar: Progress | None = None
-        if bar and not quiet and sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[facts]}"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(name, total=sum(runs.values()), facts="")
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def say(self, message: str) -> None:
-        """Print a line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
-        else:
-            say(message, quiet=self._quiet)
 
     def begin(self, done: dict[str, int]) -> None:
         """Begin to measure; runs that went on from before have `done` steps."""

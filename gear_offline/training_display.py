@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import timedelta
-from types import TracebackType
-from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
+from gear_offline.progress_bar import BarDisplay
 
 REDRAW_SECONDS = 0.1
 
 
-class TrainingDisplay:
+class TrainingDisplay(BarDisplay):
     """Step, loss, speed, time left and last score of a run, on stderr.
 
     Parameters
@@ -30,42 +27,14 @@ class TrainingDisplay:
     """
 
     def __init__(self, name: str, *, steps: int, done: int, quiet: bool) -> None:
-        self._name, self._steps, self._first, self._quiet = name, steps, done, quiet
+        text, facts = TextColumn("{task.description}"), TextColumn("{task.fields[facts]}")
+        columns = (text, BarColumn(), MofNCompleteColumn(), facts)
+        super().__init__(name, *columns, total=steps, done=done, quiet=quiet)
+        self._steps, self._first = steps, done
         self._started = self._drawn = self._printed = time.monotonic()
         self._loss: float | None = None
         self._score: str | None = None
         self._paused_seconds = 0.0
-        self._bar: Progress | None = None
-        if not quiet and sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[facts]}"),
-                console=Console(stderr=True),
-            )
-            self._task = self._bar.add_task(name, total=steps, completed=done, facts="")
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def say(self, message: str) -> None:
-        """Print a line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
-        else:
-            say(message, quiet=self._quiet)
 
     def step(self, done: int) -> None:
         """Move the bar; cheap enough for every step."""

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from gear_offline.closing import Closing
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.collect.rollout import Episode, EpisodePlan, EpisodeScore, Player
 from gear_offline.errors import GearError
@@ -48,7 +48,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Crew:
+class Crew(Closing):
     """Plays plans in this process (``processes=1``) or in several; a context manager.
 
     Parameters
@@ -111,17 +111,6 @@ class Crew:
         self._player.close()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _result(future: Future[ResultT]) -> ResultT:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from gear_offline.exchange.contract import (
     Shelf,
 )
 from gear_offline.exchange.directory import Directory, exchange_notices, own_notice
+from gear_offline.exchange.membership import Membership
 from gear_offline.exchange.memory import put_rows, run_indices, take_rows
 from gear_offline.exchange.mesh import Mesh
 
@@ -53,7 +54,7 @@ class _Step:
     done: Any = None  # CUDA event
 
 
-class CollectiveExchange:
+class CollectiveExchange(Membership):
     """An `Exchange` over a process group of its own.
 
     Parameters
@@ -258,16 +259,6 @@ class CollectiveExchange:
             # reference waits for them: not this thread.
             Thread(target=group.clear, name="gear-exchange-end", daemon=True).start()
         self._mesh.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None and not self._ledger.closed:
-            self._mesh.abort(f"{type(error).__name__}: {error}")
-            if self._ledger.error is None:
-                self._ledger.error = GearError("EXCHANGE_CLOSED", "left after an error")
-        self.close()
 
 
 def _own_group(mesh: Mesh, device: torch.device, timeout: timedelta) -> Any:

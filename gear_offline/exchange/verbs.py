@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from gear_offline.errors import GearError
 from gear_offline.exchange.contract import DEPTH, TIMEOUT, Destination, Ledger, Reads, Shelf
 from gear_offline.exchange.directory import Directory, exchange_notices, own_notice
 from gear_offline.exchange.endpoint import REFUSED, STATUS, WINDOW, Card, Endpoint, Region
+from gear_offline.exchange.membership import Membership
 from gear_offline.exchange.memory import RowMemory, put_rows, run_indices, take_rows
 from gear_offline.exchange.mesh import Mesh
 from gear_offline.exchange.rdma_device import Port
@@ -57,7 +58,7 @@ class _Flight:
     count: int
 
 
-class VerbsExchange:
+class VerbsExchange(Membership):
     """An `Exchange` over RDMA.
 
     Parameters
@@ -301,16 +302,6 @@ class VerbsExchange:
         self._flights.clear()
         self._endpoint.close()
         self._mesh.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is not None and not self._ledger.closed:
-            self._mesh.abort(f"{type(error).__name__}: {error}")
-            if self._ledger.error is None:
-                self._ledger.error = GearError("EXCHANGE_CLOSED", "left after an error")
-        self.close()
 
 
 def _finish_gpu_work() -> None:

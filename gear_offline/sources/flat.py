@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import COLUMN_NAME, BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
@@ -128,7 +128,7 @@ def _some(names: Any, limit: int = 12) -> str:
     return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
 
 
-class FlatSource:
+class FlatSource(Closing):
     """A `Source` over an `Hdf5Rows`; see `gear_offline.sources.base.Source`.
 
     Parameters
@@ -210,14 +210,3 @@ class FlatSource:
     def close(self) -> None:
         """Release the file; reading afterwards raises ValueError."""
         self._rows.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

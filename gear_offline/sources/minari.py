@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.scores import reference_scores
@@ -79,7 +79,7 @@ class Storage(Protocol):
     def close(self) -> None: ...
 
 
-class MinariSource:
+class MinariSource(Closing):
     """A `Source` over a Minari dataset; see `gear_offline.sources.base.Source`.
 
     Parameters
@@ -148,17 +148,6 @@ class MinariSource:
     def close(self) -> None:
         """Release the files; reading afterwards raises ValueError."""
         self._storage.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_minari(path: Path, *, uri: str | None, rule: str | None) -> MinariSource:

@@ -1,0 +1,60 @@
+"""A bar of a person's own terminal, with lines above it; plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
+
+from gear_offline.progress import say
+
+
+class BarDisplay:
+    """Shows one bar on stderr if that is a terminal; a context manager.
+
+    Parameters
+    ----------
+    name
+        Stands before the bar.
+    columns
+        Of the bar.
+    total, done
+        Where it ends and begins.
+    bar
+        Whether there is to be one.
+    quiet
+        Say nothing at all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *columns: ProgressColumn,
+        total: int,
+        done: int = 0,
+        bar: bool = True,
+        quiet: bool,
+    ) -> None:
+        self._name, self._quiet = name, quiet
+        self._bar: Progress | None = None
+        if bar and not quiet and sys.stderr.isatty():
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(name, total=total, completed=done, facts="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(message, quiet=self._quiet)
