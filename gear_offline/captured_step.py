@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,23 +51,6 @@ def _own_stream() -> Any:
     """Return torch's current stream; None for the default one, which cannot be captured."""
     current = torch.cuda.current_stream()
     return None if current == torch.cuda.default_stream() else current
-
-
-@contextlib.contextmanager
-def _any_stream() -> Iterator[None]:
-    """Let gradients belong to another stream than the one they are computed on.
-
-    torch warns of that, as it costs a synchronisation and breaks captures; a warm-up is neither.
-    """
-    switch = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if switch is None:
-        yield
-        return
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
 
 
 def why_not_captured(
@@ -180,7 +162,6 @@ class CapturedStep:
             self._ranks = RankGradients(optimizer.parameters, divisor=self._divisor)
         self._graph = torch.cuda.CUDAGraph()
         self.fill_seconds = self._time_fill(step)
-        gc.collect()  # graphs of the model's making hold gradients that belong to its stream
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             self._warm_up(step, filled)
         optimizer.zero_gradients()
@@ -253,7 +234,9 @@ class CapturedStep:
     def _warm_up(self, step: int, filled: int) -> None:
         """Run some steps on another stream, as capturing asks for, and undo what they did."""
         saved: list[tuple[Tensor, Tensor]] = [
-            (tensor, tensor.clone())
+            # Detached: a copy that knew its parameter would keep the node that sums up the
+            # parameter's gradient, made on this stream, and the warm-up would use that.
+            (tensor, tensor.detach().clone())
             for tensor in (
                 *self._optimizer.weights,
                 *self._optimizer.state().values(),
@@ -264,7 +247,7 @@ class CapturedStep:
         cpu_random = torch.get_rng_state()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _any_stream():
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 self._optimizer.zero_gradients()
                 self._row.fill_(0)

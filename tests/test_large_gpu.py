@@ -28,8 +28,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-    # of nodes that a first call left in a cycle: torch synchronises streams once more
-    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
 ]
 STEPS = 20
 # products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits

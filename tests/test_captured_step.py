@@ -1,0 +1,76 @@
+"""What a captured step does around its capture, on the CPU with CUDA's calls left out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gear_offline.captured_step import WARM_UPS, CapturedStep
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+class Weights:
+    """An optimiser's face, over one parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.moment = parameter, torch.zeros(3)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [self.parameter]
+
+    def state(self) -> dict[str, Tensor]:
+        return {"moment": self.moment}
+
+    def zero_gradients(self) -> None:
+        self.parameter.grad = None
+
+
+def holders(parameter: nn.Parameter) -> int:
+    """Return how many tensors there are whose graph ends at a parameter."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    nexts = [node for t in tensors if t.grad_fn is not None for node, _ in t.grad_fn.next_functions]
+    return sum(getattr(node, "variable", None) is parameter for node in nexts)
+
+
+def test_a_warm_up_leaves_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is kept has nodes of gradients that belong to the stream they were made on."""
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    parameter = nn.Parameter(torch.arange(3.0))
+    some: Any = object.__new__(CapturedStep)
+    some._optimizer, some._window = Weights(parameter), torch.ones(4, 2)
+    some._row, some._index = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+    steps: list[int] = []
+    some._batches = type("Batches", (), {"set_step": lambda _, step: steps.append(step)})()
+    found = []
+
+    def step() -> None:
+        found.append(holders(parameter))
+        assert (int(some._row), int(some._index)) == (0, 5)
+        torch.rand(1)
+        (parameter.square().sum()).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            parameter.add_(1)
+        some._optimizer.moment.add_(1)
+        some._window.zero_()
+
+    some._run = step
+    random = torch.get_rng_state()
+    some._warm_up(5, 2)
+    assert found == [0] * WARM_UPS
+    assert parameter.tolist() == [0, 1, 2] and some._optimizer.moment.tolist() == [0, 0, 0]
+    assert bool((some._window == 1).all()) and torch.equal(torch.get_rng_state(), random)
+    assert (int(some._row), int(some._index), steps) == (2, 5, [5])
