@@ -21,16 +21,28 @@ class Function:
     where CuPy's own call takes six.
     """
 
-    def __init__(self, kernel: Any, driver: Any) -> None:
+    def __init__(self, kernel: Any, driver: Any, context: int) -> None:
         self._kernel = kernel  # keeps the module loaded
         self._handle = int(kernel.kernel.ptr)
-        self._driver = driver
+        self._driver, self._context = driver, context
 
     def launch(self, blocks: int, threads: int, stream: int, parameters: Parameters) -> None:
-        """Launch on the CUDA stream `stream`; the parameters are copied at once."""
-        self._driver.launchKernel(
-            self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, parameters.pointer, 0
-        )
+        """Launch on the CUDA stream `stream`; the parameters are copied at once.
+
+        The driver launches in the calling thread's context.  A thread that has not used CUDA yet
+        has none, and one that works on another GPU has that one's: it gets the kernel's meanwhile.
+        """
+        driver = self._driver
+        before = driver.ctxGetCurrent()
+        if before != self._context:
+            driver.ctxSetCurrent(self._context)
+        try:
+            driver.launchKernel(
+                self._handle, blocks, 1, 1, threads, 1, 1, 0, stream, parameters.pointer, 0
+            )
+        finally:
+            if before and before != self._context:
+                driver.ctxSetCurrent(before)
 
 
 class Parameters:
@@ -56,8 +68,10 @@ def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Funct
 def _function(source: str, name: str, device: int) -> Function:
     cupy = import_cupy()
     module = _module(source, device)
+    driver = cupy.cuda.driver
     with cupy.cuda.Device(device):
-        return Function(module.get_function(name), cupy.cuda.driver)
+        cupy.cuda.runtime.free(0)  # does nothing, but gives this thread the device's context
+        return Function(module.get_function(name), driver, driver.ctxGetCurrent())
 
 
 @cache

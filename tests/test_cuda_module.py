@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -103,3 +104,55 @@ def test_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cupy(monkeypatch, capability="61", module=None)
     error = failing()
     assert error.code == "GPU_TOO_OLD" and "6.1" in str(error)
+
+
+class Driver:
+    """Remembers the context of every launch."""
+
+    def __init__(self, current: int) -> None:
+        self.current, self.launched = current, list[int]()
+        self.fails = False
+
+    def ctxGetCurrent(self) -> int:
+        return self.current
+
+    def ctxSetCurrent(self, context: int) -> None:
+        self.current = context
+
+    def launchKernel(self, *arguments: int) -> None:
+        self.launched.append(self.current)
+        if self.fails:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE")
+
+
+@pytest.mark.parametrize(("before", "after"), [(7, 7), (0, 7), (8, 8)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_launches_are_in_the_context_of_the_kernel(before: int, after: int, fails: bool) -> None:
+    """Also in a thread that has none yet, and in one that works on another GPU."""
+    kernel, driver = SimpleNamespace(kernel=SimpleNamespace(ptr=1)), Driver(before)
+    driver.fails = fails
+    function = cuda_module.Function(kernel, driver, 7)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        function.launch(1, 32, 0, cuda_module.Parameters(0))
+    assert driver.launched == [7] and driver.current == after
+
+
+def test_functions_know_the_context_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def compile(self) -> None:
+            pass
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+
+    fake_cupy(monkeypatch, capability="90", module=Module)
+    driver, cupy = Driver(0), sys.modules["cupy"]
+    monkeypatch.setattr(cupy.cuda, "driver", driver)
+    monkeypatch.setattr(cupy.cuda.runtime, "free", lambda _: driver.ctxSetCurrent(5), raising=False)
+    function = cuda_module.load("fill.cu", ("fill_8",), device=0)["fill_8"]
+    driver.current = 0
+    function.launch(1, 32, 0, cuda_module.Parameters(0))
+    assert driver.launched == [5]
