@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write a new safetensors file, sync it to disk, and return its size and digest.
 
-    Tensors may lie on a GPU: they are fetched on a stream of this thread, so work that was
-    enqueued on other streams must be done or waited for.
+    Tensors may lie on a GPU: they are fetched after what this thread's current stream does, so
+    work that was enqueued on other streams must be done or waited for.
 
     Parameters
     ----------
@@ -96,16 +97,32 @@ def write_tensors(
     digest, size = xxhash.xxh3_128(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        for piece in _pieces(header, [tensors[name].detach() for name in names]):
-            digest.update(piece)
-            written = 0
-            while written < len(piece):
-                written += os.write(handle, piece[written:])
-            size += len(piece)
+        with _own_stream(tensors.values()):
+            for piece in _pieces(header, [tensors[name].detach() for name in names]):
+                digest.update(piece)
+                written = 0
+                while written < len(piece):
+                    written += os.write(handle, piece[written:])
+                size += len(piece)
         os.fsync(handle)
     finally:
         os.close(handle)
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def _own_stream(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Let torch work on a stream of this call's own, if there is GPU memory to fetch.
+
+    It waits once for the caller's stream.  In a thread beside training that is the default one:
+    there each fetch would wait for all the steps that training has launched by then.
+    """
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return nullcontext()
+    # Streams of high priority are others than those that training and captures get from torch.
+    stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def _pieces(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
@@ -124,7 +141,7 @@ def _pieces(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
             for piece in torch.split(flat, PIECE_BYTES):
                 yield piece.numpy().data
             continue
-        fetched = _Fetched(flat.device) if fetched is None else fetched
+        fetched = _Fetched() if fetched is None else fetched
         yield from fetched.pieces(flat)
     if small:
         yield memoryview(small)
@@ -137,30 +154,21 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 class _Fetched:
-    """Pieces of GPU memory in page-locked host memory: one is fetched while another is written.
+    """Pieces of GPU memory in page-locked host memory: one is fetched while another is written."""
 
-    Parameters
-    ----------
-    device
-        The GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):  # a thread's own is the first one
-            self._places = [
-                torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-            ]
+    def __init__(self) -> None:
+        self._places = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
 
     def pieces(self, flat: Tensor) -> Iterator[memoryview]:
-        """Yield the bytes of `flat`, (n,) uint8 on the GPU."""
+        """Yield the bytes of `flat`, (n,) uint8 on the GPU, fetched on torch's current stream."""
         waiting: list[tuple[Tensor, Any]] = []
         for number, piece in enumerate(torch.split(flat, PIECE_BYTES)):
             place = self._places[number % 2][: piece.numel()]
-            with torch.cuda.stream(self._stream):
-                place.copy_(piece, non_blocking=True)
-                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                done.record(self._stream)
+            place.copy_(piece, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(flat.device))
             waiting.append((place, done))
             if len(waiting) == 2:
                 yield self._ready(*waiting.pop(0))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,76 @@ def test_an_error_of_the_disk_is_handed_on(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="Input/output"):
         write_tensors(tmp_path / "f", {"x": torch.zeros(2)})
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU, and notes on which stream it is copied."""
+
+    stream: list[str] = ["the caller's"]  # noqa: RUF012 - shared by all of them
+    copied: list[str] = []  # noqa: RUF012
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in ("cpu", "contiguous", "split"):
+            cls.copied.append(f"{function.__name__} on {cls.stream[-1]}")
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        plain = getattr(function, "__name__", "") == "cpu"
+        return found.as_subclass(torch.Tensor) if plain else found
+
+
+class Stream:
+    """A stream's face."""
+
+    def __init__(self, *_: object, name: str = "its own", **options: object) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        OnGpu.copied.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        OnGpu.stream.append(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        OnGpu.stream.pop()
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        assert stream.name == OnGpu.stream[-1]
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gpu_memory_is_fetched_on_a_stream_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Once behind the caller's stream, and packing on the stream that fetches."""
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 6400)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(name=OnGpu.stream[-1]))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda n, *, dtype, pin_memory: empty(n, dtype=dtype))
+    OnGpu.copied.clear()
+    plain = {"a": torch.rand(90, 300).T, "b": torch.rand(3), "c": torch.rand(7000)}
+    tensors = {name: tensor.as_subclass(OnGpu) for name, tensor in plain.items()}
+    if fails:
+        monkeypatch.setattr(os, "write", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        write_tensors(tmp_path / "f", tensors)
+    assert OnGpu.stream == ["the caller's"]
+    assert OnGpu.copied[0] == "its own waits for the caller's"
+    assert all(entry.endswith(" on its own") for entry in OnGpu.copied[1:])
+    if not fails:
+        assert {"cpu on its own", "contiguous on its own"} <= set(OnGpu.copied)
+        found = load_file(tmp_path / "f")
+        assert all(torch.equal(found[name], tensor) for name, tensor in plain.items())
