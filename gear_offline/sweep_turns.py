@@ -32,6 +32,7 @@ from gear_offline.sweep_points import SweepPoint
 from gear_offline.torch_threads import torch_threads
 from gear_offline.trainer import check_resumed
 from gear_offline.training_run import TrainingInterrupted
+from gear_offline.world import current
 
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
@@ -84,7 +85,7 @@ class Turns:
         """
         waiting = deque(points)
         self._ended = ended
-        with self._stop, self._many_shapes(points):
+        with self._stop, current(self._device), self._many_shapes(points):
             try:
                 while waiting or self._busy():
                     self._admit(waiting)

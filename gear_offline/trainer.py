@@ -28,7 +28,7 @@ from gear_offline.staging import write_error
 from gear_offline.task_recipes import open_tasks
 from gear_offline.torch_threads import torch_threads
 from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
-from gear_offline.world import World, open_world, rank_device
+from gear_offline.world import World, current, open_world, rank_device
 
 __all__ = ["RESUMABLE", "TrainingInterrupted", "check_same_run", "train"]
 
@@ -177,9 +177,9 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def _torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Set torch's threads and random numbers; give the caller's back at the end."""
+    """Set torch's GPU, threads and random numbers; give the caller's back at the end."""
     random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    threads = torch_threads(recipe.train.threads)
-    with random, threads, deterministic(recipe.train.deterministic):
+    threads, settled = torch_threads(recipe.train.threads), deterministic(recipe.train.deterministic)
+    with current(device), random, threads, settled:
         torch.manual_seed(recipe.seed)
         yield

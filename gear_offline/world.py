@@ -301,6 +301,11 @@ def _own_address() -> str:
     return "127.0.0.1" if alone else address_of(None)
 
 
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU torch's current one inside: streams and graphs are made for that one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def rank_device(name: str | torch.device) -> torch.device:
     """Return a rank's own device for ``"cuda"``: the one of its number on the node.
 
