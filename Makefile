@@ -17,7 +17,7 @@ help:
 	@echo "make trust     bad input, bit flips, kills, leaks: the figures of docs/reliability.md"
 	@echo "make soak      loader and training for 30 minutes: memory and descriptors"
 	@echo "make lint      ruff and mypy --strict"
-	@echo "make bench     all CPU benchmarks, JSON under docs/benchmarks/"
+	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
 
 demo:
