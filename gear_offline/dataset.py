@@ -223,6 +223,8 @@ class Dataset:
 
         Parameters
         ----------
+        name
+            As in the specification, e.g. ``"observations"``.
         mode
             ``"read"``: one array (N, *shape) in memory of its own.  Digests are compared on the way
             unless the dataset was opened with ``verify=False``, so that a file that changed since
@@ -260,6 +262,10 @@ class Dataset:
 
         Parameters
         ----------
+        index
+            Number of the shard.
+        columns
+            Names of those that will be read.
         check
             Compare the header's digest, and that of each block once its last row was read.
 

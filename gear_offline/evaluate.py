@@ -96,10 +96,14 @@ def evaluate_policy(
         Episodes of each target; episode e is reset with ``seed + e``.
     environments
         Environments side by side for each target.
+    seed
+        Reset seed of each target's first episode.
     reference
         D4RL name or scores to normalise by; default: those of the environment's family.
     max_steps
         Cut episodes after so many steps; default: the environment's limit.
+    quiet
+        No progress.
 
     Raises
     ------
@@ -173,6 +177,8 @@ def evaluate(
         ``"auto"``, ``"cpu"`` or ``"cuda"``.
     out
         Write the result to this file instead; the run directory then stays as it is.
+    quiet
+        No progress, no messages.
 
     Raises
     ------
@@ -319,6 +325,17 @@ def random_return(
     environment: str, *, episodes: int = 20, seed: int = 0, max_steps: int | None = None
 ) -> TargetResult:
     """Play uniformly random actions; the baseline that any policy should beat.
+
+    Parameters
+    ----------
+    environment
+        Gymnasium id.
+    episodes
+        How many; episode e is reset with ``seed + e``.
+    seed
+        Of the first episode, and of the actions.
+    max_steps
+        Cut episodes after so many steps; default: the environment's limit.
 
     Returns
     -------

@@ -65,10 +65,12 @@ class HostHandle:
     inode: int
 
     def to_json(self) -> dict[str, int]:
+        """Return the numbers by name, to be sent to the other processes."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, int]) -> Self:
+        """Build from `to_json`'s form."""
         return cls(**value)
 
 

@@ -88,6 +88,7 @@ class ColumnSpec:
         return int(self.dtype.itemsize) * prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the manifest's form: name, NumPy dtype, shape of one step."""
         return {"name": self.name, "dtype": self.dtype.name, "shape": list(self.shape)}
 
     @classmethod
@@ -104,7 +105,15 @@ class ColumnSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """Columns over `steps` steps in `episodes` episodes."""
+    """Columns over steps in episodes.
+
+    Attributes
+    ----------
+    columns
+        In the order of the source; no two names are equal or differ by case only.
+    steps, episodes
+        How many there are, N and E.
+    """
 
     columns: tuple[ColumnSpec, ...]
     steps: int
@@ -169,10 +178,12 @@ class EpisodeIndex:
 
     @property
     def episodes(self) -> int:
+        """E, the number of episodes."""
         return int(self.lengths.size)
 
     @property
     def steps(self) -> int:
+        """N, the steps of all episodes."""
         return int(self.offsets[-1])
 
     def episode_of(self, steps: npt.ArrayLike) -> Int64Array:

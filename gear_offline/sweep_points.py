@@ -121,7 +121,17 @@ def parse_points(
 def grid(
     recipe: Recipe, axes: Mapping[str, Sequence[Any]], seeds: Sequence[int] | None = None
 ) -> list[Recipe]:
-    """Return the recipes of a grid: the product of dotted options' values, and of seeds."""
+    """Return the recipes of a grid: the product of all options' values, and of the seeds.
+
+    Parameters
+    ----------
+    recipe
+        What the points have in common.
+    axes
+        Dotted options, such as ``"optimizer.learning_rate"``, each with its values.
+    seeds
+        By default the recipe's own.
+    """
     axes = {**axes, **({} if seeds is None else {"seed": seeds})}
     return [
         recipe.replace(**{key.replace(".", "__"): v for key, v in zip(axes, chosen, strict=True)})

@@ -62,6 +62,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.segments.device
 
     @property
@@ -94,7 +95,10 @@ class Batch:
         }
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """Return the batch on `device`; tensors that are there already are not copied."""
+        """Return the batch on `device`; tensors that are there already are not copied.
+
+        With `non_blocking`, copies from page-locked memory are enqueued and not waited for.
+        """
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:

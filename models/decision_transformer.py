@@ -197,7 +197,9 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         )
 
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
-        """Return the scalar loss of a batch: see `gear_offline.models.loss.action_loss`.
+        """Return the scalar loss of a batch.
+
+        `valid_steps` is as in `gear_offline.models.loss.action_loss`.
 
         Under DistributedDataParallel call the wrapper with ``only_actions=True`` and
         `action_loss` instead, for gradients are only exchanged when its forward ran.
@@ -318,6 +320,12 @@ def build_model(
         Elements of a continuous action, or the number of discrete actions.
     discrete
         Actions are integers in [0, `action_dim`); the head gives logits, `action_tanh` is off.
+    hidden_size, layers, heads
+        Width of the embeddings, transformer blocks, attention heads of a block.
+    activation
+        Of the feed-forward parts, a name that transformers knows.
+    dropout
+        Probability, in residuals, embeddings and attention.
     max_timestep
         Rows of the timestep embedding; every timestep must be smaller.
     context_length

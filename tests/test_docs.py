@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gear_offline.cli import main
 from gear_offline.convert import convert
 from gear_offline.recipe import RecipeEntry, list_recipes, load_recipe
 from gear_offline.strategies_candidates import parse_candidates
@@ -162,6 +163,27 @@ def test_the_readmes_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(code, "README.md", "exec"), names)
     batch = names["batch"]
     assert getattr(batch, "states").shape == (256, 20, 11)  # noqa: B009
+
+
+def test_the_plan_in_the_pages_is_what_plan_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    shown = next(block.text for block in blocks(text) if "(predicted)" in block.text)
+    (command,) = (words for words in shell_commands(text) if "model.hidden_size=2048" in words)
+    monkeypatch.setenv("COLUMNS", "110")
+    assert main(command[1:]) == 0
+    printed = capsys.readouterr().out
+    assert [line.strip() for line in printed.splitlines()] == [
+        line.strip() for line in shown.splitlines()
+    ]
+
+
+def test_every_recipe_is_listed() -> None:
+    named = set(inline((ROOT / "docs" / "recipes.md").read_text()))
+    robots = ("hopper-", "halfcheetah-", "walker2d-")  # told of together
+    others = {r.name for r in list_recipes() if not r.name.startswith(robots)}
+    assert len(others) > 8 and others - named == set()
 
 
 # What each check must find: a document that is right but for one thing.

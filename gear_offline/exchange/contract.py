@@ -152,6 +152,11 @@ class Reads:
     ) -> Self:
         """Build from reads in any order; the order of equals is kept.
 
+        Parameters
+        ----------
+        readers, owners, episodes, starts, steps, rows
+            (n,) whole numbers each, what the attributes of these names say of every read.
+
         Raises
         ------
         InputError

@@ -52,10 +52,14 @@ class WeightedEpisodes(SlotLaw):
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """What the law was made with besides the data; recipes and checkpoints record it."""
         return {}
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
+        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count).
+
+        The first one is `first_step`; everything follows from it and the `seed`.
+        """
         first, second = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         episodes = self.thresholds.find(first)
         lengths = self.index.lengths[episodes]

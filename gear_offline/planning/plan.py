@@ -60,6 +60,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
+        """GPUs of all nodes."""
         return self.nodes * self.gpus
 
     @property
@@ -69,11 +70,13 @@ class Cluster:
 
     @property
     def host_bytes(self) -> float:
+        """Bytes of a node's memory that rows may take."""
         memory = self.host_memory or self.hardware.storage.host_memory
         return memory * HOST_RESERVE
 
     @property
     def storage_rate(self) -> float:
+        """Bytes/s of a node's storage."""
         return self.disk_rate or self.hardware.storage.disk
 
 
@@ -104,6 +107,15 @@ class NodeLayout:
 
 def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """Return the prediction as one JSON-able document.
+
+    Parameters
+    ----------
+    recipe
+        What is trained; its batch is that of the whole cluster.
+    workload
+        Its data, from `gear_offline.planning.workload.make_workload`.
+    cluster
+        What it would run on.
 
     Raises
     ------

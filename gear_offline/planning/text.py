@@ -35,10 +35,13 @@ def print_plan(document: dict[str, Any]) -> None:
 
 def _size_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     data, placement, model = document["data"], document["placement"], document["model"]
+    shares, found = placement["read_shares"], placement["tiers_of_a_node"]
+    own = "" if found["hbm"]["shards"] else f" and {shares['hbm']:.1%} from a GPU's own part"
     tiers = ", ".join(
         f"{name} {_bytes(tier['bytes'])} in {tier['shards']:,} "
-        f"shard{'s' if tier['shards'] != 1 else ''}, {placement['read_shares'][name]:.1%} of reads"
-        for name, tier in placement["tiers_of_a_node"].items()
+        f"shard{'s' if tier['shards'] != 1 else ''}, {shares[name]:.1%} of reads"
+        f"{own if name == 'peer' else ''}"
+        for name, tier in found.items()
         if tier["shards"]
     )
     sharded = placement["sharding"] == "shard"
