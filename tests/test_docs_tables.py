@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
+from benchmarks.study_page import BEGIN, END, PAGE, QUALITY, quality_section, section, together
 from tests.docs_figures import disagreements, measured, row, table_rows
 
 GIB = 2**30
@@ -180,3 +183,18 @@ def test_wrong_tables_are_found(name: str) -> None:
     other = [[None if v is None else v * 1.5 + 1 for v in row] for row in values]
     assert len(disagreements(rows, other)) >= len(rows)
     assert disagreements(rows[1:], values) and disagreements(rows, values[1:])
+
+
+def results(page: Path) -> str:
+    """Return what stands between the marks of a page, where measured results are filled in."""
+    return page.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def test_the_studys_results_are_made_of_its_json() -> None:
+    documents = json.loads(PAGE.with_suffix(".json").read_text())
+    parts = [section(name, found) for name, found in documents.items()]
+    assert results(PAGE) == "\n".join([*parts, together(documents)]).strip()
+
+
+def test_the_quality_pages_results_are_made_of_its_json() -> None:
+    assert results(QUALITY) == quality_section(measured("quality")).strip()
