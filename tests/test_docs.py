@@ -19,6 +19,7 @@ from tests.docs_checks import (
     file_findings,
     name_findings,
     option_findings,
+    tracked,
 )
 from tests.docs_support import (
     PAGES,
@@ -128,6 +129,17 @@ def test_every_error_code_that_a_page_names_is_documented() -> None:
     names = {code for code in codes if re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", code)}
     assert len(names & documented) > 20
     assert {name for name in names - documented if not re.search(rf"\b{name}\b", program)} == set()
+
+
+def test_pages_that_the_program_names_exist() -> None:
+    named = {
+        name
+        for path in (ROOT / file for file in tracked())
+        if path.suffix in {".py", ".yaml", ".cu", ".cuh", ".c", ".cpp"} or path.name == "Makefile"
+        for name in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text())
+    }
+    assert len(named) > 10
+    assert {name for name in named if not (ROOT / name).exists()} == {"docs/none.md"}  # here
 
 
 def test_the_tree_of_the_readme_exists() -> None:

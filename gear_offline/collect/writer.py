@@ -30,7 +30,7 @@ from gear_offline.staging import write_error
 
 CHUNK_ROWS = 4096  # and rows that are held before they are written
 CHUNK_BYTES = 1 << 20  # fewer rows where they are wide, such as frames
-GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 % (docs/collect.md)
+GZIP_LEVEL = 1  # higher levels cost time and gain 2 %; shuffling gains 13 %
 METADATA = "metadata"
 
 AnyArray = npt.NDArray[Any]
