@@ -179,7 +179,8 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
 def _torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Set torch's GPU, threads and random numbers; give the caller's back at the end."""
     random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    threads, settled = torch_threads(recipe.train.threads), deterministic(recipe.train.deterministic)
-    with current(device), random, threads, settled:
+    settings = recipe.train
+    threads, kernels = torch_threads(settings.threads), deterministic(settings.deterministic)
+    with current(device), random, threads, kernels:
         torch.manual_seed(recipe.seed)
         yield
