@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_commands_in_the_comments_of_recipes_exist(recipe: RecipeEntry) -> None:
     lines = [re.sub(r" +\(.*\)$", "", line.strip()) for line in comments]
     found = commands("\n".join(line for line in lines if STARTS.match(line)))
     assert [f for words in found for f in command_findings(words)] == []
+
+
+def test_commands_in_the_heads_of_programs_exist() -> None:
+    found = []
+    for file in sorted(name for name in tracked() if name.endswith(".py")):
+        head = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+        codes = re.findall(r"^    (\S.*)$", head.replace("\\\n", " "), re.MULTILINE)
+        codes += [" ".join(code.split()) for code in re.findall(r"``([^`]+)``", head)]
+        found += [c for code in codes if STARTS.match(code) for c in commands(code)]
+    assert len(found) > 15
+    assert [f for words in found for f in command_findings(words, whole=False)] == []
 
 
 @pages
@@ -189,6 +201,20 @@ def test_the_plan_in_the_pages_is_what_plan_prints(
     assert [line.strip() for line in printed.splitlines()] == [
         line.strip() for line in shown.splitlines()
     ]
+
+
+def test_the_errors_in_the_pages_are_what_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [b.text.strip() for page in PAGES for b in blocks(page.read_text())]
+    shown = [text for text in texts if text.startswith("error[RECIPE_UNKNOWN_KEY]")]
+    assert len(shown) >= 2
+    for text in shown:
+        option, file = re.findall(r"'train\.(\w+)' \(([\w.]+)\)", text)[0]
+        Path(file).write_text(f"base: paper\ntrain: {{{option}: 5}}\n")
+        assert main(["recipes", "validate", file]) == 2
+        assert capsys.readouterr().err.strip() == text
 
 
 def test_every_recipe_is_listed() -> None:

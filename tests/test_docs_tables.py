@@ -12,6 +12,7 @@ from benchmarks.study_page import BEGIN, END, PAGE, QUALITY, quality_section, se
 from tests.docs_figures import disagreements, measured, row, table_rows
 
 GIB = 2**30
+PEERS = ("released, our loader", "the usual way")  # not predicted
 
 
 def loader_table() -> Iterator[list[float | None]]:
@@ -183,6 +184,25 @@ def test_wrong_tables_are_found(name: str) -> None:
     other = [[None if v is None else v * 1.5 + 1 for v in row] for row in values]
     assert len(disagreements(rows, other)) >= len(rows)
     assert disagreements(rows[1:], values) and disagreements(rows, values[1:])
+
+
+def test_predictions_are_beside_what_was_measured() -> None:
+    """`tests/test_planning.py` predicts anew; here the page's table agrees with the files."""
+    names = ("step", "step-several", "paper-run", "train")
+    found = [r for name in names for r in measured(name)["results"]]
+    expected = [r for r in found if r["name"] not in ("one graph, compiled, bf16", *PEERS)]
+    rows = table_rows("docs/planning.md", "GB a GPU")
+    assert sorted(float(cells[2]) for cells in rows) == sorted(
+        round(r["milliseconds"], 2) for r in expected
+    )
+    memory = [r["memory_bytes"] / 1e9 for r in expected if "memory_bytes" in r]
+    shown = [cells for cells in rows if cells[5]]
+    assert sorted(float(cells[5]) for cells in shown) == sorted(round(m, 1) for m in memory)
+    for cells in rows:
+        pairs = [cells[2:5], *([cells[5:8]] if cells[5] else [])]
+        for value, predicted, ratio in pairs:
+            bound = 0.006 + 0.06 / float(value) if "." in value else 0.02
+            assert float(predicted) / float(value) == pytest.approx(float(ratio), abs=bound)
 
 
 def results(page: Path) -> str:
