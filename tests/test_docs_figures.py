@@ -51,6 +51,7 @@ def readme_figures() -> Figures:
     crossing = row("traffic", nodes=8, ranks_per_node=1)
     batches = measured("gather")["small_batch"]
     ours, theirs = batches["hbm: GearLoader, batches/s"], batches["CPU gather and copy, batches/s"]
+    few = measured("select")["gpu"]["results"][0]["seconds"]
     billion = measured("select")["gpu"]["results"][-1]
     draw, update = (billion["seconds"][key] for key in ("draw", "update"))
     peer = [billion["seconds"][f"cumsum: {key}"] for key in ("draw", "update")]
@@ -121,6 +122,8 @@ def readme_figures() -> Figures:
             ("0.23", update * 1e3),
             ("1.7", peer[0] / draw),
             ("25", peer[1] / update),
+            ("0.74", few["cumsum: draw"] / few["draw"]),
+            ("0.55", few["cumsum: update"] / few["update"]),
             ("8.5", billion["bytes_per_item"]),
         ],
         "gathering 4 KiB windows there": [
