@@ -1,6 +1,8 @@
 """The package's GPU classes on the CPU: launches call the kernels' own text, compiled for the CPU.
 
-What is left to the GPU tests is how threads share the work, and the compiler.
+`compile_laws` leaves out how threads share the work: one call does all blocks.  `compile_threads`
+has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is the compiler, the
+memory model, and torch.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.kernels import engine, priorities, select
+from gear_offline.kernels import adamw, engine, priorities, select
 from gear_offline.kernels.job import JOB
 from gear_offline.kernels.rules import RULE
 from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
@@ -27,17 +31,27 @@ from gear_offline.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
+CUDA_FLAGS = ("-pthread", "-Wno-unknown-pragmas", "-Wno-sign-compare")
 
 
 def compile_library(folder: Path, name: str) -> Any:
     """Return ``tests/NAME_on_cpu.cpp`` as a library; skips the test without a compiler."""
+    return _compile(folder, f"{name}_on_cpu", FLAGS)
+
+
+def compile_threads(folder: Path, name: str) -> ThreadedKernels:
+    """Return the kernels of ``tests/NAME_in_threads.cpp``; skips the test without a compiler."""
+    return ThreadedKernels(_compile(folder, f"{name}_in_threads", (*FLAGS, *CUDA_FLAGS)))
+
+
+def _compile(folder: Path, name: str, flags: Sequence[str]) -> Any:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     target = folder / f"{name}.so"
-    source = str(ROOT / "tests" / f"{name}_on_cpu.cpp")
+    source = str(ROOT / "tests" / f"{name}.cpp")
     include = f"-I{ROOT / 'kernels' / 'cuda'}"
-    subprocess.run([compiler, *FLAGS, include, source, "-o", str(target)], check=True)
+    subprocess.run([compiler, *flags, include, source, "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 
 
@@ -58,8 +72,36 @@ class _Kernel:
 
     def launch(self, blocks: int, threads: int, stream: int, parameters: Any) -> None:
         assert blocks > 0 and threads > 0
-        address = ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0]
-        self._function(ctypes.c_void_p(address))
+        self._function(_job_of(parameters))
+
+
+def _job_of(parameters: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(ctypes.cast(parameters.pointer, ctypes.POINTER(ctypes.c_void_p))[0])
+
+
+class ThreadedKernels:
+    """Kernels that run with their blocks and threads, in an order that `seed` draws.
+
+    Attributes
+    ----------
+    launched
+        Name and blocks of every launch.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.seed, self.launched = 0, list[tuple[str, int]]()
+
+    def load(self, source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
+        """Stand in for `gear_offline.kernels.cuda_module.load`."""
+        return {name: SimpleNamespace(launch=partial(self._launch, name)) for name in names}
+
+    def _launch(self, name: str, blocks: int, threads: int, stream: int, parameters: Any) -> None:
+        self.launched.append((name, blocks))
+        self.seed += 1
+        function = getattr(self._library, f"launch_{name}")
+        numbers = (ctypes.c_uint(number) for number in (blocks, threads, self.seed))
+        function(_job_of(parameters), *numbers)
 
 
 class _Processor:
@@ -100,10 +142,13 @@ def place(table: Table) -> PlacedTable:
 def on_cpu(library: Any) -> Iterator[torch.device]:
     """Within it kernels run on the CPU; gives the device to name."""
 
-    def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, _Kernel]:
+    def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Any]:
         return {name: _Kernel(getattr(library, f"run_{name}")) for name in names}
 
+    if isinstance(library, ThreadedKernels):
+        load = library.load
     with (
+        mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),
         mock.patch.object(select, "load", load),
         mock.patch.object(engine, "load", load),

@@ -32,6 +32,7 @@ GEAR_CODE u64 number_of_call(const UpdateJob& job) {
 }
 
 GEAR_CODE void check_large(const UpdateJob& job) {
+    if (job.state[PAUSED]) return;  // the next call has the same number
     i64 step = (i64)gridDim.x * blockDim.x;
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < job.count; i += step)
         if (!usable(job, i)) *(volatile u64*)(job.state + WRONG) = number_of_call(job);

@@ -1,0 +1,190 @@
+"""The kernels with their blocks and threads, on the CPU: how the work is shared, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gear_offline.kernels.adamw import DeviceAdamW
+from gear_offline.kernels.engine import DeviceEngine
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.select import DeviceSelect
+from gear_offline.laws.prioritized import Prioritized
+from gear_offline.schema import EpisodeIndex
+from gear_offline.selection import make_selection
+from gear_offline.table import Table, build_table
+from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu, place
+from tests.law_support import MIXED, facts
+from tests.segment_oracle import MemoryTable
+
+LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
+SPAN = 5
+MIXTURE = ("mixture", {"parts": [{**part, "weight": 1 + i} for i, part in enumerate(MIXED)]})
+SHAPES = [(1, "float32", 7), (3, "float32", 40), (40, "float64", 9), (3, "float32", 600)]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
+    return compile_threads(tmp_path_factory.mktemp("threads"), "laws")
+
+
+@pytest.fixture(scope="module")
+def optimizer(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
+    return compile_threads(tmp_path_factory.mktemp("threads"), "adamw")
+
+
+def table_of(width: int, rewards: str = "float32") -> Table:
+    total, generator = sum(LENGTHS), np.random.default_rng(width)
+    columns: dict[str, Any] = {
+        "observations": generator.normal(size=(total, width)).astype(np.float32),
+        "actions": generator.normal(size=(total, 2)).astype(np.float32),
+        "rewards": generator.normal(size=total).astype(rewards),
+    }
+    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, layout="columns")
+
+
+def bits(windows: Any) -> list[bytes]:
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize(("name", "options"), [("uniform_steps", {}), MIXTURE])
+def test_fills(
+    kernels: ThreadedKernels, name: str, options: dict[str, Any], padding: Padding
+) -> None:
+    """Of every kernel: 8, 16 or 32 lanes a task, and a warp for many segments."""
+    kernels.launched.clear()
+    for width, rewards, batch in SHAPES:
+        table = table_of(width, rewards)
+        law, twin = (make_selection(name, facts(LENGTHS), **options) for _ in range(2))
+        gather = CpuGather(table, context_length=SPAN, padding=padding)
+        with on_cpu(kernels):
+            engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=batch,
+                                  context_length=SPAN)  # fmt: skip
+            drawn = twin.select_many(seed=9, first_step=2**33 - 1, steps=2, count=batch)
+            assert bits(engine.fill(first_step=2**33 - 1, steps=2)) == bits(gather.fill(drawn))
+            fill = engine.static(chances=True)
+            fill.set_step(2**32 - 1)
+            for step in range(2**32 - 1, 2**32 + 1):
+                fill.enqueue()
+                drawn = twin.select(seed=9, step=step, count=batch)
+                assert int(fill.counter) == step + 1, "the last block has counted, once"
+                assert bits(fill.windows) == bits(gather.fill(drawn))
+                assert fill.chances is not None
+                assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
+    used = {kernel for kernel, _ in kernels.launched}
+    assert used >= {f"laws_{suffix}" for suffix in ("8", "16", "32", "many")}
+    if name == "uniform_steps":
+        assert used >= {f"fill_{suffix}" for suffix in ("8", "16", "32", "many")}
+    assert max(blocks for _, blocks in kernels.launched) > 4
+
+
+def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> None:
+    table = table_of(3)
+    with on_cpu(kernels):
+        law = make_selection("uniform_steps", facts(LENGTHS))
+        engine = DeviceEngine(place(table), law, seed=9, batch_size=4, context_length=SPAN)
+        named = torch.tensor([[0, 0, 9**9, -1, 1], [0, 99, 0, 0, -(2**62)]])
+        windows = engine.allocate((5,))
+        engine.gather_into(windows, named)
+    assert windows.attention_mask.sum(1).tolist() == [4, 0, 0, 0, 0]
+    assert all(bool((buffer[1:] == 0).all()) for buffer in windows.buffers)
+    assert int(engine._ticket[1]) > 1
+
+
+@pytest.mark.parametrize("count", [1, 64, 3000, 8193])
+@pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
+def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
+    """Masses, sums and draws after updates with many repeated names, refused ones among them."""
+    lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
+    index, generator = EpisodeIndex(lengths), np.random.default_rng(count)
+    law, twin = Prioritized(index, alpha=0.7), Prioritized(index, alpha=0.7)
+    with on_cpu(kernels) as device:
+        tree = law.on_device(device)
+        for turn in range(3):
+            chosen = generator.integers(0, episodes, size=count)
+            names = np.stack([chosen, generator.integers(0, lengths[chosen])], 1)
+            losses = np.exp(generator.uniform(-30, 5, size=count)).astype(np.float32)
+            bad, wrong = losses.copy(), names.copy()
+            bad[-1] = [np.nan, np.inf, -1.0][turn]
+            wrong[-1] = [episodes, 0] if turn else [0, -1]
+            tree.update_from_host(names, bad)
+            tree.update_from_host(wrong, losses)
+            with tree.paused():
+                tree.update_from_host(names, losses)
+                tree.update_from_host(names, bad)  # and the next one is not refused for it
+            tree.update_from_host(names, losses)
+            twin.update(names, losses)
+            assert (tree.updates, tree.refused) == (turn + 1, 2 * (turn + 1))
+            assert np.array_equal(law.masses, twin.masses)
+            sums = [level.clone() for level in tree._levels]
+            tree.add_up()
+            assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
+        select = DeviceSelect(law, device=device, batch_size=500)
+        found = select.segments(seed=3, first_step=1, steps=2)
+    expected = twin.select_many(seed=3, first_step=1, steps=2, count=500)
+    assert np.array_equal(found.episodes, expected.episodes)
+    assert np.array_equal(found.starts, expected.starts)
+    assert found.probability.tobytes() == expected.probability.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 33, 1024, 3000])
+def test_importance(kernels: ThreadedKernels, count: int) -> None:
+    law = Prioritized(EpisodeIndex(np.full(100, 50, np.int64)), beta=0.4, beta_steps=1000)
+    chances = np.exp(np.random.default_rng(1).uniform(-25, 0, size=count))
+    out, counter = torch.empty(count), torch.tensor([501])
+    with on_cpu(kernels) as device:
+        tree = law.on_device(device)
+        tree.importance(torch.from_numpy(chances), counter=counter, beta=0.4, beta_steps=1000,
+                        out=out)  # fmt: skip
+    expected = law.importance(chances, step=500).astype(np.float32)
+    np.testing.assert_array_max_ulp(out.numpy(), expected, maxulp=1)
+
+
+@pytest.mark.parametrize("shadowed", [False, True])
+@pytest.mark.parametrize("sizes", [[1], [3, 7000, 128, 999], [40_001, 5]])
+def test_adamw(
+    optimizer: ThreadedKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    shadowed: bool,
+) -> None:
+    """As PyTorch's, the same bits in any order, and counted once a step."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    options: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1}
+    rates, results = torch.tensor([1e-3, 2e-3, 1e-2]), []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+        plain = [nn.Parameter(w.detach().clone()) for w in weights]
+        shadows = [nn.Parameter(w.detach().bfloat16()) for w in weights] if shadowed else None
+        used = weights if shadows is None else shadows
+        adamw = torch.optim.AdamW(plain, **options)
+        index, row = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
+        window = torch.full((4, 2), -1.0)
+        with on_cpu(optimizer):
+            mine = DeviceAdamW(weights, rates, clip_norm=0.5, shadows=shadows, **options)
+            for step, rate in enumerate(rates.tolist()):
+                for parameter, other in zip(used, plain, strict=True):
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(
+                        parameter.dtype
+                    )
+                    other.grad = parameter.grad.float().clone()
+                norm = nn.utils.clip_grad_norm_(plain, 0.5)
+                adamw.param_groups[0]["lr"] = rate
+                adamw.step()
+                mine.enqueue(torch.tensor(float(step)), index=index, row=row, window=window)
+                assert (int(index), int(row)) == (step + 1, step + 1)
+                assert window[step].tolist() == [step, pytest.approx(float(norm), rel=1e-5)]
+        assert window[-1].tolist() == [-1, -1] and mine.steps.tolist() == [3.0] * len(sizes)
+        for one, other in zip(weights, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-7)
+        for one, two in zip(weights, shadows or (), strict=False):
+            assert torch.equal(one.detach().bfloat16(), two)
+        results.append([w.detach().clone() for w in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
