@@ -14,6 +14,7 @@ from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.cuda_module import Parameters, load
 from gear_offline.kernels.job import describe_job
 from gear_offline.kernels.rules import D3RLPY, MIN_DT, describe_rule, law_number
+from gear_offline.laws.prioritized import numbered
 from gear_offline.selection import Segments, Selection, check_range
 
 THREADS = 256
@@ -50,7 +51,8 @@ class DeviceSelect:
         batch_size: int,
         context_length: int | None = None,
     ) -> None:
-        self.device, self.batch_size = device, batch_size
+        self.device = device = numbered(device)
+        self.batch_size = batch_size
         made_for: int = getattr(selection, "context_length", 1)
         span = made_for if context_length is None else context_length
         law = law_number(selection)

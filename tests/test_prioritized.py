@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.philox import draws
-from gear_offline.laws.prioritized import Prioritized, _whole_name, code_of, importance_weights
+from gear_offline.laws.prioritized import Prioritized, code_of, importance_weights, numbered
 from gear_offline.laws.sum_tree import SumTree
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import LearnsFromLosses
@@ -232,6 +234,19 @@ def test_an_empty_update_and_minus_zero() -> None:
 
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are loaded there too, and later calls may name it either way."""
     monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
-    assert _whole_name("cuda") == _whole_name("cuda:1") != _whole_name("cuda:0")
-    assert _whole_name("cpu") == "cpu"
+    made = []
+
+    def priorities(index: EpisodeIndex, masses: Any, *, device: Any, first: int) -> Any:
+        made.append(str(device))
+        return SimpleNamespace(device=device)
+
+    monkeypatch.setattr("gear_offline.kernels.priorities.DevicePriorities", priorities)
+    law = make()
+    for name in ("cuda", "cuda:1", "cuda"):
+        assert law.on_device(torch.device(name)).device == torch.device("cuda:1")
+    assert made == ["cuda:1"]
+    with pytest.raises(UnavailableError, match="memory of cuda:1, not of cuda:0"):
+        law.on_device(torch.device("cuda:0"))
+    assert str(numbered("cpu")) == "cpu"

@@ -174,6 +174,7 @@ class Prioritized(SlotLaw):
         """
         from gear_offline.kernels.priorities import DevicePriorities
 
+        device = numbered(device)
         if self._device is None:
             moved = DevicePriorities(
                 self.index, self.mass_of_code, device=device, first=self.first_mass
@@ -182,7 +183,7 @@ class Prioritized(SlotLaw):
                 moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
                 del self._tree
             self._device = moved
-        if _whole_name(self._device.device) != _whole_name(device):
+        if self._device.device != device:
             raise UnavailableError(
                 "ENGINE_SELECTION",
                 f"the priorities are in the memory of {self._device.device}, not of {device}",
@@ -355,11 +356,11 @@ def largest_mass(steps: int) -> int:
     return 1 << ((MAX_TOTAL // steps).bit_length() - 1)
 
 
-def _whole_name(device: Any) -> str:
+def numbered(device: torch.device | str) -> torch.device:
     """Return a torch device with its number: ``cuda`` is the current one."""
     import torch
 
     found = torch.device(device)
     if found.type == "cuda" and found.index is None:
-        return f"cuda:{torch.cuda.current_device()}"
-    return str(found)
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
