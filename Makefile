@@ -5,7 +5,7 @@ VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-long test-gpu test-rdma fuzz trust soak lint format bench clean
+.PHONY: help demo test test-long test-gpu test-rdma sanitize fuzz trust soak lint format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-long run the tests of half a minute and more that make test leaves out"
 	@echo "make test-gpu  run the tests that need a CUDA GPU in the current Python"
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
+	@echo "make sanitize  run the CUDA kernels' text on the CPU with every address checked (g++)"
 	@echo "make fuzz      fuzz manifest, shard header, recipe and HDF5 import for about an hour"
 	@echo "make trust     bad input, bit flips, kills, leaks: the figures of docs/reliability.md"
 	@echo "make soak      loader and training for 30 minutes: memory and descriptors"
@@ -49,6 +50,15 @@ test-rdma:
 	@$(BIN)/python $(RDMA_TESTS) --collect-only >/dev/null
 	@$(BIN)/python -m tests.soft_roce $(RDMA_OPTIONS) env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 		$(BIN)/python $(RDMA_TESTS)
+
+# The libraries of the checks come first: they are a part of the kernels, not of Python.
+SANITIZERS = $(foreach name,asan ubsan stdc++,$(shell g++ -print-file-name=lib$(name).so))
+sanitize: export GEAR_OFFLINE_SANITIZE = 1
+sanitize: export ASAN_OPTIONS = detect_leaks=0:detect_stack_use_after_return=0
+sanitize: export UBSAN_OPTIONS = halt_on_error=1
+sanitize:
+	@.ci/setup test
+	@LD_PRELOAD="$(SANITIZERS)" $(BIN)/python -m pytest -q -s tests/test_kernels_in_threads.py
 
 # Each program prints a JSON document of figures; it fails at the first broken promise.
 fuzz:

@@ -8,6 +8,7 @@ memory model, and torch.
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from gear_offline.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")
 CUDA_FLAGS = ("-pthread", "-Wno-unknown-pragmas", "-Wno-sign-compare")
+# `make sanitize`: every address that a kernel reads or writes is checked
+SANITIZED = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
 
 
 def compile_library(folder: Path, name: str) -> Any:
@@ -41,7 +44,8 @@ def compile_library(folder: Path, name: str) -> Any:
 
 def compile_threads(folder: Path, name: str) -> ThreadedKernels:
     """Return the kernels of ``tests/NAME_in_threads.cpp``; skips the test without a compiler."""
-    return ThreadedKernels(_compile(folder, f"{name}_in_threads", (*FLAGS, *CUDA_FLAGS)))
+    more = SANITIZED if os.environ.get("GEAR_OFFLINE_SANITIZE") else ()
+    return ThreadedKernels(_compile(folder, f"{name}_in_threads", (*FLAGS, *CUDA_FLAGS, *more)))
 
 
 def _compile(folder: Path, name: str, flags: Sequence[str]) -> Any:

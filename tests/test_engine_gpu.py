@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,13 @@ def test_windows_of_given_lengths(dataset: Any) -> None:
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert torch.equal(mine.cpu(), theirs)
     assert torch.equal(found.attention_mask.cpu(), expected.attention_mask)
+
+
+def test_threads_that_have_not_used_the_gpu_before(dataset: Any) -> None:
+    """A thread's first call is a launch: with memory from torch's cache nothing else is called."""
+    gpu, cpu = loaders(dataset)
+    expected = [cpu.batch_at(step) for step in range(3)]
+    same(gpu.batch_at(0), expected[0])
+    for batch in expected:
+        with ThreadPoolExecutor(1) as pool:
+            same(pool.submit(next, gpu).result(), batch)
