@@ -84,6 +84,41 @@ def test_fills(
     assert max(blocks for _, blocks in kernels.launched) > 4
 
 
+@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("kind", ["wide", "bytes", "stacks"])
+def test_long_windows_odd_widths_and_leads(
+    kernels: ThreadedKernels, kind: str, padding: Padding
+) -> None:
+    """Windows in several pieces, copied and cast; words of one byte; rows in front of a window."""
+    total, generator = sum(LENGTHS), np.random.default_rng(2)
+    columns: dict[str, Any] = {
+        "observations": generator.normal(size=(total, 700)).astype(np.float16),
+        "actions": generator.normal(size=(total, 900)).astype(np.float32),
+        "rewards": generator.normal(size=total),
+        "frames": generator.integers(0, 256, size=(total, 5, 7), dtype=np.uint8),
+    }
+    options: dict[str, Any] = {"layout": "columns"}
+    if kind == "bytes":
+        columns["observations"] = columns["observations"][:, :3]
+        columns["actions"] = generator.integers(0, 9, size=total).astype(np.int16)
+        options["extra_columns"] = ["frames"]
+    elif kind == "stacks":
+        columns["observations"] = columns.pop("frames")
+        columns["actions"] = columns["actions"][:, :2]
+        options["frame_stack"] = 3
+    table = build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, **options)
+    law = make_selection("uniform_steps", facts(LENGTHS))
+    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    with on_cpu(kernels):
+        engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=30,
+                              context_length=SPAN)  # fmt: skip
+        drawn = law.select_many(seed=9, first_step=5, steps=2, count=30)
+        assert bits(engine.fill(first_step=5, steps=2)) == bits(gather.fill(drawn))
+    pieces = engine._job["store"]["pieces"][0, : len(table.stores)]
+    assert (pieces.max() > 3) == (kind == "wide")
+    assert (engine._job["store"]["lead"].max() == 2) == (kind == "stacks")
+
+
 def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> None:
     table = table_of(3)
     with on_cpu(kernels):
