@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,18 +176,19 @@ class Turns:
     def _settle_saves(self) -> None:
         """Wait for the threads that write checkpoints: none may use the GPU during a capture."""
         for lane in self._busy():
-            lane.run.saves.wait()
+            with suppress(Exception):  # it is raised again in its own run's turn
+                lane.run.saves.wait()
 
     def _interrupt(self) -> None:
         """Save a checkpoint of every run."""
         for lane in self._busy():
+            assert lane.point is not None, "a busy lane"
             try:
-                with lane.alone():
+                with _in_words(lane.point, lane.run.path), lane.alone():
                     lane.run.look()
             except TrainingInterrupted:
                 pass  # as it should be
             except GearError as error:
-                assert lane.point is not None, "a busy lane"
                 self._ended(lane.point, error)
             self._abandon(lane)
         raise TrainingInterrupted("TRAIN_INTERRUPTED", f"stopped by {self._stop.signal_name}")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gear_offline.errors import GearError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.recipe import load_recipe
 from gear_offline.sweep_lane import CHUNK, DEEP, Lane, TurnRun
 from gear_offline.sweep_points import name_points
+from gear_offline.sweep_turns import Turns
+from gear_offline.training_run import TrainingInterrupted
 
 STEPS, LOG, SAVE, EVALUATE = 100, 20, 50, 30
 
@@ -159,6 +164,59 @@ def test_captures_are_announced(lane: Lane) -> None:
     assert lane.will_capture
     learner.graph_reason = "CUDA graphs need a GPU"
     assert not lane.will_capture
+
+
+class FailedSaves:
+    """Of a run whose checkpoint could not be written."""
+
+    def wait(self) -> None:
+        raise GearError("OUTPUT_SPACE", "the disk is full", remedy="make room")
+
+
+def turns_of(*lanes: Any) -> Any:
+    """Return turns over these lanes, and a record of how their runs ended."""
+    turns: Any = object.__new__(Turns)
+    turns._lanes, turns._stop = list(lanes), SimpleNamespace(signal_name="SIGTERM")
+    turns.told = []
+    turns._ended = lambda point, error: turns.told.append((point.name, error and error.code))
+    turns._abandon = lambda lane: None
+    return turns
+
+
+def test_a_save_that_failed_ends_its_own_run_only(lane: Lane) -> None:
+    """All are waited for before a capture; no error of theirs is that of the run that captures."""
+    waited = []
+    run: Any = lane.run
+    run.saves = FailedSaves()
+    other: Any = SimpleNamespace(
+        point="other",
+        run=SimpleNamespace(saves=SimpleNamespace(wait=lambda: waited.append("other"))),
+    )
+    turns_of(lane, other)._settle_saves()
+    assert waited == ["other"]
+
+
+def test_an_interruption_goes_on_past_a_run_that_cannot_be_saved(lane: Lane) -> None:
+    looked = []
+    run: Any = lane.run
+    run.path = Path("one")
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def saved() -> None:
+        looked.append("other")
+        raise TrainingInterrupted("TRAIN_INTERRUPTED", "stopped")
+
+    run.look = full
+    (point,) = name_points([load_recipe("paper").replace(seed=9)])
+    other: Any = SimpleNamespace(
+        point=point, run=SimpleNamespace(path=Path("two"), look=saved), alone=lane.alone
+    )
+    turns = turns_of(lane, other)
+    with pytest.raises(TrainingInterrupted):
+        turns._interrupt()
+    assert looked == ["other"] and [code for _, code in turns.told] == ["OUTPUT_SPACE"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
