@@ -48,9 +48,18 @@ def start_compilers() -> None:
 
 
 def _own_stream() -> Any:
-    """Return torch's current stream; None for the default one, which cannot be captured."""
-    current = torch.cuda.current_stream()
-    return None if current == torch.cuda.default_stream() else current
+    """Return the stream to capture on: torch's current one, unless that is the default one.
+
+    The default one cannot be captured: None for the stream that torch keeps for captures, or a new
+    one where that is another GPU's.
+    """
+    current: Any = torch.cuda.current_stream()
+    if current != torch.cuda.default_stream():
+        return current
+    kept: Any = torch.cuda.graph.default_capture_stream
+    if kept is None or kept.device == current.device:
+        return None
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def why_not_captured(

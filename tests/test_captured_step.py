@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gear_offline.captured_step import WARM_UPS, CapturedStep
+from gear_offline.captured_step import WARM_UPS, CapturedStep, _own_stream
 
 
 class Stream:
@@ -74,3 +74,30 @@ def test_a_warm_up_leaves_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyP
     assert parameter.tolist() == [0, 1, 2] and some._optimizer.moment.tolist() == [0, 0, 0]
     assert bool((some._window == 1).all()) and torch.equal(torch.get_rng_state(), random)
     assert (int(some._row), int(some._index), steps) == (2, 5, [5])
+
+
+@pytest.mark.parametrize(
+    ("current", "kept", "expected"),
+    [
+        ("cuda:0 own", None, "cuda:0 own"),
+        ("cuda:0 default", None, None),
+        ("cuda:0 default", "cuda:0 kept", None),
+        ("cuda:1 default", "cuda:0 kept", "cuda:1 new"),
+        ("cuda:1 own", "cuda:0 kept", "cuda:1 own"),
+    ],
+)
+def test_a_step_is_captured_on_a_stream_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, current: str, kept: str | None, expected: str | None
+) -> None:
+    class Named(str):
+        @property
+        def device(self) -> str:
+            return self.split()[0]
+
+    here = Named(current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: Named(f"{here.device} default"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Named(f"{here.device} new"))
+    stream = None if kept is None else Named(kept)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stream)
+    assert _own_stream() == expected
