@@ -5,6 +5,9 @@ A checkpoint is a directory ``step-00010000``:
 - ``config.json``, ``model.safetensors``: the model as Hugging Face's ``save_pretrained`` writes
   it, for the released Decision Transformer class too;
 - ``training.safetensors``: optimiser moments, random-number states and unlogged losses;
+- of a run whose model is spread over ranks: ``index.json`` and a ``shard-...safetensors`` of each
+  rank, with weights and moments (`gear_offline.sharded_checkpoint`); then ``model.safetensors`` is
+  there only where the weights were collected anyway;
 - ``state.json``: step, loader state, normalisation, versions, the recipe, size and xxh3-128
   digest of the other files, and a digest of itself.
 
@@ -34,8 +37,8 @@ from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.checkpoint_saving import (
     CONFIG,
     FORMAT,
-    FORMAT_VERSION,
     MODEL,
+    SHARDED_VERSION,
     STATE,
     TRAINING,
     seal,
@@ -45,11 +48,17 @@ from gear_offline.checkpoint_saving import save_checkpoint as save_checkpoint
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import read_regular
+from gear_offline.shard_index import INDEX, read_index
+from gear_offline.sharded_checkpoint import whole_tensors
+from gear_offline.tensor_names import MODEL as OF_MODEL
+from gear_offline.tensor_names import TRAINING as OF_TRAINING
+from gear_offline.tensor_names import part
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
 
 MAX_STATE_BYTES = 256 << 20
+MAY_BE_WHOLE = ("CHECKPOINT_VERSION", "CHECKPOINT_READ")  # errors of one that may be
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,12 +75,16 @@ class Checkpoint:
         Parameters of the model, on the CPU.
     state
         Everything else.
+    shards
+        Size and digest of the index of shards that were left unread: the rest of `model` and of
+        ``state.tensors``.
     """
 
     path: Path
     config: Mapping[str, Any]
     model: Mapping[str, Tensor] = field(repr=False)
     state: TrainingState
+    shards: Mapping[str, Any] | None = None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -103,11 +116,11 @@ def read_state(path: Path) -> dict[str, Any]:
         document.pop("digest")
         if seal(document) != raw:
             raise damaged(path, f"{STATE} does not match its digest")
-        if document["format_version"] > FORMAT_VERSION:
+        if document["format_version"] > SHARDED_VERSION:
             raise InputError(
                 "CHECKPOINT_VERSION",
                 f"the checkpoint has format version {document['format_version']}, this "
-                f"gear-offline reads up to {FORMAT_VERSION}",
+                f"gear-offline reads up to {SHARDED_VERSION}",
                 where=str(path),
                 remedy="use a newer gear-offline",
             )
@@ -119,7 +132,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, *, training: bool = True, shards: bool = True) -> Checkpoint:
     """Read a checkpoint directory and verify every byte of it.
 
     Files are read once into memory; what was verified is what is used.
@@ -128,6 +141,8 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
     ----------
     training
         False: leave out ``training.safetensors``, which acting does not need.
+    shards
+        False: leave what lies in shards to the ranks, which read their own parts.
 
     Raises
     ------
@@ -136,21 +151,34 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
     """
     document = read_state(path)
     try:
-        content = {
-            name: _read_verified(path, name, document["files"][name])
-            for name in (CONFIG, MODEL, *((TRAINING,) if training else ()))
-        }
+        files = document["files"]
+        spread = INDEX in files and (training or MODEL not in files)
+        wanted = [CONFIG, *((TRAINING,) if training or spread else ())]
+        if INDEX not in files or MODEL in files:
+            wanted.append(MODEL)
+        content = {name: _read_verified(path, name, files[name]) for name in wanted}
         config = json.loads(content[CONFIG])
         check_fields(document, config)
         mean, std = read_statistics(document["normalisation"], config)
+        model = load_tensors(content[MODEL]) if MODEL in content else {}
+        tensors = load_tensors(content[TRAINING]) if TRAINING in content else {}
+        if spread:
+            model = part(tensors, OF_MODEL)
+            tensors = {n: t for n, t in tensors.items() if not n.startswith(OF_MODEL)}
+        if spread and shards:
+            index = read_index(path, files[INDEX])
+            found = whole_tensors(path, index, prefix="" if training else OF_MODEL)
+            model |= part(found, OF_MODEL)
+            tensors |= part(found, OF_TRAINING)
         return Checkpoint(
             path=path,
             config=config,
-            model=load_tensors(content[MODEL]),
+            model=model,
+            shards=files[INDEX] if spread and not shards else None,
             state=TrainingState(
                 step=document["step"],
                 recipe=Recipe.parse(document["recipe"], where=str(path / STATE)),
-                tensors=load_tensors(content[TRAINING]) if training else {},
+                tensors=tensors,
                 loader=document["loader"],
                 state_mean=mean,
                 state_std=std,
@@ -179,13 +207,23 @@ def _read_verified(path: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     return raw
 
 
-def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def newest_checkpoint(
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    below: int | None = None,
+    shards: bool = True,
+) -> Checkpoint | None:
     """Return the newest checkpoint in `folder` that is whole; None when there is none at all.
 
     Parameters
     ----------
     say
         Is told of each damaged checkpoint that was passed over.
+    below
+        Pass over those of this step and later ones.
+    shards
+        As in `read_checkpoint`.
 
     Raises
     ------
@@ -193,12 +231,14 @@ def newest_checkpoint(folder: Path, say: Callable[[str], None]) -> Checkpoint | 
         ``CHECKPOINT_DAMAGED`` when there are checkpoints and none is whole.
     """
     found = list_checkpoints(folder)
-    for _, path in reversed(found):
+    for step, path in reversed(found):
+        if below is not None and step >= below:
+            continue
         try:
-            return read_checkpoint(path)
+            return read_checkpoint(path, shards=shards)
         except InputError as error:
-            if error.code in ("CHECKPOINT_VERSION", "CHECKPOINT_READ"):
-                raise  # it may be whole: an older one would undo its work
+            if error.code in MAY_BE_WHOLE:
+                raise  # an older one would undo its work
             say(f"passing over {path.name}: {error.what}")
     if found:
         raise InputError(

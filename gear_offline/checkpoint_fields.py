@@ -5,6 +5,7 @@ And the errors of a checkpoint that cannot be used.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +13,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from gear_offline.errors import InputError
 
 Statistics = tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """Return the one spelling of `document` that is valid, its digest in it."""
+    plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+    digest = xxhash.xxh3_128_hexdigest(plain.encode())
+    sealed = {**document, "digest": digest}
+    return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()
 
 
 def check_fields(document: Mapping[str, Any], config: Any) -> None:

@@ -6,10 +6,10 @@ thread while training goes on.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,10 +20,13 @@ import numpy.typing as npt
 import xxhash
 from torch import Tensor
 
+from gear_offline.checkpoint_fields import seal as seal
 from gear_offline.checkpoint_folder import checkpoint_name, remove_checkpoint, sweep
 from gear_offline.config_text import config_text
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import sync_directory
+from gear_offline.shard_index import INDEX
+from gear_offline.sharded_checkpoint import Shard
 from gear_offline.staging import write_error
 from gear_offline.tensor_file import write_tensors
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 FORMAT = "gear-offline checkpoint"
 FORMAT_VERSION = 1
+SHARDED_VERSION = 2  # of a checkpoint whose tensors lie in shards
 CONFIG, MODEL = "config.json", "model.safetensors"
 TRAINING, STATE = "training.safetensors", "state.json"
 
@@ -47,7 +51,8 @@ class TrainingState:
     recipe
         The resolved recipe.
     tensors
-        Optimiser moments, random-number states and unlogged losses, by name.
+        Optimiser moments, random-number states and unlogged losses, by name.  Of a checkpoint
+        in shards only what is not spread over ranks, ``model/NAME`` for the model's.
     loader
         `GearLoader.state_dict` after `step` batches.
     state_mean, state_std
@@ -71,7 +76,13 @@ def save_checkpoint(folder: Path, model: DecisionTransformer, state: TrainingSta
 
 
 def write_checkpoint(
-    folder: Path, config: str, model: Mapping[str, Tensor], state: TrainingState
+    folder: Path,
+    config: str,
+    model: Mapping[str, Tensor],
+    state: TrainingState,
+    *,
+    shard: Shard | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Path:
     """Write a checkpoint into `folder` and return its directory.
 
@@ -83,25 +94,32 @@ def write_checkpoint(
     config
         From `gear_offline.config_text.config_text`.
     model
-        Parameters by name, in host or GPU memory.
+        Parameters by name, in host or GPU memory; may be empty if there are shards.
+    shard
+        The first rank's, of tensors that are spread over ranks: the others write theirs beside.
+    is_over
+        Whether nothing more will come from the other ranks.
 
     Raises
     ------
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; earlier checkpoints are still there.
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, and ``RANK_FAILED``, ``RANK_LOST`` for other ranks'
+        shards; earlier checkpoints are still there.
     """
     try:
-        return _write(folder, config, model, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        if shard is None:
+            return _write(folder, config, model, state)
+        return _write_with_others(folder, config, model, state, shard, is_over)
     except OSError as error:
         raise write_error(error, str(folder)) from error
-    finally:
-        sweep(folder)  # of a checkpoint half written
+    finally:  # of a checkpoint half written, in which other ranks may be writing yet
+        with suppress(OSError):
+            sweep(folder)
 
 
 def _write(folder: Path, config: str, model: Mapping[str, Tensor], state: TrainingState) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / checkpoint_name(state.step)
-    partial = folder / f".partial-{final.name}"
+    partial = folder / f".partial-{checkpoint_name(state.step)}"
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
@@ -110,6 +128,30 @@ def _write(folder: Path, config: str, model: Mapping[str, Tensor], state: Traini
         MODEL: write_tensors(partial / MODEL, model, metadata={"format": "pt"}),
         TRAINING: write_tensors(partial / TRAINING, state.tensors),
     }
+    return _finish(partial, folder, state, files)
+
+
+def _write_with_others(
+    folder: Path,
+    config: str,
+    model: Mapping[str, Tensor],
+    state: TrainingState,
+    shard: Shard,
+    is_over: Callable[[], bool],
+) -> Path:
+    shard.write()
+    files = {
+        CONFIG: _write_text(shard.place / CONFIG, config.encode()),
+        TRAINING: write_tensors(shard.place / TRAINING, state.tensors),
+    }
+    if model:
+        files[MODEL] = write_tensors(shard.place / MODEL, model, metadata={"format": "pt"})
+    files[INDEX] = shard.finish(is_over)
+    return _finish(shard.place, folder, state, files)
+
+
+def _finish(partial: Path, folder: Path, state: TrainingState, files: Mapping[str, Any]) -> Path:
+    final = folder / checkpoint_name(state.step)
     _write_text(partial / STATE, seal(_document(state, files)))
     sync_directory(partial)
     if final.exists():  # a damaged one that a resumed run has passed again
@@ -133,7 +175,7 @@ def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
         normalisation = {"mean": state.state_mean.tolist(), "std": state.state_std.tolist()}
     return {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": SHARDED_VERSION if INDEX in files else FORMAT_VERSION,
         "step": state.step,
         "loader": dict(state.loader),
         "normalisation": normalisation,
@@ -144,11 +186,3 @@ def _document(state: TrainingState, files: Mapping[str, Any]) -> dict[str, Any]:
         "recipe": state.recipe.to_dict(),
         "files": dict(files),
     }
-
-
-def seal(document: Mapping[str, Any]) -> bytes:
-    """Return the one spelling of `document` that is valid, its digest in it."""
-    plain = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
-    digest = xxhash.xxh3_128_hexdigest(plain.encode())
-    sealed = {**document, "digest": digest}
-    return json.dumps(sealed, indent=1, sort_keys=True, allow_nan=False).encode()

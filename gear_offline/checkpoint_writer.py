@@ -7,6 +7,7 @@ error.  A killed run leaves what the writer had renamed into place, whole checkp
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,14 @@ from torch import Tensor
 from gear_offline.background import Background
 from gear_offline.checkpoint_folder import checkpoint_name, prune
 from gear_offline.checkpoint_saving import TrainingState, write_checkpoint
+from gear_offline.errors import GearError
+from gear_offline.sharded_checkpoint import Shard
 from gear_offline.snapshot import Snapshot
+from gear_offline.staging import write_error
+from gear_offline.tensor_names import MODEL, TRAINING, named, part
 
-MODEL, TRAINING = "model/", "training/"  # of names in a snapshot
+SHARD = "shard/"  # of names in a snapshot
+Ready = Callable[[], Mapping[str, Tensor]]
 
 
 class CheckpointWriter:
@@ -48,6 +54,7 @@ class CheckpointWriter:
         self._beside = beside
         self._background = Background(beside=beside, name="gear-checkpoints")
         self._under_way: int | None = None
+        self._others_gone = threading.Event()
         self.held_seconds = 0.0
 
     @contextmanager
@@ -72,9 +79,36 @@ class CheckpointWriter:
         return self._folder / checkpoint_name(step)
 
     def save(
-        self, config: str, model: Mapping[str, Tensor], state: TrainingState, prune: Prune
+        self,
+        config: str,
+        model: Mapping[str, Tensor],
+        state: TrainingState,
+        prune: Prune,
+        *,
+        shard: Shard | None = None,
     ) -> None:
         """Copy everything and begin to write it; waits for a save before it.
+
+        Parameters
+        ----------
+        shard
+            This rank's part of tensors that are spread; the others call `save_shard`.
+
+        Raises
+        ------
+        GearError
+            ``OUTPUT_SPACE``, ``OUTPUT_WRITE`` of this save or an earlier one; ``RANK_FAILED``,
+            ``RANK_LOST`` for other ranks' shards.
+        """
+        self.wait()
+        tensors = named(MODEL, model) | named(TRAINING, state.tensors) | _tensors_of(shard)
+        state = replace(state, tensors={})
+        self._under_way = state.step
+        ready = self._copied(tensors)
+        self._background.submit(partial(self._write, config, ready, state, prune, shard))
+
+    def save_shard(self, shard: Shard) -> None:
+        """Copy this rank's part and begin to write it, for a checkpoint that the first rank saves.
 
         Raises
         ------
@@ -82,28 +116,50 @@ class CheckpointWriter:
             ``OUTPUT_SPACE``, ``OUTPUT_WRITE`` of this save or an earlier one.
         """
         self.wait()
-        tensors = {MODEL + name: tensor for name, tensor in model.items()}
-        tensors |= {TRAINING + name: tensor for name, tensor in state.tensors.items()}
-        state = replace(state, tensors={})
-        self._under_way = state.step
-        ready = Snapshot(tensors).wait if self._beside else partial(_as_they_are, tensors)
-        self._background.submit(partial(self._write, config, ready, state, prune))
+        ready = self._copied(_tensors_of(shard))
+        self._background.submit(partial(self._write_shard, ready, shard))
+
+    def _copied(self, tensors: Mapping[str, Tensor]) -> Ready:
+        return Snapshot(tensors).wait if self._beside else partial(_as_they_are, tensors)
 
     def _write(
         self,
         config: str,
-        ready: Callable[[], Mapping[str, Tensor]],
+        ready: Ready,
         state: TrainingState,
         prune: Prune,
+        shard: Shard | None,
     ) -> None:
         tensors = ready()
         self._before()
-        model, training = (
-            {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
-            for kind in (MODEL, TRAINING)
+        model, training, held = (part(tensors, kind) for kind in (MODEL, TRAINING, SHARD))
+        write_checkpoint(
+            self._folder,
+            config,
+            model,
+            replace(state, tensors=training),
+            shard=shard and shard.replaced(held),
+            is_over=self._others_gone.is_set,
         )
-        write_checkpoint(self._folder, config, model, replace(state, tensors=training))
         prune(self._folder)
+
+    def _write_shard(self, ready: Ready, shard: Shard) -> None:
+        shard = shard.replaced(part(ready(), SHARD))
+        try:
+            shard.write()
+        except OSError as error:
+            if not shard.place.exists():
+                raise GearError(
+                    "RANK_FAILED",
+                    "the first rank has given up this checkpoint",
+                    where=str(shard.place),
+                    remedy="see its own message",
+                ) from error
+            raise write_error(error, str(shard.place)) from error
+
+    def leave_others(self) -> None:
+        """Wait for no more shards of other ranks, which are gone."""
+        self._others_gone.set()
 
     def prune(self, prune: Prune) -> None:
         """Remove what need not stay, after what is being written; does not wait."""
@@ -121,6 +177,10 @@ class CheckpointWriter:
         """End the thread, after its work if `finish`; errors stay with `check`."""
         if finish:
             self._background.close()
+
+
+def _tensors_of(shard: Shard | None) -> dict[str, Tensor]:
+    return named(SHARD, {n: p.tensor for n, p in shard.pieces.items()}) if shard else {}
 
 
 def _as_they_are(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -355,10 +355,9 @@ class Learner:
         self.model.train()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs besides parameters and loader, by name."""
+        """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
-        found = self.optimizer.state(wanted=self.world.is_first)
-        found |= random_states(self.world, self.device)
+        found = self.optimizer.state() | random_states(self.world, self.device)
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
         found["window"] = window / self.world.size
@@ -366,28 +365,26 @@ class Learner:
         return found
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by name for the first rank, all ranks together.
-
-        Of a sharded model they are collected in host memory, and the other ranks get nothing.
-        """
+        """Return the parameters by name; ranks collect a sharded model's for the first together."""
         return model_tensors(self.model, wanted=self.world.is_first)
 
     def load(
         self,
         *,
         step: int,
-        model: Mapping[str, Tensor],
+        model: Mapping[str, Tensor] | None,
         tensors: Mapping[str, Tensor],
         loader: Mapping[str, Any],
     ) -> None:
-        """Take over the state of another learner of the same recipe.
+        """Take over the state of another learner of the same recipe; None: weights are there.
 
         Raises
         ------
         KeyError, RuntimeError
             The tensors are not those of such a learner.
         """
-        load_model_tensors(self.model, model)
+        if model is not None:
+            load_model_tensors(self.model, model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
         load_selection(self.loader.learner, tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,8 @@ from gear_offline.recipe_sections import OptimizerSettings
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import DeviceAdamW
+
+STATE = "optimizer/"  # before the names of the state's tensors
 
 
 def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> float:
@@ -163,11 +165,10 @@ class Optimizer:
         for parameter in self._parameters + (self._shadows or []):
             parameter.grad = None
 
-    def state(self, *, wanted: bool = True) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
 
-        Of a sharded model they are collected, on the ranks that want them, in host memory; all
-        ranks call this together.
+        Of a sharded model the moments are spread over the ranks as its parameters are.
         """
         found = {}
         states: Sequence[Mapping[str, Tensor]]
@@ -177,8 +178,24 @@ class Optimizer:
             states = self._device_adamw.states()
         for name, state in zip(self._names, states, strict=True):
             for kind, value in state.items():
-                found[f"optimizer/{kind}/{name}"] = whole(value, wanted=wanted)
-        return found if wanted else {}
+                found[f"{STATE}{kind}/{name}"] = value
+        return found
+
+    def room(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return zeros for those of `names` that `state` gives to moments, laid out as there.
+
+        Raises
+        ------
+        KeyError
+            For a parameter that there is not.
+        """
+        parameters = dict(zip(self._names, self._parameters, strict=True))
+        found = {}
+        for name in names:
+            if name.startswith(STATE):
+                parameter = parameters[name.removeprefix(STATE).partition("/")[2]]
+                found[name] = torch.zeros_like(parameter, requires_grad=False)
+        return found
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; other names in `tensors` are ignored.
@@ -191,9 +208,8 @@ class Optimizer:
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
         for key, value in tensors.items():
-            section, _, rest = key.partition("/")
-            if section == "optimizer":
-                kind, _, name = rest.partition("/")
+            if key.startswith(STATE):
+                kind, _, name = key.removeprefix(STATE).partition("/")
                 number = numbers[name]
                 if value.ndim:  # a moment; of the steps done each rank has its own count
                     value = spread(value, self._parameters[number])

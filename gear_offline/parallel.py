@@ -2,8 +2,8 @@
 
 Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
 are averaged while they are computed.  With shards a rank has its part of each, and the weights of
-a block are collected when it runs.  What a checkpoint holds is the same, whole tensors by the
-model's names, so that a run goes on with another number of ranks, or in the other way.
+a block are collected when it runs.  A checkpoint says the same, tensors by the model's names, whole
+or in shards, so that a run goes on with another number of ranks, or in the other way.
 """
 
 from __future__ import annotations
@@ -145,11 +145,29 @@ def whole(tensor: Tensor, *, wanted: bool = True) -> Tensor:
     return found.cpu() if wanted else found.new_empty(0)
 
 
+def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
+    """Return named tensors as `whole` does, in host memory; nothing where they are not wanted."""
+    found = {name: whole(tensor, wanted=wanted) for name, tensor in tensors.items()}
+    return found if wanted else {}
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether this rank holds a part of `tensor`."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def spread(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's view of a whole tensor that every rank has, laid out as `like`."""
+    """Return this rank's view of a whole tensor that every rank has, laid out as `like`.
+
+    One that is spread already stays as it is.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     mesh = like.device_mesh
     return distribute_tensor(tensor.to(mesh.device_type), mesh, like.placements, src_data_rank=None)

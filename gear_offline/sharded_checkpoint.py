@@ -3,10 +3,12 @@
 A directory of
 
 - ``shard-00000-of-00004.safetensors``: the pieces of one rank, under the names of their tensors;
-- ``shard-00000-of-00004.json``: where in its tensor each piece belongs, size and xxh3-128 digest
-  of that file;
-- ``index.json``: shapes and types of the whole tensors, the digests of the files above and of
-  itself; written last, so a directory with an index is whole.
+- ``index.json``: shapes and types of the whole tensors, where in its tensor each piece belongs,
+  sizes and xxh3-128 digests of the files above, and a digest of itself; written last, so a
+  directory with an index is whole.
+
+While it is written each rank leaves a ``.json`` beside its file when that is on the disk, or a
+``.failed`` that says why it will not be; the first rank waits for them.
 
 Nothing is pickled, as the metadata of ``torch.distributed.checkpoint`` and what its planners send
 between ranks are.  Ranks need one file system and no messages, so a thread beside training can
@@ -17,33 +19,40 @@ Shape legend: d dimensions of a tensor.
 
 from __future__ import annotations
 
-import json
-import re
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from gear_offline.checkpoint_fields import damaged
-from gear_offline.checkpoint_saving import seal
-from gear_offline.errors import GearError, InputError
+from gear_offline.checkpoint_fields import damaged, seal
+from gear_offline.errors import GearError
 from gear_offline.run_directory import read_regular, sync_directory, write_whole
+from gear_offline.shard_index import (
+    FORMAT,
+    FORMAT_VERSION,
+    INDEX,
+    TYPES,
+    check_name,
+    check_sizes,
+    read_bytes,
+    read_index,
+    read_sealed,
+    shard_stem,
+)
 from gear_offline.tensor_file import DTYPES, write_tensors
 
-FORMAT, FORMAT_VERSION = "gear-offline shards", 1
-INDEX = "index.json"
-MAX_INDEX_BYTES = 256 << 20
 WAIT_SECONDS = 600.0  # for the other ranks' files
 POLL_SECONDS = 0.05
-_NAME = re.compile(r"shard-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,6 +107,50 @@ def pieces_to_save(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Pie
     return found
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shard:
+    """What one rank adds to a checkpoint, and where.
+
+    Attributes
+    ----------
+    place
+        The directory in which all ranks write; it is made by the first that comes.
+    pieces
+        By the names of their tensors.
+    rank, size
+        This one, and how many there are.
+    wait_seconds
+        For the others' files.
+    """
+
+    place: Path
+    pieces: Mapping[str, Piece]
+    rank: int
+    size: int
+    wait_seconds: float = WAIT_SECONDS
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> Shard:
+        """Return the shard with other tensors of the same sizes, such as copies."""
+        pieces = {name: replace(p, tensor=tensors[name]) for name, p in self.pieces.items()}
+        return replace(self, pieces=pieces)
+
+    def write(self) -> None:
+        """Write this rank's part, or tell the others that it cannot be written; raises OSError."""
+        try:
+            self.place.mkdir(parents=True, exist_ok=True)
+            write_shard(self.place, self.pieces, rank=self.rank, size=self.size)
+        except OSError as error:
+            why = error.strerror or str(error)
+            tell_failure(self.place, why, rank=self.rank, size=self.size)
+            raise
+
+    def finish(self, is_over: Callable[[], bool]) -> dict[str, Any]:
+        """Complete what all ranks write; the first one does this, see `finish_shards`."""
+        return finish_shards(
+            self.place, size=self.size, wait_seconds=self.wait_seconds, is_over=is_over
+        )
+
+
 def write_shard(folder: Path, pieces: Mapping[str, Piece], *, rank: int, size: int) -> None:
     """Write one rank's pieces into `folder`, a directory that is there.
 
@@ -106,7 +159,7 @@ def write_shard(folder: Path, pieces: Mapping[str, Piece], *, rank: int, size: i
     OSError
         What the system said.
     """
-    path = folder / f"shard-{rank:05d}-of-{size:05d}.safetensors"
+    path = folder / f"{shard_stem(rank, size)}.safetensors"
     tensors = {name: piece.tensor for name, piece in pieces.items()}
     facts = write_tensors(path, tensors)
     where = {
@@ -119,33 +172,56 @@ def write_shard(folder: Path, pieces: Mapping[str, Piece], *, rank: int, size: i
         for name, piece in pieces.items()
     }
     document = {"format": FORMAT, "file": path.name, **facts, "pieces": where}
-    write_whole(path.with_suffix(".json"), seal(document))
+    _tell(path.with_suffix(".json"), seal(document))
 
 
-def finish_shards(folder: Path, *, size: int, wait_seconds: float = WAIT_SECONDS) -> None:
+def tell_failure(folder: Path, why: str, *, rank: int, size: int) -> None:
+    """Tell the rank that waits in `finish_shards` that this one gives up, as far as that works."""
+    stem = shard_stem(rank, size)
+    with suppress(OSError):  # first make room for the words, if the disk is full
+        (folder / f"{stem}.safetensors").unlink(missing_ok=True)
+    with suppress(OSError):
+        _tell(folder / f"{stem}.failed", why.encode())
+
+
+def _tell(path: Path, content: bytes) -> None:
+    """Write a file that the waiting rank finds whole; it may take the folder away at once."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def finish_shards(
+    folder: Path,
+    *,
+    size: int,
+    wait_seconds: float = WAIT_SECONDS,
+    is_over: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
     """Write the index when the files of all `size` ranks are there; one rank calls this.
+
+    Parameters
+    ----------
+    is_over
+        Whether nothing more will come: then files that are not there are not waited for.
+
+    Returns
+    -------
+    dict
+        ``bytes`` and ``xxh3_128`` of the index, as a checkpoint lists its files.
 
     Raises
     ------
     GearError
-        ``RANK_LOST`` if a file does not come in time.
+        ``RANK_FAILED`` if a rank has told that it could not write, ``RANK_LOST`` if a file does
+        not come in time.
     InputError
         ``CHECKPOINT_DAMAGED`` if files do not fit each other.
     """
-    deadline = time.monotonic() + wait_seconds
+    _await_ranks(folder, size, wait_seconds, is_over)
     files: dict[str, Any] = {}
     for rank in range(size):
-        path = folder / f"shard-{rank:05d}-of-{size:05d}.json"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise GearError(
-                    "RANK_LOST",
-                    f"rank {rank} has not written its shard after {wait_seconds:,.0f} s",
-                    where=str(path),
-                    remedy="all ranks must write to one file system; see that rank's messages",
-                )
-            time.sleep(POLL_SECONDS)
-        document = _read_sealed(path)
+        document = read_sealed(folder / f"{shard_stem(rank, size)}.json")
         files[document["file"]] = {key: document[key] for key in ("bytes", "xxh3_128", "pieces")}
     tensors: dict[str, Any] = {}
     for facts in files.values():
@@ -154,44 +230,46 @@ def finish_shards(folder: Path, *, size: int, wait_seconds: float = WAIT_SECONDS
             if tensors.setdefault(name, whole) != whole:
                 raise damaged(folder, f"two ranks disagree on {name}")
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "ranks": size}
-    write_whole(folder / INDEX, seal({**content, "tensors": tensors, "files": files}))
+    raw = seal({**content, "tensors": tensors, "files": files})
+    write_whole(folder / INDEX, raw)
+    for rank in range(size):  # the index says it all
+        (folder / f"{shard_stem(rank, size)}.json").unlink()
     sync_directory(folder)
+    return {"bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Return the verified index of `folder`.
-
-    Raises
-    ------
-    InputError
-        ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``.
-    """
-    document = _read_sealed(folder / INDEX)
-    if document.get("format_version", 0) > FORMAT_VERSION:
-        raise InputError(
-            "CHECKPOINT_VERSION",
-            f"the shards have format version {document['format_version']}, this gear-offline "
-            f"reads up to {FORMAT_VERSION}",
-            where=str(folder),
-            remedy="use a newer gear-offline",
-        )
-    return document
-
-
-def _read_sealed(path: Path) -> dict[str, Any]:
-    try:
-        raw = read_regular(path, most=MAX_INDEX_BYTES)
-        document: dict[str, Any] = json.loads(raw)
-        document.pop("digest")
-        if document["format"] != FORMAT or seal(document) != raw:
-            raise ValueError("its digest does not fit")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not readable, or changed"
-        raise damaged(path.parent, f"{path.name}: {reason}") from error
-    return document
+def _await_ranks(folder: Path, size: int, wait_seconds: float, is_over: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        over = is_over() or time.monotonic() > deadline
+        # A network file system may keep what it once found missing; opening a folder asks anew.
+        names = set(os.listdir(folder))
+        for rank in range(size):
+            name = f"{shard_stem(rank, size)}.failed"
+            if name in names:
+                why = read_regular(folder / name, most=10_000).decode(errors="replace")
+                raise GearError(
+                    "RANK_FAILED",
+                    f"rank {rank} could not save its shard: {why}",
+                    where=str(folder),
+                    remedy="see its own message",
+                )
+        late = [rank for rank in range(size) if f"{shard_stem(rank, size)}.json" not in names]
+        if not late:
+            return
+        if over:
+            raise GearError(
+                "RANK_LOST",
+                f"rank {late[0]} has not written its shard in up to {wait_seconds:,.0f} s",
+                where=str(folder / shard_stem(late[0], size)),
+                remedy="all ranks must write to one file system; see that rank's messages",
+            )
+        time.sleep(POLL_SECONDS)
 
 
-def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
+def load_shards(
+    folder: Path, into: Mapping[str, Tensor], *, index: Mapping[str, Any] | None = None
+) -> None:
     """Fill the tensors of `into`, or this rank's part of them, from the shards of any ranks.
 
     Every file that holds a part of them is read once and verified before it is used; a rank of as
@@ -201,23 +279,51 @@ def load_shards(folder: Path, into: Mapping[str, Tensor]) -> None:
     ----------
     into
         Whole tensors or DTensors, of the shapes and types that were saved.
+    index
+        From `read_index`, if it was read before.
 
     Raises
     ------
     InputError
-        ``CHECKPOINT_DAMAGED``: a file is missing or changed, or the tensors are other ones.
+        ``CHECKPOINT_DAMAGED``: a file is missing or changed, or the tensors are other ones;
+        ``CHECKPOINT_READ``.
     """
-    load_pieces(folder, {name: held_piece(tensor) for name, tensor in into.items()})
+    load_pieces(folder, {name: held_piece(tensor) for name, tensor in into.items()}, index=index)
 
 
-def load_pieces(folder: Path, wanted: Mapping[str, Piece]) -> None:
+def whole_tensors(folder: Path, index: Mapping[str, Any], *, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `prefix`, collected in host memory.
+
+    Raises
+    ------
+    InputError
+        As `load_shards`.
+    """
+    try:
+        check_sizes(folder, index)
+        found = {
+            name: torch.empty(facts["shape"], dtype=TYPES[facts["dtype"]])
+            for name, facts in index["tensors"].items()
+            if name.startswith(prefix)
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, GearError):
+            raise
+        raise damaged(folder, f"it lacks or misnames something ({error})") from error
+    load_shards(folder, found, index=index)
+    return found
+
+
+def load_pieces(
+    folder: Path, wanted: Mapping[str, Piece], *, index: Mapping[str, Any] | None = None
+) -> None:
     """Fill the tensors of `wanted` in place; see `load_shards`."""
-    index = read_index(folder)
+    index = read_index(folder) if index is None else index
     try:
         missing = {name: piece.tensor.numel() for name, piece in wanted.items()}
         for name, piece in wanted.items():
             _check_whole(folder, name, piece, index["tensors"])
-            _check_disjoint(folder, name, index["files"])
+            _check_disjoint(folder, name, piece, index["files"])
         for file, facts in index["files"].items():
             touched = {
                 name: overlap
@@ -245,15 +351,16 @@ def _check_whole(folder: Path, name: str, piece: Piece, tensors: Mapping[str, An
         if piece.tensor.numel() == 0 and 0 in piece.shape:
             return  # nothing of it was written
         raise damaged(folder, f"it has no tensor {name}")
-    shape, dtype = tuple(tensors[name]["shape"]), _TYPES[tensors[name]["dtype"]]
+    shape, dtype = tuple(tensors[name]["shape"]), TYPES[tensors[name]["dtype"]]
     if shape != piece.shape or dtype != piece.tensor.dtype:
         what = f"{name} is {shape} {dtype}, not {piece.shape} {piece.tensor.dtype}"
         raise damaged(folder, what)
 
 
-def _check_disjoint(folder: Path, name: str, files: Mapping[str, Any]) -> None:
+def _check_disjoint(folder: Path, name: str, wanted: Piece, files: Mapping[str, Any]) -> None:
     """Refuse pieces that overlap; then counting elements shows whether some are missing."""
-    held = [facts["pieces"][name] for facts in files.values() if name in facts["pieces"]]
+    all_held = (facts["pieces"].get(name) for facts in files.values())
+    held = [piece for piece in all_held if piece is not None and _overlap(wanted, piece)]
     for one, other in combinations(held, 2):
         spans = zip(one["offset"], one["size"], other["offset"], other["size"], strict=True)
         if all(max(a, b) < min(a + m, b + n) for a, m, b, n in spans):
@@ -278,14 +385,8 @@ def _overlap(wanted: Piece, held: Mapping[str, Any]) -> tuple[Slices, Slices] | 
 
 def _read_file(folder: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read one rank's file and verify every byte of it."""
-    if not _NAME.fullmatch(name):
-        raise damaged(folder, f"{name[:60]!r} is no shard's name")
-    try:
-        raw = read_regular(folder / name, most=facts["bytes"])
-    except OSError as error:
-        raise damaged(folder, f"{name}: {error.strerror}") from error
-    except ValueError as error:
-        raise damaged(folder, f"{name} is {error}") from error
+    check_name(folder, name)
+    raw = read_bytes(folder / name, most=facts["bytes"])
     if len(raw) != facts["bytes"] or xxhash.xxh3_128_hexdigest(raw) != facts["xxh3_128"]:
         raise damaged(folder, f"{name} does not match its digest")
     try:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
-from gear_offline.checkpoint import Checkpoint, TrainingState, damaged, newest_checkpoint
-from gear_offline.checkpoint_folder import sweep
+from gear_offline.checkpoint import Checkpoint, TrainingState, newest_checkpoint
+from gear_offline.checkpoint_folder import (
+    checkpoint_name,
+    list_checkpoints,
+    remove_checkpoint,
+    sweep,
+)
 from gear_offline.checkpoint_writer import CheckpointWriter, Prune
 from gear_offline.config_text import config_text
 from gear_offline.dataset import Dataset
@@ -27,13 +30,15 @@ from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.run_evaluations import RunEvaluations
+from gear_offline.run_state import StateToSave, common_mark, restore, state_to_save
 from gear_offline.run_summary import summary_of
 from gear_offline.task_evaluation import plays
 from gear_offline.training_display import TrainingDisplay
 from gear_offline.wording import count_text
 
 STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
-MODEL, TRAINING = "model/", "training/"  # of tensors that are sent to other ranks
+NOT_SHARED = "collected by the first rank, as not all ranks see one run directory"
+LOST = ("RANK_LOST", "RANK_FAILED")
 
 
 class TrainingInterrupted(GearError):
@@ -49,15 +54,25 @@ class Run:
         The run directory, for messages.
     learner
         Of this rank.
+
+    Attributes
+    ----------
+    mark
+        Set if checkpoints are written in shards, a file of each rank: tells this start apart.
     """
+
+    saves: CheckpointWriter
 
     def __init__(self, path: Path, learner: Learner) -> None:
         self.path, self.learner, self.world = path, learner, learner.world
         self.recipe, self.settings = learner.recipe, learner.recipe.train
         self.stop = StopRequest()
+        self.mark: str | None = None
 
     def complete(self) -> None:
         """Do what is left of the run."""
+        if self.learner.parallel.sharded:
+            self.mark = common_mark(self.world, self.path, self._make_mark)
         self._restore()
         self._begin()
         try:
@@ -78,42 +93,23 @@ class Run:
 
     def _restore(self) -> None:
         """Take over the newest whole checkpoint, if there is one."""
-        checkpoint = self.world.lead(self._newest)
-        words = None
-        if checkpoint is not None:
-            state = checkpoint.state
-            words = {"step": state.step, "loader": dict(state.loader)}
-        words = self.world.gather(words)[0]
-        if words is None:
-            return
-        tensors = self._state_tensors(checkpoint)
-        try:
-            self.learner.load(
-                step=words["step"],
-                model=_part(tensors, MODEL),
-                tensors=_part(tensors, TRAINING),
-                loader=words["loader"],
-            )
-        except (KeyError, RuntimeError) as error:
-            place = self.path if checkpoint is None else checkpoint.path
-            raise damaged(place, f"it does not fit the recipe ({error})") from error
+        restore(self.learner, self.path / "checkpoints", self._newest, warn=self._warn)
 
-    def _state_tensors(self, checkpoint: Checkpoint | None) -> Mapping[str, Tensor]:
-        tensors = None
-        if checkpoint is not None:
-            tensors = {MODEL + name: t for name, t in checkpoint.model.items()}
-            tensors |= {TRAINING + name: t for name, t in checkpoint.state.tensors.items()}
-        if self.world.size == 1 and tensors is not None:
-            return tensors
-        return self.world.send_tensors(tensors)
-
-    def _newest(self) -> Checkpoint | None:
+    def _newest(self, below: int | None) -> Checkpoint | None:
         """Return the checkpoint to go on from; asked on the first rank."""
         return None
+
+    def _make_mark(self) -> str:
+        """Write a mark into the run directory; asked on the first rank."""
+        raise NotImplementedError
+
+    def _warn(self, message: str) -> None:
+        """Say it, on the first rank."""
 
     def _look(self, step: int) -> None:
         """Log, evaluate, save and stop, whatever is due after `step`."""
         last = step == self.settings.steps
+        self.saves.check()
         if self.learner.unreported and (last or step % self.settings.log_every == 0):
             self._log(step, self.learner.report())
         due = self._evaluation_due(step)
@@ -131,7 +127,7 @@ class Run:
             saving = bool(words[0]["save"])
             stopped_by = next((word["stop"] for word in words if word["stop"]), None)
         if saving or stopped_by is not None:
-            self._save(step)
+            self._save(step, whole=last or due)
         if stopped_by is not None and not last:
             self._settle()
             out = "" if self.path == default_run_path(self.recipe) else f" --out {self.path}"
@@ -149,15 +145,27 @@ class Run:
 
     def _begin(self) -> None:
         """Open what is written to."""
+        self.saves = self._writer(before=lambda: None)
+
+    def _writer(self, *, before: Callable[[], None]) -> CheckpointWriter:
+        beside = self.settings.save == "async"
+        return CheckpointWriter(self.path / "checkpoints", beside=beside, before=before)
 
     def _settle(self) -> None:
         """Wait until what was saved is on the disk."""
+        self.saves.wait()
 
     def _finish(self) -> None:
         """Wait for what the last step left under way."""
+        self.saves.wait()
 
     def _end(self) -> None:
         """Close it, whatever happened."""
+        error = sys.exc_info()[1]
+        if isinstance(error, GearError) and error.code in LOST:
+            self.saves.leave_others()
+        # a second Ctrl-C waits for nothing
+        self.saves.close(finish=not isinstance(error, KeyboardInterrupt))
 
     def _sum_up(self) -> None:
         """Write what a complete run leaves behind."""
@@ -169,22 +177,25 @@ class Run:
         """Play the policy; return whether it is the best one so far."""
         return False
 
-    def _save(self, step: int) -> None:
-        """Save a checkpoint; every rank contributes its random numbers."""
+    def _save(self, step: int, *, whole: bool) -> None:
+        """Save a checkpoint; every rank contributes its random numbers, and its shard.
+
+        Of a sharded model its weights are collected too if they are to be there `whole`.
+        """
         if self.world.gather(self._is_saved(step))[0]:
             return
-        tensors, weights = self.learner.tensors(), self.learner.weights()
-        self._write(step, tensors, weights)
+        place = None
+        if self.mark is not None:
+            place = self.path / "checkpoints" / f".partial-{checkpoint_name(step)}-{self.mark}"
+        self._write(step, state_to_save(self.learner, place, whole=whole))
 
     def _is_saved(self, step: int) -> bool:
         return False
 
-    def _write(self, step: int, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-        """Write a checkpoint of `tensors`, the model's `weights` and the learner."""
-
-
-def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+    def _write(self, step: int, found: StateToSave) -> None:
+        """Write this rank's part of a checkpoint."""
+        if found.shard is not None:
+            self.saves.save_shard(found.shard)
 
 
 class LeadingRun(Run):
@@ -216,10 +227,16 @@ class LeadingRun(Run):
         """Wall time of the run, in this process and before."""
         return self.seconds_before + time.monotonic() - self.began
 
-    def _newest(self) -> Checkpoint | None:
+    def _make_mark(self) -> str:
+        return self.directory.mark()
+
+    def _warn(self, message: str) -> None:
+        say(message, quiet=self.quiet)
+
+    def _newest(self, below: int | None) -> Checkpoint | None:
         folder = self.directory.checkpoints_path
         sweep(folder)
-        checkpoint = newest_checkpoint(folder, lambda message: say(message, quiet=self.quiet))
+        checkpoint = newest_checkpoint(folder, self._warn, below=below, shards=self.mark is None)
         if checkpoint is None:
             return None
         if checkpoint.state.step > self.settings.steps:
@@ -236,17 +253,16 @@ class LeadingRun(Run):
         self.directory.write_recipe(self.recipe)
         self._announce()
         step = self.learner.step
+        for done, path in list_checkpoints(self.directory.checkpoints_path):
+            if done > step:  # passed over: it would count as saved, and as the newest to keep
+                remove_checkpoint(path)
         self.metrics = Metrics(self.path, step=step, tensorboard=self.settings.tensorboard)
         self.display = TrainingDisplay(
             self.recipe.name, steps=self.settings.steps, done=step, quiet=self.quiet
         )
         self.display.__enter__()
 
-        self.saves = CheckpointWriter(
-            self.directory.checkpoints_path,
-            beside=self.settings.save == "async",
-            before=self.metrics.sync,
-        )
+        self.saves = self._writer(before=self.metrics.sync)
         self.evaluations = RunEvaluations(
             self.path,
             self.learner,
@@ -274,13 +290,9 @@ class LeadingRun(Run):
         self.saves.prune(self._what_stays())
         self.saves.wait()
 
-    def _settle(self) -> None:
-        self.saves.wait()
-
     def _end(self) -> None:
         self.evaluations.close()
-        # a second Ctrl-C waits for nothing
-        self.saves.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
+        super()._end()
         self.display.__exit__(None, None, None)
         self.metrics.close()
 
@@ -306,6 +318,9 @@ class LeadingRun(Run):
         if self._evaluation_due(self.settings.steps):
             place = "beside training" if self.choice.beside else "in place of training"
             say(f"evaluations: {place}, {self.choice.reason}", quiet=self.quiet)
+        if learner.parallel.sharded:
+            how = "a shard of each rank" if self.mark else NOT_SHARED
+            say(f"checkpoints: {how}", quiet=self.quiet)
         if learner.step:
             say(f"resuming after step {learner.step:,}", quiet=self.quiet)
 
@@ -314,7 +329,6 @@ class LeadingRun(Run):
         if not self._timing and step > self._first_step:
             self._timing, self._first_step = True, step
             self._steps_began = time.perf_counter()
-        self.saves.check()
         if self.evaluations.collect():
             self.saves.prune(self._what_stays())
         super()._look(step)
@@ -333,9 +347,9 @@ class LeadingRun(Run):
     def _evaluate(self, step: int) -> bool:
         return self.evaluations.evaluate(step)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, whole: bool) -> None:
         with self.saves.holding():
-            super()._save(step)
+            super()._save(step, whole=whole)
 
     def _is_saved(self, step: int) -> bool:
         saved = self.saves.has(step)
@@ -343,19 +357,19 @@ class LeadingRun(Run):
             self.saves.prune(self._what_stays())
         return saved
 
-    def _write(self, step: int, tensors: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    def _write(self, step: int, found: StateToSave) -> None:
         learner = self.learner
         state = TrainingState(
             step=step,
             recipe=self.recipe,
-            tensors=tensors,
+            tensors=found.tensors,
             loader=learner.loader.state_dict(),
             state_mean=learner.state_mean,
             state_std=learner.state_std,
             seconds=self.seconds,
         )
         config = config_text(learner.model)
-        self.saves.save(config, weights, state, self._what_stays())
+        self.saves.save(config, found.weights, state, self._what_stays(), shard=found.shard)
 
     def _what_stays(self) -> Prune:
         best = self.metrics.best

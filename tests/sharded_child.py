@@ -1,21 +1,105 @@
-"""One rank of a sharded run in tests: trains, and compares the acting copy with the checkpoint."""
+"""The ranks of a sharded run in tests; torchrun starts this, two of them first and then three.
+
+Each launch does all that needs its number of ranks, since starting them takes longest.
+"""
 
 from __future__ import annotations
 
 import faulthandler
+import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline import run_state, trainer
+from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.learner import Learner
 from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.sharded_checkpoint import finish_shards, load_shards, pieces_to_save, write_shard
+from gear_offline.world import World, open_world
+
+FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
 
 
-def main(recipe: str, out: str, *options: str) -> None:
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """Of odd sizes, so that shares are unequal and some ranks have nothing."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "rows": torch.randn(7, 5, generator=generator),
+        "columns": torch.randn(3, 8, generator=generator).to(torch.bfloat16),
+        "short": torch.arange(2),
+        "whole": torch.randn(4, generator=generator),
+        "plain": torch.tensor(3.5),
+    }
+
+
+def sharded_training() -> dict[str, Any]:
+    """Do a step of a model that FSDP2 has sharded; return its weights and moments."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 5)).square().sum().backward()
+    optimizer.step()
+    found: dict[str, Any] = {f"model/{name}": p for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found[f"optimizer/exp_avg/{name}"] = optimizer.state[parameter]["exp_avg"]
+    return found
+
+
+def pieces(world: World, folder: Path) -> None:
+    """Spread tensors; two ranks save them, three read, compare and save what they have read."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    rank, size = world.rank, world.size
+    mesh = init_device_mesh("cpu", (size,))
+    ways: dict[str, Any] = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "short": Shard(0),
+        "whole": Replicate(),
+    }
+    expected = whole_tensors()
+    trained = sharded_training()
+    tensors = {
+        name: distribute_tensor(tensor.clone(), mesh, [ways[name]]) if name in ways else tensor
+        for name, tensor in expected.items()
+    }
+    tensors |= trained
+    if size == 3:
+        expected |= load_file(folder / "whole.safetensors")
+        empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        load_shards(folder / "2", empty)
+        for name, tensor in empty.items():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            assert torch.equal(full, expected[name]), name
+        tensors = empty
+    else:
+        whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
+        if rank == 0:
+            save_file(whole, folder / "whole.safetensors")
+    place = folder / str(size)
+    if rank == 0:
+        place.mkdir()
+    dist.barrier()
+    write_shard(place, pieces_to_save(tensors, rank=rank), rank=rank, size=size)
+    if rank == 0:
+        finish_shards(place, size=size, wait_seconds=60)
+    dist.barrier()
+
+
+def train(recipe: str, out: Path, *options: str) -> None:
+    """Train sharded; compare the copy that acts with the last checkpoint."""
     made: list[Learner] = []
     close = Learner.close
 
@@ -24,16 +108,54 @@ def main(recipe: str, out: str, *options: str) -> None:
         self.prepare_policy()
         close(self)
 
-    Learner.close = remember  # type: ignore[method-assign]
-    train(load_recipe(recipe, options), out=Path(out), resume=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "close", remember)
+        trainer.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
     (learner,) = made
     assert learner.parallel.sharded
+    dist.barrier()  # the first rank returns when everything is on the disk
     if learner.world.is_first:
-        saved = load_file(list_checkpoints(Path(out) / "checkpoints")[-1][1] / "model.safetensors")
+        saved = load_file(list_checkpoints(out / "checkpoints")[-1][1] / "model.safetensors")
         acting = learner.policy().model.state_dict()
         assert acting.keys() == saved.keys()
         assert all(torch.equal(acting[name].cpu(), tensor) for name, tensor in saved.items())
         print("acts like the whole model")
+
+
+def two(world: World, recipe: str, out: Path) -> None:
+    """Go on from whole tensors to step 8; damage its shards, and go on from step 6 to it again."""
+    options = ("train.steps=8", "train.checkpoint_every=2")
+    train(recipe, out, *options)
+    last, before = out / "checkpoints" / checkpoint_name(8), out.with_name("before")
+    if world.is_first:
+        shutil.copytree(last, before)
+        shutil.copytree(last, last.with_name(f".partial-{checkpoint_name(10)}-dead"))
+        shard = last / "shard-00001-of-00002.safetensors"
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    dist.barrier()
+    train(recipe, out, *options)
+    for name in ("shard-00000-of-00002", "shard-00001-of-00002", "training", "model"):
+        same = [(folder / f"{name}.safetensors").read_bytes() for folder in (last, before)]
+        assert same[0] == same[1], f"{name} after a resume of as many ranks"
+
+
+def three(world: World, recipe: str, out: Path) -> None:
+    """Go on from two ranks' shards, first as if ranks did not see one folder."""
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == 2:
+            patched.setattr(run_state.os, "access", lambda *_: False)
+        train(recipe, out, "train.steps=9")
+    assert not list((out / "checkpoints" / checkpoint_name(9)).glob("shard-*"))
+    train(recipe, out, "train.steps=10", "train.save=sync")
+
+
+def main(recipe: str, out: str, folder: str) -> None:
+    with open_world(torch.device("cpu")) as world:
+        trainer.open_world = lambda *_, **__: nullcontext(world)  # type: ignore[assignment]
+        pieces(world, Path(folder))
+        (two if world.size == 2 else three)(world, recipe, Path(out))
 
 
 if __name__ == "__main__":

@@ -156,10 +156,10 @@ def test_a_newer_format_is_named(
     tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.checkpoint_saving.FORMAT_VERSION", 2)
+        patched.setattr("gear_offline.checkpoint_saving.FORMAT_VERSION", 3)
         path = save_checkpoint(tmp_path, model, state(5))
     assert code_of(path) == "CHECKPOINT_VERSION"
-    with pytest.raises(InputError, match="format version 2") as caught:
+    with pytest.raises(InputError, match="format version 3") as caught:
         newest_checkpoint(tmp_path, lambda message: None)
     assert caught.value.code == "CHECKPOINT_VERSION", "never passed over in favour of an old one"
 
@@ -306,7 +306,10 @@ def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTran
 
 @pytest.mark.parametrize(
     "module",
-    ["checkpoint", "checkpoint_saving", "tensor_file", "sharded_checkpoint", "evaluation_beside"],
+    [
+        *("checkpoint", "checkpoint_saving", "tensor_file", "evaluation_beside"),
+        *("sharded_checkpoint", "shard_index", "run_state"),
+    ],
 )
 def test_nothing_here_unpickles(module: str) -> None:
     source = (Path(gear_offline.__file__).parent / f"{module}.py").read_text()

@@ -141,9 +141,9 @@ def test_both_ways_save_the_same_and_tell_how_long(
     monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
     data, write = tiny_data(tmp_path), write_checkpoint
 
-    def slowly(*arguments: Any) -> Path:
+    def slowly(*arguments: Any, **options: Any) -> Path:
         time.sleep(0.05)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(checkpoint_writer, "write_checkpoint", slowly)
     runs = {
@@ -162,9 +162,9 @@ def test_the_end_of_a_run_waits_for_the_writer(
 ) -> None:
     write = write_checkpoint
 
-    def slowly(*arguments: Any) -> Path:
+    def slowly(*arguments: Any, **options: Any) -> Path:
         time.sleep(0.3)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(checkpoint_writer, "write_checkpoint", slowly)
     recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
@@ -173,7 +173,7 @@ def test_the_end_of_a_run_waits_for_the_writer(
 
 
 def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Path:
+    def refuse(*_: Any, **__: Any) -> Path:
         raise GearError("OUTPUT_SPACE", "no space left")
 
     monkeypatch.setattr(checkpoint_writer, "write_checkpoint", refuse)

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,35 +186,6 @@ def test_strategies_that_learn_from_losses_need_whole_batches(recipe: Path) -> N
     with pytest.raises(InputError) as caught:
         learner(load_recipe(recipe, options))
     assert caught.value.code == "LOADER_OPTION" and "accumulate" in str(caught.value)
-
-
-@pytest.mark.timeout(300)
-def test_shards_learn_what_one_process_learns(recipe: Path, alone: Path, tmp_path: Path) -> None:
-    """Four steps alone, four on two ranks with shards and micro-batches, four alone."""
-    run = tmp_path / "run"
-    train(load_recipe(recipe, ["train.steps=4"]), out=run, quiet=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.sharded_child", str(recipe), str(run)]
-    command += ["train.steps=8", "train.parallel=fsdp", "train.accumulate=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "train.recompute=true"],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks (FSDP, as the recipe says)" in done.stderr
-    assert "resuming after step 4" in done.stderr
-    assert "acts like the whole model" in done.stdout
-    train(load_recipe(recipe), out=run, resume=True, quiet=True)
-    for mine, theirs in zip(measured(run), measured(alone), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(run)[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 def test_replicas_if_they_fit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gear_offline.checkpoint import read_checkpoint
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
@@ -144,6 +145,12 @@ def test_a_damaged_checkpoint_is_passed_over(
     train(tiny_recipe(data), out=run, resume=True)
     assert "passing over step-00000012" in capfd.readouterr().err
     assert learnt(run) == learnt(whole)
+
+    last = list_checkpoints(run / "checkpoints")[-1][1] / "state.json"
+    last.write_text("{}")
+    train(tiny_recipe(data, "train.keep_checkpoints=1"), out=run, resume=True, quiet=True)
+    assert learnt(run)["model"] == learnt(whole)["model"], "saved again, not kept as it was"
+    read_checkpoint(last.parent)
 
     for _, path in list_checkpoints(run / "checkpoints"):
         (path / "state.json").write_text("{}")

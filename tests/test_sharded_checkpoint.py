@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from itertools import pairwise, product
 from pathlib import Path
@@ -15,127 +12,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from gear_offline.errors import GearError, InputError
+from gear_offline.shard_index import INDEX, read_index
 from gear_offline.sharded_checkpoint import (
-    INDEX,
     Piece,
     finish_shards,
     load_pieces,
     load_shards,
-    pieces_to_save,
-    read_index,
+    tell_failure,
+    whole_tensors,
     write_shard,
 )
 from tests.support import failing_code
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def whole_tensors() -> dict[str, torch.Tensor]:
-    """Of odd sizes, so that shares are unequal and some ranks have nothing."""
-    generator = torch.Generator().manual_seed(5)
-    return {
-        "rows": torch.randn(7, 5, generator=generator),
-        "columns": torch.randn(3, 8, generator=generator).to(torch.bfloat16),
-        "short": torch.arange(2),
-        "whole": torch.randn(4, generator=generator),
-        "plain": torch.tensor(3.5),
-    }
-
-
-def sharded_training() -> dict[str, Any]:
-    """Do a step of a model that FSDP2 has sharded; return its weights and moments."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 3))
-    for part in (model[0], model[2], model):
-        fully_shard(part)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(4, 5)).square().sum().backward()
-    optimizer.step()
-    found: dict[str, Any] = {f"model/{name}": p for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        found[f"optimizer/exp_avg/{name}"] = optimizer.state[parameter]["exp_avg"]
-    return found
-
-
-def child(mode: str, folder: str) -> None:
-    """One rank: spread the tensors, then save them, or load them and compare."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
-    ways: dict[str, Any] = {
-        "rows": Shard(0),
-        "columns": Shard(1),
-        "short": Shard(0),
-        "whole": Replicate(),
-    }
-    expected = whole_tensors()
-    trained = sharded_training()
-    tensors = {
-        name: distribute_tensor(tensor.clone(), mesh, [ways[name]]) if name in ways else tensor
-        for name, tensor in expected.items()
-    }
-    tensors |= trained
-    if mode == "load":
-        expected |= load_file(Path(folder) / "whole.safetensors")
-        empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        load_shards(Path(folder) / "2", empty)
-        for name, tensor in empty.items():
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            assert torch.equal(full, expected[name]), name
-        tensors = empty
-    else:
-        whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
-        if rank == 0:
-            save_file(whole, Path(folder) / "whole.safetensors")
-    place = Path(folder) / str(size)
-    if rank == 0:
-        place.mkdir()
-    dist.barrier()
-    write_shard(place, pieces_to_save(tensors, rank=rank), rank=rank, size=size)
-    if rank == 0:
-        finish_shards(place, size=size, wait_seconds=60)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(ranks: int, mode: str, folder: Path) -> None:
-    program = f"from tests.test_sharded_checkpoint import child; child('{mode}', r'{folder}')"
-    (folder / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", str(ranks), str(folder / "program.py")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_two_ranks_save_three_read_and_save_and_one_reads(tmp_path: Path) -> None:
-    launch(2, "save", tmp_path)
-    launch(3, "load", tmp_path)
-    for ranks in (2, 3):
-        found = {name: torch.zeros_like(tensor) for name, tensor in whole_tensors().items()}
-        load_shards(tmp_path / str(ranks), found)
-        for name, tensor in whole_tensors().items():
-            assert torch.equal(found[name], tensor), (ranks, name)
-        trained = load_file(tmp_path / "whole.safetensors")
-        found = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-        load_shards(tmp_path / str(ranks), found)
-        assert len(found) == 8 and any(tensor.any() for tensor in found.values())
-        assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
-        assert read_index(tmp_path / str(ranks))["ranks"] == ranks
 
 
 def split(data: st.DataObject, length: int) -> list[tuple[int, int]]:
@@ -164,6 +53,7 @@ def test_any_pieces_make_up_any_part(
     offset = tuple(first for first, _ in region)
     load_pieces(folder, {"t": Piece(tensor=place, offset=offset, shape=shape)})
     assert torch.equal(place, whole[tuple(slice(first, last) for first, last in region)])
+    assert torch.equal(whole_tensors(folder, read_index(folder))["t"], whole)
 
 
 def saved(folder: Path) -> Path:
@@ -224,6 +114,13 @@ def test_lies_with_a_digest_that_fits_are_refused(tmp_path: Path) -> None:
         change(changed)
         (folder / INDEX).write_bytes(seal(changed))
         assert failing_code(lambda: load(folder)) == "CHECKPOINT_DAMAGED"
+        code = failing_code(lambda: whole_tensors(folder, read_index(folder)))
+        assert code == "CHECKPOINT_DAMAGED"
+
+    def huge(document: Any) -> None:
+        """All sizes fit each other, and no file."""
+        document["tensors"]["t"]["shape"] = [1 << 60]
+        document["files"][first]["pieces"]["t"]["size"] = [(1 << 60) - 5]
 
     lie(lambda d: d["files"].update({"../x.safetensors": d["files"].pop(first)}))
     lie(lambda d: d["files"].pop(first))
@@ -232,6 +129,8 @@ def test_lies_with_a_digest_that_fits_are_refused(tmp_path: Path) -> None:
     lie(lambda d: d["files"][first]["pieces"]["t"].update(size=[4]))
     lie(lambda d: d["tensors"]["t"].update(dtype="F999"))
     lie(lambda d: d.pop("tensors"))
+    lie(lambda d: d["tensors"]["t"].update(shape=[1 << 60]))
+    lie(huge)
     (folder / INDEX).write_bytes(seal({**document, "format_version": 2}))
     assert failing_code(lambda: load(folder)) == "CHECKPOINT_VERSION"
 
@@ -255,3 +154,20 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
         write_shard(tmp_path, {"t": piece}, rank=rank, size=2)
     with pytest.raises(InputError, match="disagree on t"):
         finish_shards(tmp_path, size=2)
+
+
+def test_a_rank_that_cannot_write_is_named_at_once(tmp_path: Path) -> None:
+    tell_failure(tmp_path, "No space left on device", rank=1, size=2)
+    with pytest.raises(GearError, match=r"rank 1 .*No space left") as caught:
+        finish_shards(tmp_path, size=2, wait_seconds=600)
+    assert caught.value.code == "RANK_FAILED" and not (tmp_path / INDEX).exists()
+
+
+def test_ranks_that_are_gone_are_not_waited_for(tmp_path: Path) -> None:
+    write_shard(tmp_path, {}, rank=0, size=2)
+    code = failing_code(lambda: finish_shards(tmp_path, size=2, is_over=lambda: True))
+    assert code == "RANK_LOST"
+    write_shard(tmp_path, {}, rank=1, size=2)
+    finish_shards(tmp_path, size=2, is_over=lambda: True)  # what is there is used all the same
+    assert read_index(tmp_path)["ranks"] == 2
+    assert not list(tmp_path.glob("shard-*.json")), "only what is verified stays"

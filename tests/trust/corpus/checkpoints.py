@@ -151,7 +151,7 @@ CASES: tuple[Case, ...] = (
     ),
     *(case(f"{key}-null", DAMAGED, put(key, value=None)) for key in KEYS if key != "normalisation"),
     *(case(f"{key}-text", DAMAGED, put(key, value="x")) for key in KEYS),
-    case("version-2", "CHECKPOINT_VERSION", put("format_version", value=2)),
+    case("version-3", "CHECKPOINT_VERSION", put("format_version", value=3)),
     case("version-text", DAMAGED, put("format_version", value="2")),
     case("foreign", DAMAGED, put("format", value="other")),
     case("files-escape", DAMAGED, put("files", value={"../../recipe.yaml": {}})),
