@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from gear_offline.checkpoint_fields import seal as seal
-from gear_offline.checkpoint_folder import checkpoint_name, remove_checkpoint, sweep
+from gear_offline.checkpoint_folder import checkpoint_name, remove_checkpoint
 from gear_offline.config_text import config_text
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import sync_directory
@@ -106,58 +105,49 @@ def write_checkpoint(
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, and ``RANK_FAILED``, ``RANK_LOST`` for other ranks'
         shards; earlier checkpoints are still there.
     """
+    final = folder / checkpoint_name(state.step)
+    partial = folder / f".partial-{final.name}" if shard is None else shard.place
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if shard is None:
-            return _write(folder, config, model, state)
-        return _write_with_others(folder, config, model, state, shard, is_over)
+        if shard is None and partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(exist_ok=shard is not None)
+        _fill(partial, config, model, state, shard, is_over)
+        return _move(partial, final)
     except OSError as error:
         raise write_error(error, str(folder)) from error
-    finally:  # of a checkpoint half written, in which other ranks may be writing yet
-        with suppress(OSError):
-            sweep(folder)
+    finally:
+        # If it is half written.  Nothing else: other ranks may have begun the next one.
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, config: str, model: Mapping[str, Tensor], state: TrainingState) -> Path:
-    partial = folder / f".partial-{checkpoint_name(state.step)}"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    files = {
-        CONFIG: _write_text(partial / CONFIG, config.encode()),
-        MODEL: write_tensors(partial / MODEL, model, metadata={"format": "pt"}),
-        TRAINING: write_tensors(partial / TRAINING, state.tensors),
-    }
-    return _finish(partial, folder, state, files)
-
-
-def _write_with_others(
-    folder: Path,
+def _fill(
+    partial: Path,
     config: str,
     model: Mapping[str, Tensor],
     state: TrainingState,
-    shard: Shard,
+    shard: Shard | None,
     is_over: Callable[[], bool],
-) -> Path:
-    shard.write()
+) -> None:
+    if shard is not None:
+        shard.write()
     files = {
-        CONFIG: _write_text(shard.place / CONFIG, config.encode()),
-        TRAINING: write_tensors(shard.place / TRAINING, state.tensors),
+        CONFIG: _write_text(partial / CONFIG, config.encode()),
+        TRAINING: write_tensors(partial / TRAINING, state.tensors),
     }
-    if model:
-        files[MODEL] = write_tensors(shard.place / MODEL, model, metadata={"format": "pt"})
-    files[INDEX] = shard.finish(is_over)
-    return _finish(shard.place, folder, state, files)
-
-
-def _finish(partial: Path, folder: Path, state: TrainingState, files: Mapping[str, Any]) -> Path:
-    final = folder / checkpoint_name(state.step)
+    if model or shard is None:
+        files[MODEL] = write_tensors(partial / MODEL, model, metadata={"format": "pt"})
+    if shard is not None:
+        files[INDEX] = shard.finish(is_over)
     _write_text(partial / STATE, seal(_document(state, files)))
     sync_directory(partial)
+
+
+def _move(partial: Path, final: Path) -> Path:
     if final.exists():  # a damaged one that a resumed run has passed again
         remove_checkpoint(final)
     os.rename(partial, final)
-    sync_directory(folder)
+    sync_directory(final.parent)
     return final
 
 

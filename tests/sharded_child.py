@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from gear_offline import run_state, trainer
+from gear_offline import trainer
 from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.learner import Learner
 from gear_offline.recipe import load_recipe
@@ -145,15 +145,15 @@ def three(world: World, recipe: str, out: Path) -> None:
     """Go on from two ranks' shards, first as if ranks did not see one folder."""
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr(run_state.os, "access", lambda *_: False)
+            patched.setattr("gear_offline.run_state.os.access", lambda *_: False)
         train(recipe, out, "train.steps=9")
     assert not list((out / "checkpoints" / checkpoint_name(9)).glob("shard-*"))
     train(recipe, out, "train.steps=10", "train.save=sync")
 
 
 def main(recipe: str, out: str, folder: str) -> None:
-    with open_world(torch.device("cpu")) as world:
-        trainer.open_world = lambda *_, **__: nullcontext(world)  # type: ignore[assignment]
+    with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gear_offline.trainer.open_world", lambda *_, **__: nullcontext(world))
         pieces(world, Path(folder))
         (two if world.size == 2 else three)(world, recipe, Path(out))
 

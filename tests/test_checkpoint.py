@@ -28,6 +28,7 @@ from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, pr
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.recipe import load_recipe
+from tests.damage import DAMAGE, damage
 from tests.support import failing_code
 
 RECIPE = load_recipe("smoke")
@@ -215,39 +216,8 @@ def test_the_newest_whole_one_is_taken(tmp_path: Path, model: DecisionTransforme
         newest_checkpoint(tmp_path, said.append)
 
 
-def damage(path: Path, kind: str) -> None:
-    """Damage one file of a checkpoint."""
-    whole = path.read_bytes()
-    if kind == "missing":
-        path.unlink()
-    elif kind == "a folder":
-        path.unlink()
-        path.mkdir()
-    elif kind == "a pipe":
-        path.unlink()
-        os.mkfifo(path)
-    elif kind == "a link to nothing":
-        path.unlink()
-        path.symlink_to("nowhere")
-    else:
-        changed = bytearray(whole)
-        place = {"first bit": 0, "middle bit": len(whole) // 2, "last bit": -1}.get(kind)
-        if place is not None:
-            changed[place] ^= 1
-        cuts = {"truncated": whole[:-7], "half": whole[: len(whole) // 2], "empty": b""}
-        longer = b"\0" if kind == "longer" else b""
-        content = cuts.get(kind, bytes(changed) + longer)
-        path.write_bytes(b"\0" * len(whole) if kind == "zeros" else content)
-
-
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("first bit", "middle bit", "last bit", "truncated", "half", "empty", "longer", "zeros"),
-        *("missing", "a folder", "a pipe", "a link to nothing"),
-    ],
-)
+@pytest.mark.parametrize("kind", DAMAGE)
 def test_every_kind_of_damage_leads_to_the_one_before(
     tmp_path: Path, model: DecisionTransformer, name: str, kind: str
 ) -> None:
