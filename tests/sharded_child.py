@@ -146,9 +146,9 @@ def three(world: World, recipe: str, out: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
             patched.setattr("gear_offline.run_state.os.access", lambda *_: False)
-        train(recipe, out, "train.steps=9")
-    assert not list((out / "checkpoints" / checkpoint_name(9)).glob("shard-*"))
-    train(recipe, out, "train.steps=10", "train.save=sync")
+        train(recipe, out, "train.steps=10")
+    assert not list((out / "checkpoints" / checkpoint_name(10)).glob("shard-*"))
+    train(recipe, out, "train.steps=12", "train.save=sync")
 
 
 def main(recipe: str, out: str, folder: str) -> None:
