@@ -33,6 +33,19 @@ def test_the_version_1_checkpoint_keeps_its_numbers() -> None:
     np.testing.assert_allclose(found.state.state_mean, MEAN, rtol=1e-12)
 
 
+def test_the_version_2_checkpoint_in_shards_says_the_same() -> None:
+    """It was made of the version-1 checkpoint."""
+    name = "step-00000003"
+    found = read_checkpoint(RUN.with_name("sharded_v2") / name)
+    expected = read_checkpoint(RUN / "checkpoints" / name)
+    assert found.state.recipe == expected.state.recipe
+    assert found.state.loader == expected.state.loader
+    pairs = (found.model, expected.model), (found.state.tensors, expected.state.tensors)
+    for mine, theirs in pairs:
+        assert mine.keys() == theirs.keys() and len(mine) > 30
+        assert all(torch.equal(mine[key], tensor) for key, tensor in theirs.items())
+
+
 def test_the_version_1_policy_still_acts_the_same() -> None:
     parts = load_policy_parts(RUN)
     assert (parts.context_length, parts.returns_scale) == (3, 10.0)
