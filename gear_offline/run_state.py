@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gear_offline.checkpoint import MAY_BE_WHOLE, Checkpoint, damaged
 from gear_offline.errors import GearError, InputError
+from gear_offline.held_directory import LOCK
 from gear_offline.learner import Learner
 from gear_offline.parallel import collect, is_spread
-from gear_offline.run_directory import LOCK, read_regular
+from gear_offline.run_directory import read_regular
 from gear_offline.shard_index import read_index
 from gear_offline.sharded_checkpoint import Shard, load_shards, pieces_to_save
 from gear_offline.tensor_names import MODEL, TRAINING, named, part

@@ -154,9 +154,8 @@ def test_ranks_leave_shards_unread(ranks: Ranks) -> None:
     assert found.shards is not None and found.shards == read_state(path)["files"][INDEX]
     assert not found.model and found.state.tensors.keys() == {"window", "optimizer/step/w"}
     assert read_index(path, found.shards)["ranks"] == 2
-    assert failing_code(lambda: read_index(path, {**found.shards, "xxh3_128": "0"})) == (
-        "CHECKPOINT_DAMAGED"
-    )
+    foreign = {**found.shards, "xxh3_128": "0"}
+    assert failing_code(lambda: read_index(path, foreign)) == "CHECKPOINT_DAMAGED"
 
 
 def test_what_the_model_has_besides_is_read(ranks: Ranks, model: DecisionTransformer) -> None:
