@@ -74,6 +74,7 @@ trust:
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.flip_bits
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_convert
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_train
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_shards
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.kill_tables
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.verify_cost
 

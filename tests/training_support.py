@@ -160,7 +160,7 @@ def learnt(run: Path) -> dict[str, Any]:
     }
 
 
-def _kill_in_call(number: int) -> None:
+def kill_in_call(number: int) -> None:
     """Arrange that this process kills itself at its `number`-th call that changes files."""
     count = 0
 
@@ -225,7 +225,7 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
             code = 1
             try:
                 if call:
-                    _kill_in_call(call)
+                    kill_in_call(call)
                 train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
                 code = 0
             finally:
