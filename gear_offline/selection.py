@@ -61,10 +61,17 @@ __all__ = [
     "make_selection",
     "misfit",
     "option_names",
+    "padding_of",
     "register",
     "selection_for",
     "selection_names",
 ]
+
+
+def padding_of(name: str) -> str | None:
+    """Return the side on which the strategy `name` pads; None where any will do."""
+    found = getattr(_FACTORIES.get(name), "padding", None)
+    return found if isinstance(found, str) else None
 
 
 def selection_for(

@@ -12,12 +12,14 @@ from typing import Protocol
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.selection import padding_of
 from gear_offline.strategies_candidates import Candidate
 
 MOST_SEEDS = 64
 MOST_POINTS = 200
 CURVE_SHARE = 10  # points before the last play one of so many episodes ...
 CURVE_LEAST = 5  # ... but so many, if the last point does
+OF_FOLDERS = "RUN_"  # how the codes of errors of run directories begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +194,12 @@ def make_plan(
 def _point(
     recipe: Recipe, candidate: Candidate, seed: int, out: Path, every: int, marks: int
 ) -> Point:
+    side = padding_of(candidate.strategy) or recipe.loader.padding
     changed = recipe.replace(
         name=f"{recipe.name[:20]}-{candidate.slug}"[:100].rstrip(".=-").replace("=", "_"),
         seed=seed,
         selection={"strategy": candidate.strategy, "options": dict(candidate.options)},
+        loader__padding=side,  # a part of the laws of some implementations
         train__checkpoint_every=every,
         train__evaluate_every=None,
         train__keep_checkpoints=marks,
@@ -212,7 +216,11 @@ def _point(
 
 
 def run_in_turn(points: Sequence[Point], out: Path) -> dict[str, str]:
-    """Train the points one after the other, each as ``gear-offline train`` would."""
+    """Train the points one after the other, each as ``gear-offline train`` would.
+
+    A strategy that the recipe cannot train with is an error of its runs, as any other failure is;
+    bad input that the baseline meets as well is one of the recipe, and ends everything.
+    """
     from gear_offline.errors import GearError
     from gear_offline.trainer import TrainingInterrupted, train
 
@@ -222,9 +230,12 @@ def run_in_turn(points: Sequence[Point], out: Path) -> dict[str, str]:
             continue
         try:
             train(point.recipe, out=point.path, resume=True, quiet=True)
-        except (TrainingInterrupted, InputError):
-            raise  # of the recipe or the folder: the same for all
+        except TrainingInterrupted:
+            raise
         except GearError as error:
+            own = point.candidate is points[0].candidate
+            if isinstance(error, InputError) and (own or error.code.startswith(OF_FOLDERS)):
+                raise
             errors[point.name] = str(error)
     return errors
 

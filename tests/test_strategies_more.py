@@ -1,0 +1,121 @@
+"""`strategies --train` with laws that pad on a side, strategies that fail, and more of both later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gear_offline.recipe import load_recipe
+from gear_offline.selection import make_selection, padding_of, selection_names
+from gear_offline.strategies_candidates import parse_candidates
+from gear_offline.strategies_plan import Point, run_in_turn
+from gear_offline.strategies_train import train_strategies
+from tests.law_support import facts
+from tests.strategies_support import recipe_of
+from tests.support import failing_code
+from tests.training_support import learnt, tiny_data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_reports() -> Any:
+    """Reports of single runs, with their plots, take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+def train(data: Path, out: Path, names: str, *overrides: str, **options: Any) -> dict[str, Any]:
+    recipe = recipe_of(data, "evaluate.episodes=0", "train.evaluate_every=null", *overrides)
+    settings: dict[str, Any] = {"seeds": 1, "jobs": 0, "quiet": True} | options
+    return train_strategies(recipe, parse_candidates(names, recipe), out=out, **settings)
+
+
+def final(document: dict[str, Any], label: str) -> dict[str, Any]:
+    (row,) = (row for row in document["strategies"] if row["label"] == label)
+    return dict(row["final"])
+
+
+def test_padding_of_every_law() -> None:
+    data = facts([3, 4], terminated=[True, True])
+    options: dict[str, dict[str, Any]] = {
+        "top_k": {"k": 1},
+        "mixture": {"parts": [{"strategy": "uniform_steps", "weight": 1}]},
+    }
+    for name in selection_names():
+        law = make_selection(name, data, context_length=4, **options.get(name, {}))
+        assert padding_of(name) == getattr(law, "padding", None), name
+    assert padding_of("original") == padding_of("d3rlpy") == "left"
+    assert padding_of("corl") == padding_of("min_dt") == "right"
+    assert padding_of("uniform_steps") is None is padding_of("no such strategy")
+
+
+def test_laws_of_both_paddings_are_trained_in_one_comparison(data: Path, tmp_path: Path) -> None:
+    """The default strategies hold both; the same draws padded elsewhere teach the same."""
+    names = "original,corl,d3rlpy,min_dt"
+    found = train(data, tmp_path, names, "train.steps=6", "loader.batch_size=2", "model.dropout=0")
+    assert [row["complete"] for row in found["strategies"]] == [1] * 5
+    runs = tmp_path / "training" / "runs"
+    sides = {path.name: load_recipe(path).loader.padding for path in runs.iterdir()}
+    assert sides == {
+        "uniform_steps-s0": "right",
+        "original-s0": "left",
+        "corl-s0": "right",
+        "d3rlpy-s0": "left",
+        "min_dt-s0": "right",
+    }
+    assert learnt(runs / "corl-s0")["model"] == learnt(runs / "uniform_steps-s0")["model"]
+    assert final(found, "corl") == final(found, "uniform_steps")
+    for probe in ("probe_all", "probe_best"):
+        means = [final(found, label)[probe]["mean"] for label in ("original", "uniform_steps")]
+        assert means[0] == pytest.approx(means[1], rel=1e-4), "padding is masked"
+        assert final(found, "d3rlpy")[probe] != final(found, "uniform_steps")[probe]
+
+
+def test_a_strategy_that_cannot_be_trained_is_named_and_the_others_go_on(
+    data: Path, tmp_path: Path
+) -> None:
+    found = train(data, tmp_path, "min_dt,top_k:k=2", "train.steps=4", "loader.batch_size=64")
+    assert [row["complete"] for row in found["strategies"]] == [1, 0, 1]
+    assert "no batch of 64" in found["strategies"][1]["runs"][0]["error"]
+    assert found["strategies"][1]["versus"] is None and found["strategies"][2]["versus"]
+    words = ("train.steps=4", "loader.batch_size=64", "selection.strategy=min_dt")
+    alone = failing_code(lambda: train(data, tmp_path / "own", "uniform_steps", *words))
+    assert alone == "SELECTION_BATCH", "of the recipe itself"
+
+
+def test_strategies_and_seeds_are_added_to_what_is_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = "train.steps=4"
+    first = train(data, tmp_path, "top_k:k=2", steps)
+    asked: list[str] = []
+
+    def watched(points: Any, out: Path) -> dict[str, str]:
+        def fresh(point: Point) -> bool:
+            return not point.is_complete()
+
+        asked.extend(point.name for point in points if fresh(point))
+        return run_in_turn(points, out)
+
+    monkeypatch.setattr("gear_offline.strategies_train.run_in_turn", watched)
+    more = train(data, tmp_path, "top_k:k=2,uniform_episodes", steps, seeds=2)
+    assert sorted(asked) == [
+        "top_k-k=2-s1",
+        "uniform_episodes-s0",
+        "uniform_episodes-s1",
+        "uniform_steps-s1",
+    ]
+    assert more["resumed"] and [row["complete"] for row in more["strategies"]] == [2, 2, 2]
+    for row, before in zip(more["strategies"], first["strategies"], strict=False):
+        assert row["runs"][0]["points"] == before["runs"][0]["points"]
+    fewer = train(data, tmp_path, "uniform_episodes", steps)
+    assert [row["label"] for row in fewer["strategies"]] == ["uniform_steps", "uniform_episodes"]
+    code = failing_code(lambda: train(data, tmp_path, "top_k:k=2", steps, "model.dropout=0"))
+    assert code == "RUN_RECIPE", "another model is another comparison"
