@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.run_directory import write_whole
-from gear_offline.significance import holm, permutation_test
+from gear_offline.significance import holm, limits_text, permutation_test
+from gear_offline.strategies_learning import compare_rows
 from gear_offline.strategies_learning_text import (
     columns_of,
     failed_runs,
@@ -28,6 +29,7 @@ from gear_offline.strategies_learning_text import (
     signed,
     threshold_line,
     training_line,
+    verdict_text,
 )
 from gear_offline.strategies_page import render
 from gear_offline.strategies_text import short
@@ -37,6 +39,17 @@ PAGE = DOCS / "studies" / "sampling-on-replay-data.md"
 QUALITY = DOCS / "quality.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 LEFT_OUT = ("score", "p, signs", "seconds to it", "training s")  # in the JSON
+
+
+def refreshed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the document with every figure computed again from the runs' raw numbers."""
+    training = dict(document["training"])
+    rows = [{"label": row["label"], "runs": row["runs"]} for row in training["strategies"]]
+    goal = training["threshold"]
+    value = compare_rows(rows, training["marks"], goal["value"] if goal["share"] is None else None)
+    training["threshold"] = {**goal, "value": value}
+    training["limits"] = limits_text(len(training["seeds"]), max(1, len(rows) - 1))
+    return {**document, "training": {**training, "strategies": rows}}
 
 
 def section(name: str, document: Mapping[str, Any]) -> str:
@@ -76,13 +89,16 @@ def _target_table(training: Mapping[str, Any]) -> list[str]:
     """Return for each asked return, and along the way, what was achieved."""
     targets, marks = training["targets"], training["marks"]
     head = ["strategy"]
-    head += [f"asked for {number(target)}: mean (95 %)" for target in targets]
+    head += [f"asked for {number(target)}: mean (95 %), against baseline" for target in targets]
     head += [f"return at step {mark:,}" for mark in marks]
     rows = []
-    for row in training["strategies"]:
+    for row in learning_rows(training):
         if not row["final"] or "targets" not in row["final"]:
             continue
-        cells = [f"{number(t['mean'])} ({interval(t)})" for t in row["final"]["targets"]]
+        cells = [
+            f"{number(t['mean'])} ({interval(t)}), {verdict_text(row, f'target_{place}')}"
+            for place, t in enumerate(row["final"]["targets"])
+        ]
         means = {point["step"]: point["score"]["mean"] for point in row["curve"]}
         cells += [number(means[mark]) if mark in means else "-" for mark in marks]
         rows.append([row["label"], *cells])
@@ -204,7 +220,7 @@ def main(words: Sequence[str] | None = None, *, page: Path = PAGE, quality: Path
     parser.add_argument("--quality", type=Path, help="JSON of benchmarks/quality.py")
     options = parser.parse_args(words)
     pairs = [word.partition("=") for word in options.results]
-    documents = {name: json.loads(Path(path).read_text()) for name, _, path in pairs}
+    documents = {name: refreshed(json.loads(Path(p).read_text())) for name, _, p in pairs}
     if documents:
         sections = [section(name, found) for name, found in documents.items()]
         if len(documents) > 1:

@@ -7,7 +7,8 @@ start states.  Two tests look at the differences of the pairs:
 - the exact sign-flip permutation test, which only takes them for symmetric around zero when there
   is no effect.  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
 
-Several things compared with one baseline get Holm's correction of the t tests.
+Several things compared with one baseline get Holm's correction of the t tests.  Intervals are
+those of each comparison by itself, without correction.
 
 Shape legend: n pairs, one a seed.
 """
@@ -87,8 +88,13 @@ def paired(new: Sequence[float], baseline: Sequence[float]) -> Paired:
         high=high,
         t_p=_t_test(differences),
         permutation_p=permutation_test(differences),
-        least_p=2.0 / 2**pairs if pairs <= EXACT_PAIRS else 1.0 / (FLIPS + 1),
+        least_p=least_p(pairs),
     )
+
+
+def least_p(pairs: int) -> float:
+    """Return the smallest p that the permutation test can give with so many pairs."""
+    return 2.0 / 2**pairs if pairs <= EXACT_PAIRS else 1.0 / (FLIPS + 1)
 
 
 def _t_test(differences: Float64Array) -> float | None:
@@ -101,9 +107,23 @@ def _t_test(differences: Float64Array) -> float | None:
 
 
 def student_t_p(t: float, freedom: int) -> float:
-    """Return the probability that Student's t with `freedom` degrees lies beyond ±`t`."""
-    theta = math.atan2(abs(t), math.sqrt(freedom))
-    return min(1.0, max(0.0, 1.0 - student_t_inside(theta, freedom)))
+    """Return the probability that Student's t with `freedom` degrees lies beyond ±`t`.
+
+    Far out, where one minus the probability of the middle is nothing but rounding, by the series
+    of the incomplete beta function (DLMF 8.17.8).
+    """
+    x, a = freedom / (freedom + t * t), freedom / 2
+    if x > 0.5:
+        inside = student_t_inside(math.atan2(abs(t), math.sqrt(freedom)), freedom)
+        return min(1.0, max(0.0, 1.0 - inside))
+    term = total = 1.0
+    for k in range(1, 200):
+        term *= x * (a + k - 0.5) / (a + k)
+        total += term
+        if term < 1e-17 * total:
+            break
+    beta = math.lgamma(a) + math.lgamma(0.5) - math.lgamma(a + 0.5)
+    return math.exp(a * math.log(x) + 0.5 * math.log1p(-x) - beta) * total / a
 
 
 def permutation_test(differences: npt.ArrayLike) -> float:
@@ -153,19 +173,33 @@ def verdict(result: Paired, adjusted_p: float | None) -> Verdict:
     return "higher" if result.mean > 0 else "lower"
 
 
-def limits_text(pairs: int) -> str:
-    """Return a sentence or two on what so many pairs can show."""
+def limits_text(pairs: int, comparisons: int = 1) -> str:
+    """Return a sentence or two on what so many pairs can show.
+
+    Parameters
+    ----------
+    pairs
+        Seeds of each thing.
+    comparisons
+        Things that are compared with the baseline, so many tests are corrected for.
+    """
     if pairs < 2:
         return "One seed: differences say nothing about how a strategy does in general."
-    least = 2.0 / 2**pairs
-    reach = "cannot reach 0.05" if least >= LEVEL else "can reach 0.05"
+    least = least_p(pairs)
+    corrected = min(1.0, least * comparisons)
+    reach = "cannot reach 0.05" if corrected >= LEVEL else "can reach 0.05"
+    several = (
+        f", or {corrected:.3g} after correction for {comparisons} comparisons,"
+        if comparisons > 1
+        else ""
+    )
     few = (
-        " With so few, a difference that is called higher or lower rests on the t test's "
+        " So a difference that is called higher or lower rests on the t test's "
         "assumption of normal differences, and one within noise may still be real."
-        if least >= LEVEL
+        if corrected >= LEVEL
         else ""
     )
     return (
         f"{pairs} seeds: the exact paired permutation test cannot give a p below "
-        f"{least:.3g} and so {reach}.{few}"
+        f"{least:.3g}{several} and so {reach}.{few}"
     )

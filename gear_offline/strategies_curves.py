@@ -14,6 +14,7 @@ from typing import Any
 from gear_offline.strategies_learning_text import (
     columns_of,
     failed_runs,
+    findings_lines,
     interval,
     learning_rows,
     number,
@@ -43,6 +44,8 @@ def learning_section(training: Row) -> str:
     rows = learning_rows(training)
     parts = [
         "<h2>What they learn</h2>",
+        *(f"<p><strong>{escape(line)}</strong></p>" for line in findings_lines(training)[:1]),
+        *(f"<p>{escape(line)}</p>" for line in findings_lines(training)[1:]),
         f'<p class="soft">{escape(training_line(training))}</p>',
         _scores(rows, training),
         f"<p>{escape(training['limits'])}</p>",

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import prod
@@ -295,12 +296,15 @@ class Judges:
 
     def _sit_beside(self, trained: threading.Event, stop: threading.Event) -> None:
         running: dict[Future[dict[str, Any]], Sitting] = {}
-        with ProcessPoolExecutor(
-            self.jobs,
-            mp_context=get_context("spawn"),
-            initializer=_begin,
-            initargs=(os.getpid(),),
-        ) as pool:
+        with (
+            ProcessPoolExecutor(
+                self.jobs,
+                mp_context=get_context("spawn"),
+                initializer=_begin,
+                initargs=(os.getpid(),),
+            ) as pool,
+            _interrupts_kept_from_children(),
+        ):
             while True:
                 last = trained.is_set()
                 fresh = [] if stop.is_set() else self.waiting()
@@ -338,12 +342,25 @@ class Judges:
         self.done[sitting.run, sitting.step] = record["seconds"]
 
 
+@contextmanager
+def _interrupts_kept_from_children() -> Iterator[None]:
+    """Block SIGINT in this thread, and so in processes that it starts, from their first moment.
+
+    Ctrl-C goes to them as well, and would end them with a traceback while they import.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(parent: int) -> None:
     """Prepare a judging process: it yields to training, and Ctrl-C is its parent's matter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(5)
     torch.set_num_threads(1)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # remarks on its own defaults

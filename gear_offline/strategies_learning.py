@@ -43,17 +43,8 @@ def learning_document(
     rows: list[dict[str, Any]] = []
     for candidate in plan.candidates:
         own = [runs[p.name] for p in plan.points if p.candidate is candidate]
-        good = [run for run in own if run["points"] and run["points"][-1]["step"] == plan.marks[-1]]
-        rows.append({"label": candidate.label, "runs": own, **_summary(good, plan)})
-    played = rows[0]["curve"] if rows[0]["curve"] and "score" in rows[0]["curve"][0] else []
-    goal = threshold
-    if goal is None and played:
-        best = max(point["score"]["mean"] for point in played)
-        goal = best - (1 - THRESHOLD) * abs(best)
-    for row in rows:
-        row["threshold"] = _to_threshold(row["runs"], goal)
-        row["versus"] = _versus(row["runs"], rows[0]["runs"], plan) if row is not rows[0] else None
-    _correct(rows[1:])
+        rows.append({"label": candidate.label, "runs": own})
+    goal = compare_rows(rows, plan.marks, threshold)
     reference = None
     if settings.environment is not None and settings.episodes:
         reference = resolve_reference(settings.environment, settings.reference)
@@ -74,11 +65,45 @@ def learning_document(
                 "share": THRESHOLD if threshold is None and goal is not None else None,
             },
             "probes": {name: {"law": law, **options} for name, (law, options) in PROBES.items()},
-            "limits": limits_text(len(plan.seeds)),
+            "limits": limits_text(len(plan.seeds), max(1, len(rows) - 1)),
             "strategies": rows,
         }
     )
     return whole
+
+
+def compare_rows(
+    rows: Sequence[dict[str, Any]], marks: Sequence[int], threshold: float | None
+) -> float | None:
+    """Give rows, which have a ``label`` and ``runs``, everything that follows from these.
+
+    Parameters
+    ----------
+    rows
+        The baseline first.
+    marks
+        Steps after which policies were judged, the last one being the end.
+    threshold
+        As `learning_document`.
+
+    Returns
+    -------
+    float or None
+        The threshold; None where there is none and no policy was played.
+    """
+    for row in rows:
+        good = [r for r in row["runs"] if r["points"] and r["points"][-1]["step"] == marks[-1]]
+        row.update(_summary(good, marks))
+    played = rows[0]["curve"] if rows[0]["curve"] and "score" in rows[0]["curve"][0] else []
+    goal = threshold
+    if goal is None and played:
+        best = max(point["score"]["mean"] for point in played)
+        goal = best - (1 - THRESHOLD) * abs(best)
+    for row in rows:
+        row["threshold"] = _to_threshold(row["runs"], goal)
+        row["versus"] = _versus(row["runs"], rows[0]["runs"], marks) if row is not rows[0] else None
+    _correct(rows[1:])
+    return goal
 
 
 def _run(plan: TrainingPlan, probes: Probes, point: Point, error: str | None) -> dict[str, Any]:
@@ -115,22 +140,30 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {**document, "n": array.size}
 
 
-def _summary(runs: Sequence[Mapping[str, Any]], plan: TrainingPlan) -> dict[str, Any]:
+def _summary(runs: Sequence[Mapping[str, Any]], marks: Sequence[int]) -> dict[str, Any]:
     """Return curve and final figures over the runs that are complete."""
     curve = []
-    for mark in plan.marks:
+    for mark in marks:
         points = [p for run in runs for p in run["points"] if p["step"] == mark]
         if not points or len(points) < len(runs):
             continue
         curve.append({"step": mark, **_figures(points)})
     final = curve[-1] if curve else None
     seconds = [run["points"][-1]["seconds"] for run in runs]
+    along = [mean for run in runs if (mean := _along(run, marks)) is not None]
     return {
         "complete": len(runs),
         "curve": curve,
         "final": final,
+        "along": spread(along) if along and len(along) == len(runs) else None,
         "training_seconds": spread(seconds) if seconds else None,
     }
+
+
+def _along(run: Mapping[str, Any], marks: Sequence[int]) -> float | None:
+    """Return the mean score of a run over all judged steps; None if one is missing."""
+    scores = [p["score"] for p in run["points"] if p["step"] in marks and p["score"] is not None]
+    return float(np.mean(scores)) if len(scores) == len(marks) else None
 
 
 def _figures(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -165,41 +198,58 @@ def _to_threshold(runs: Sequence[Mapping[str, Any]], goal: float | None) -> dict
 
 
 def _versus(
-    runs: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], plan: TrainingPlan
+    runs: Sequence[Mapping[str, Any]],
+    baseline: Sequence[Mapping[str, Any]],
+    marks: Sequence[int],
 ) -> dict[str, Any] | None:
     """Compare the ends of runs with those of the baseline, seed by seed."""
-    ends = {run["seed"]: _end(run, plan) for run in runs}
-    others = {run["seed"]: _end(run, plan) for run in baseline}
-    seeds = [s for s in ends if ends[s] is not None and others.get(s) is not None]
-    if not seeds:
+    ends = {run["seed"]: _end(run, marks) for run in runs}
+    others = {run["seed"]: _end(run, marks) for run in baseline}
+    pairs = {s: (new, old) for s, new in ends.items() if new and (old := others.get(s))}
+    if not pairs:
         return None
-    found: dict[str, Any] = {"seeds": seeds}
-    measures = [f"probe_{name}" for name in PROBES]
-    pairs = [(ends[s] or {}, others[s] or {}) for s in seeds]
-    if all("score" in new and "score" in old for new, old in pairs):
-        measures.insert(0, "score")
-    for name in measures:
-        result = paired([new[name] for new, _ in pairs], [old[name] for _, old in pairs])
-        found[name] = asdict(result)
+    found: dict[str, Any] = {"seeds": list(pairs)}
+    first = next(iter(pairs.values()))[0]
+    for name in first:
+        if all(name in new and name in old for new, old in pairs.values()):
+            result = paired(
+                [n[name] for n, _ in pairs.values()], [o[name] for _, o in pairs.values()]
+            )
+            found[name] = asdict(result)
     return found
 
 
-def _end(run: Mapping[str, Any], plan: TrainingPlan) -> dict[str, float] | None:
-    """Return the measures at the end of a run; None if it did not come to its end."""
+def _end(run: Mapping[str, Any], marks: Sequence[int]) -> dict[str, float] | None:
+    """Return the measures of a run; None if it did not come to its end.
+
+    ``score``, ``along`` (its mean over the judged steps), ``target_0`` and so on (the mean return
+    for each target by itself), and the probes.
+    """
     last = run["points"][-1] if run["points"] else None
-    if last is None or last["step"] != plan.marks[-1]:
+    if last is None or last["step"] != marks[-1]:
         return None
-    found = {f"probe_{name}": float(value) for name, value in last["probes"].items()}
+    found: dict[str, float] = {}
     if last["score"] is not None:
         found["score"] = float(last["score"])
-    return found
+        along = _along(run, marks)
+        if along is not None:
+            found["along"] = along
+        for place, target in enumerate(last["targets"]):
+            found[f"target_{place}"] = float(target["mean"])
+    return found | {f"probe_{name}": float(value) for name, value in last["probes"].items()}
 
 
 def _correct(rows: Sequence[dict[str, Any]]) -> None:
-    """Add Holm's correction over the strategies, and a word, to each comparison."""
-    for name in ("score", *(f"probe_{probe}" for probe in PROBES)):
-        results = [row["versus"][name] for row in rows if row["versus"] and name in row["versus"]]
-        for result, adjusted in zip(results, holm([r["t_p"] for r in results]), strict=True):
-            result["holm_p"] = adjusted
+    """Add Holm's correction over the strategies, and a word, to each comparison.
+
+    Each measure is a family of its own.
+    """
+    compared = [row["versus"] for row in rows if row["versus"]]
+    for name in {key: None for versus in compared for key in versus if key != "seeds"}:
+        results = [versus[name] for versus in compared if name in versus]
+        adjusted = holm([r["t_p"] for r in results])
+        signs = holm([r["permutation_p"] for r in results])
+        for result, by_t, by_signs in zip(results, adjusted, signs, strict=True):
             fields = {key: result[key] for key in Paired.__dataclass_fields__}
-            result["verdict"] = verdict(Paired(**fields), adjusted)
+            result["holm_p"], result["permutation_holm_p"] = by_t, by_signs
+            result["verdict"] = verdict(Paired(**fields), by_t)

@@ -93,6 +93,14 @@ def _median_of(key: str) -> Any:
     return text
 
 
+def _along(row: Row) -> str:
+    found = row.get("along")
+    if found is None:
+        return "-"
+    said = (row.get("versus") or {}).get("along")
+    return number(found["mean"]) + ("" if said is None else f", {said['verdict']}")
+
+
 def _error(value: float) -> str:
     return f"{value:.3g}"
 
@@ -118,7 +126,12 @@ PLAYED = (
         _difference,
         "mean over seeds of the final return minus that of the baseline with the same seed",
     ),
-    Column("95 % of it", _difference_interval, "Student t interval of that mean difference"),
+    Column(
+        "95 % of it",
+        _difference_interval,
+        "Student t interval of that mean difference, by itself: not corrected over the "
+        "strategies, so it may leave out 0 where the word is within noise",
+    ),
     Column(
         "p, t test",
         _versus("holm_p"),
@@ -135,9 +148,16 @@ PLAYED = (
         "higher or lower where the corrected t test says p < 0.05, else within noise",
     ),
     Column(
+        "along the way",
+        _along,
+        "mean over seeds of a run's return averaged over all judged steps, and the word on its "
+        "difference: less of an accident than the last step, and early learning counts",
+    ),
+    Column(
         "reached",
         _reached,
-        "runs that reached the threshold at a step where policies were played",
+        "runs that reached the threshold at a step where policies were played; one lucky step "
+        "is enough",
     ),
     Column("steps to it", _median_of("steps"), "median over seeds of the first such step"),
     Column("seconds to it", _median_of("seconds"), "median over seeds of the training until then"),
@@ -156,6 +176,16 @@ PROBED = (
         "the same on fixed windows of the best episodes that make up a tenth of the steps",
     ),
     Column("training s", _seconds, "mean seconds of a run's steps, without playing"),
+)
+
+
+PLAYING = (
+    "Every policy was played from the same start states, so intervals tell how training varies "
+    "with its seed, not how other start states or other data would change it.",
+    "A run's return is that of the asked return that served it best. The larger of several noisy "
+    "means lies above the truth, more so the closer they are together; the findings for each asked "
+    "return alone are free of that.",
+    "Every measure is corrected over the strategies by itself.",
 )
 
 
@@ -206,11 +236,46 @@ def threshold_line(training: Row) -> str | None:
     return text + "."
 
 
+def findings_lines(training: Row) -> list[str]:
+    """Return what the comparison says, first of final returns, then of each asked return alone.
+
+    Nothing where no policy was played or with one seed.
+    """
+    base, targets = training["baseline"], training["targets"]
+    found = _finding(training, "score")
+    if found is None:
+        return []
+    lines = [f"Final return against {base}: {found}."]
+    for place, target in enumerate(targets if len(targets) > 1 else ()):
+        alone = _finding(training, f"target_{place}")
+        if alone is not None:
+            lines.append(f"Asked for {number(target)} alone: {alone}.")
+    return lines
+
+
+def _finding(training: Row, measure: str) -> str | None:
+    """Return which strategies are higher, lower and within noise; None if that is not known."""
+    groups: dict[str, list[str]] = {}
+    for row in training["strategies"][1:]:
+        said = (row["versus"] or {}).get(measure)
+        if said is not None:
+            groups.setdefault(said["verdict"], []).append(row["label"])
+    words = [
+        f"{word} with {', '.join(groups[word])}" for word in ("higher", "lower") if word in groups
+    ]
+    noise = len(groups.get("within noise", ()))
+    if noise:
+        words.append(f"within noise with {'the other' if words else 'all'} {noise}")
+    return "; ".join(words) or None
+
+
 def learning_method_lines(training: Row) -> list[str]:
     """Return a line on each figure."""
     lines = [f"{column.title}: {column.meaning}." for column in columns_of(training)]
     goal = threshold_line(training)
     lines += [] if goal is None else [goal]
+    if training["environment"] is not None:
+        lines += PLAYING
     if training["engine"] == "sweep":
         lines.append(
             "Runs shared one GPU, so seconds are longer than those of a run that has it alone."
@@ -235,6 +300,7 @@ def print_learning(training: Row, *, console: Console | None = None) -> None:
     console = Console() if console is None else console
     console.print(escape(training_line(training)), highlight=False)
     print_columns(console, columns_of(training), learning_rows(training))
-    for line in [threshold_line(training), training["limits"], *failed_runs(training)]:
+    last = (threshold_line(training), training["limits"])
+    for line in (*findings_lines(training), *last, *failed_runs(training)):
         if line is not None:
             console.print(escape(line), highlight=False)

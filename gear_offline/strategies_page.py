@@ -90,8 +90,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         own = ' class="own"' if number == 0 else ""
         lines.append(f"<tr{own}><td>{breakable(row['label'])}</td>{cells}</tr>")
     return (
-        '<div class="scroll"><table><thead><tr><th>strategy</th>'
-        f"{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Draws"><table><thead><tr>'
+        f"<th>strategy</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
