@@ -139,6 +139,27 @@ def test_frequencies_and_probabilities_are_those_of_the_law(
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), lengths=TABLES)
+def test_probabilities_of_any_table_with_ties(
+    name: str, options: dict[str, Any], data: st.DataObject, lengths: list[int]
+) -> None:
+    """Few different returns, so that most tables have ties, at the cuts as well."""
+    several = {"min_size": len(lengths), "max_size": len(lengths)}
+    returns = data.draw(st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0]), **several))
+    ended = [True, *data.draw(st.lists(st.booleans(), **several))][: len(lengths)]
+    table = facts(lengths, returns, ended)
+    law = make_selection(name, table, context_length=CONTEXT, **options)
+    exact = exact_law(name, table, **options)
+    assert sum(exact.values()) == pytest.approx(1.0, abs=1e-12)
+    drawn = law.select_many(
+        seed=data.draw(st.integers(0, 2**64 - 1)), first_step=1, steps=60, count=2
+    )
+    named, found = keys(drawn, lengths), drawn.probability.reshape(-1).tolist()
+    assert found == pytest.approx([exact.get(key, 0.0) for key in named], rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_density_is_the_probability_that_selecting_returns(
     name: str, options: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gear_offline.significance import (
     holm,
+    least_p,
     limits_text,
     paired,
     permutation_test,
@@ -68,6 +69,22 @@ def test_many_pairs_are_sampled() -> None:
 def test_student_t(t: float, freedom: int) -> None:
     assert student_t_p(t, freedom) == pytest.approx(integrated(t, freedom), abs=1e-7)
     assert student_t_p(-t, freedom) == student_t_p(t, freedom)
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"),
+    [  # 2 * scipy.stats.t.sf(t, freedom) of SciPy 1.17.1
+        (0.9, 1, 0.5334754167131484),
+        (2.5, 4, 0.06676654481198814),
+        (10.0, 63, 1.252688012261208e-14),
+        (50.0, 19, 1.2440279578064896e-21),
+        (200.0, 7, 2.062190599193654e-14),
+        (1e4, 4, 5.999999600000023e-16),
+        (50.0, 63, 2.0390541745878146e-52),
+    ],
+)
+def test_student_t_far_out(t: float, freedom: int, p: float) -> None:
+    assert student_t_p(t, freedom) == pytest.approx(p, rel=1e-9)
 
 
 def test_paired_by_hand() -> None:
@@ -130,3 +147,9 @@ def test_what_few_seeds_can_show() -> None:
     assert "0.25" in limits_text(3) and "cannot reach" in limits_text(3)
     assert "can reach" in limits_text(6) and "normal" not in limits_text(6)
     assert "nothing" in limits_text(1)
+    assert "correction" not in limits_text(6)
+    # 7 comparisons: 7 * 2 / 2^8 = 0.055, 7 * 2 / 2^9 = 0.027
+    assert "0.0547 after correction for 7" in limits_text(8, 7)
+    assert "cannot reach" in limits_text(8, 7) and "normal" in limits_text(8, 7)
+    assert "can reach" in limits_text(9, 7) and "normal" not in limits_text(9, 7)
+    assert "1.53e-05" in limits_text(40) and paired([1.0] * 40, [0.0] * 40).least_p == least_p(40)
