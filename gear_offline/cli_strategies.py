@@ -46,7 +46,7 @@ def strategies(
     from gear_offline.strategies_candidates import parse_candidates
     from gear_offline.strategies_learning_text import print_learning
     from gear_offline.strategies_text import print_comparison
-    from gear_offline.strategies_train import train_strategies
+    from gear_offline.strategies_train import check_request, train_strategies
 
     given = {"--seeds": seeds, "--threshold": threshold, "--jobs": jobs}
     for option, value in given.items():
@@ -54,6 +54,9 @@ def strategies(
             raise InputError("USAGE", f"{option} is for --train", remedy="add --train")
     found = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / f"{found.name}-strategies"
+    runs = 3 if seeds is None else seeds
+    if train:  # before anything is drawn
+        check_request(found, seeds=runs, jobs=jobs, threshold=threshold)
     document = compare(found, strategies=strategies, quiet=quiet)
 
     def keep(training: dict[str, Any]) -> None:
@@ -66,7 +69,7 @@ def strategies(
             found,
             candidates,
             out=folder,
-            seeds=3 if seeds is None else seeds,
+            seeds=runs,
             jobs=jobs,
             threshold=threshold,
             quiet=quiet,

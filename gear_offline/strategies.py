@@ -68,7 +68,7 @@ def compare(
     batch = recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // batch))
     rows: list[dict[str, Any]] = []
-    title = f"{len(candidates)} strategies"
+    title = f"{len(candidates)} strategies" if len(candidates) > 1 else "1 strategy"
     with progress(len(candidates) * batches, title, unit="batches", quiet=quiet) as advance:
         for candidate in candidates:
             head = {"label": candidate.label, "strategy": candidate.strategy}

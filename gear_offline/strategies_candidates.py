@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,10 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
         named = _read(Path(text.strip()))
     else:
         named = [_parse(part) for part in (text.split(",") if text else DEFAULT) if part.strip()]
+    if not named:
+        raise InputError(
+            "USAGE", "--strategies names no strategy", remedy="leave it out for the usual ones"
+        )
     found: list[Candidate] = [own]
     for candidate in named:
         same = [i for i, c in enumerate(found) if candidate.same_law(c)]
@@ -90,10 +95,12 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
     known = selection_names()
     for candidate in found:
         if candidate.strategy not in known:
+            near = difflib.get_close_matches(candidate.strategy, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
                 "SELECTION_UNKNOWN",
                 f"no selection strategy {candidate.strategy!r}",
-                remedy=f"strategies: {', '.join(known)}",
+                remedy=f"{hint}strategies: {', '.join(known)}",
             )
     _check_labels(found, text)
     return found

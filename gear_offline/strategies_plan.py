@@ -140,7 +140,7 @@ def make_plan(
     Raises
     ------
     InputError
-        ``STRATEGIES_OPTION`` for an unusable number of seeds or of points, and for a recipe of
+        ``STRATEGIES_OPTION`` for an unusable number of points, and for a recipe of
         several tasks, whose policies are judged in several environments.
     """
     if recipe.data.tasks:
@@ -150,13 +150,6 @@ def make_plan(
             where="data.tasks",
             remedy="compare what is drawn, without training, or train them with `gear-offline "
             "sweep RECIPE selection.strategy=a,b --seeds 3`",
-        )
-    if not 1 <= seeds <= MOST_SEEDS:
-        raise InputError(
-            "STRATEGIES_OPTION",
-            f"{seeds} seeds",
-            where="--seeds",
-            remedy=f"give 1 to {MOST_SEEDS}; 3 is the least that shows a spread",
         )
     if not candidates:
         raise InputError(

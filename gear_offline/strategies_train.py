@@ -7,6 +7,7 @@ afterwards, because the two would take each other's time.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from gear_offline.strategies_judge import Judges, write_probes
 from gear_offline.strategies_learning import learning_document
 from gear_offline.strategies_outlook import Outlook
 from gear_offline.strategies_plan import (
+    MOST_SEEDS,
     RunPoints,
     TrainingPlan,
     make_plan,
@@ -37,6 +39,35 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_CORES = 4  # not used for judging while a GPU trains
+
+
+def check_request(recipe: Recipe, *, seeds: int, jobs: int | None, threshold: float | None) -> None:
+    """Raise `InputError` (``STRATEGIES_OPTION``) unless `train_strategies` can take these."""
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise InputError(
+            "STRATEGIES_OPTION",
+            f"{seeds} seeds",
+            where="--seeds",
+            remedy=f"give 1 to {MOST_SEEDS}; 3 is the least that shows a spread",
+        )
+    if jobs is not None and not 0 <= jobs <= 1024:
+        raise InputError(
+            "STRATEGIES_OPTION", f"{jobs} jobs", where="--jobs", remedy="give 0 to 1024"
+        )
+    if threshold is not None and not math.isfinite(threshold):
+        raise InputError(
+            "STRATEGIES_OPTION",
+            f"a threshold of {threshold}",
+            where="--threshold",
+            remedy="give a return to reach",
+        )
+    if recipe.data.tasks is not None:
+        raise InputError(
+            "STRATEGIES_OPTION",
+            "strategies are compared by training on one dataset, the recipe has several tasks",
+            where="data.tasks",
+            remedy="take one of the tasks as data.path, or leave out --train",
+        )
 
 
 def train_strategies(
@@ -93,17 +124,7 @@ def train_strategies(
     from gear_offline.loaders.loader import resolve_device
     from gear_offline.recipe_checks import check_recipe
 
-    if jobs is not None and not 0 <= jobs <= 1024:
-        raise InputError(
-            "STRATEGIES_OPTION", f"{jobs} jobs", where="--jobs", remedy="give 0 to 1024"
-        )
-    if recipe.data.tasks is not None:
-        raise InputError(
-            "STRATEGIES_OPTION",
-            "strategies are compared by training on one dataset, the recipe has several tasks",
-            where="data.tasks",
-            remedy="take one of the tasks as data.path, or leave out --train",
-        )
+    check_request(recipe, seeds=seeds, jobs=jobs, threshold=threshold)
     check_recipe(recipe, where=f"recipe {recipe.name}")
     dataset = prepare_dataset(recipe, quiet=quiet)
     resolved, _ = resolve(recipe, dataset, quiet=quiet)

@@ -152,6 +152,9 @@ def test_candidates() -> None:
         parse_candidates("top_k:50", recipe)
     assert caught.value.code == "USAGE"
     assert failing_code(lambda: parse_candidates("uniform", recipe)) == "SELECTION_UNKNOWN"
+    with pytest.raises(InputError, match="did you mean 'top_k'"):
+        parse_candidates("top_kk:k=3", recipe)
+    assert failing_code(lambda: parse_candidates(" ,", recipe)) == "USAGE"
 
 
 def test_options_that_do_not_fit_stop_the_command(dataset: Dataset) -> None:

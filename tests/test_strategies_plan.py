@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 import types
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ def test_names_of_runs() -> None:
 
 def test_bad_options(data: Path, tmp_path: Path) -> None:
     recipe = recipe_of(data)
-    for options in ({"seeds": 0}, {"seeds": 65}, {"jobs": -1}):
+    for options in ({"seeds": 0}, {"seeds": 65}, {"jobs": -1}, {"threshold": math.nan}):
         found = failing_code(lambda o=options: run(recipe, tmp_path, **o))  # type: ignore[misc]
         assert found == "STRATEGIES_OPTION"
     many = recipe_of(data, "train.evaluate_every=1", "train.steps=1000")
