@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,13 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, Selection, make_selection, selection_names
+from gear_offline.selection import (
+    Segments,
+    Selection,
+    WeightedEpisodes,
+    make_selection,
+    selection_names,
+)
 from tests.law_support import CONTEXT, exact_law, facts, keys, p_value
 
 # A law and options for it; every registered law is here.
@@ -145,9 +152,10 @@ def test_probabilities_of_any_table_with_ties(
     name: str, options: dict[str, Any], data: st.DataObject, lengths: list[int]
 ) -> None:
     """Few different returns, so that most tables have ties, at the cuts as well."""
-    several = {"min_size": len(lengths), "max_size": len(lengths)}
-    returns = data.draw(st.lists(st.sampled_from([-2.0, 0.0, 0.5, 3.0]), **several))
-    ended = [True, *data.draw(st.lists(st.booleans(), **several))][: len(lengths)]
+    count = len(lengths)
+    some = st.sampled_from([-2.0, 0.0, 0.5, 3.0])
+    returns = data.draw(st.lists(some, min_size=count, max_size=count))
+    ended = [True, *data.draw(st.lists(st.booleans(), min_size=count - 1, max_size=count - 1))]
     table = facts(lengths, returns, ended)
     law = make_selection(name, table, context_length=CONTEXT, **options)
     exact = exact_law(name, table, **options)
@@ -210,6 +218,28 @@ def test_returns_that_are_no_numbers(name: str, options: dict[str, Any], bad: fl
     with pytest.raises(InputError) as caught:
         make(name, options, [2, 3], returns=[1.0, bad])
     assert caught.value.code == "SELECTION_WEIGHTS"
+
+
+@pytest.mark.parametrize("rule", ["softmax", "percentile", "rank"])
+def test_returns_and_temperatures_at_the_ends_of_what_numbers_can_be(rule: str) -> None:
+    """Returns whose difference is no finite number, and a quotient that is none."""
+    options = {"rule": rule, "unit": "episodes"}
+    data = facts([1, 1, 1], [-1.7e308, 0.0, 1.7e308])
+    warm = make_selection("return_weighted", data, temperature=1.0, **options)
+    shares = {
+        "softmax": [math.exp(x) for x in (-1.0, -0.5, 0.0)],
+        "percentile": [math.exp(x) for x in (-2 / 3, -1 / 3, 0.0)],
+        "rank": [1 / 3, 1 / 2, 1.0],
+    }[rule]
+    every = Segments(
+        episodes=np.arange(3), starts=np.zeros(3, dtype=np.int64), probability=np.zeros(3)
+    )
+    expected = np.array(shares) / sum(shares)
+    assert isinstance(warm, WeightedEpisodes)
+    np.testing.assert_allclose(warm.density(every), expected, rtol=1e-12)
+    cold = make_selection("return_weighted", data, temperature=1e-320, **options)
+    assert isinstance(cold, WeightedEpisodes)
+    assert cold.density(every).tolist() == [0.0, 0.0, 1.0]
 
 
 def test_laws_that_need_more_than_lengths_say_so() -> None:

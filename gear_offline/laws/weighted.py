@@ -117,16 +117,23 @@ def return_weights(returns: Float64Array, rule: str, temperature: float) -> Floa
     ``rank``: (1 / r) ** (1 / temperature), r = 1 for the best; equals share their mean rank.
     """
     if rule == "softmax":
-        spread = returns.max() - returns.min()
-        x = (returns - returns.min()) / spread if spread > 0 else np.ones_like(returns)
-        return np.asarray(np.exp((x - 1.0) / temperature))
+        half = returns / 2  # the difference of two finite returns need not be finite
+        spread = half.max() - half.min()
+        x = (half - half.min()) / spread if spread > 0 else np.ones_like(returns)
+        return _warmed(x, temperature)
     ordered = np.sort(returns)
     no_more = np.searchsorted(ordered, returns, side="right")
     if rule == "percentile":
-        return np.asarray(np.exp((no_more / returns.size - 1.0) / temperature))
+        return _warmed(no_more / returns.size, temperature)
     less = np.searchsorted(ordered, returns, side="left")
     rank = returns.size - (less + no_more - 1) / 2  # 1 for the best
     return np.asarray((rank / rank.min()) ** (-1.0 / temperature))
+
+
+def _warmed(x: Float64Array, temperature: float) -> Float64Array:
+    """Return exp((x - 1) / temperature) of (E,) values up to 1; 0 where that is too small."""
+    with np.errstate(over="ignore"):  # of a quotient, which is minus infinity then
+        return np.asarray(np.exp((x - 1.0) / temperature))
 
 
 def _check_weighted(
