@@ -263,9 +263,10 @@ def _finding(training: Row, measure: str) -> str | None:
     words = [
         f"{word} with {', '.join(groups[word])}" for word in ("higher", "lower") if word in groups
     ]
-    noise = len(groups.get("within noise", ()))
+    noise = groups.get("within noise", [])
     if noise:
-        words.append(f"within noise with {'the other' if words else 'all'} {noise}")
+        count = f"{'the other' if words else 'all'} {len(noise)}"
+        words.append(f"within noise with {noise[0] if len(noise) == 1 else count}")
     return "; ".join(words) or None
 
 

@@ -244,6 +244,27 @@ def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
     assert law.options == {"half_life": 1.0}
 
 
+def test_the_file_in_the_documents_starts_commands(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    parts = [block for block in blocks if "@reg" in block or "__main__" in block]
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(recipe_of(dataset).to_yaml())
+    words = ["strategies", str(recipe), "--strategies", "recent:half_life=2", "--json", "-q"]
+    monkeypatch.setattr("sys.argv", ["recent.py", *words, "--out", str(tmp_path / "out")])
+    code = compile("import sys\n" + "\n".join(parts), "recent.py", "exec")
+    try:
+        with pytest.raises(SystemExit) as caught:
+            exec(code, {"__name__": "__main__"})
+    finally:
+        _FACTORIES.pop("recent", None)
+    assert len(parts) == 2 and caught.value.code == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["strategies"][1]["options"] == {"half_life": 2}
+
+
 def test_every_strategy_and_option_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
     for name in selection_names():

@@ -88,8 +88,8 @@ def test_findings_in_words() -> None:
     compare_rows(rows, MARKS, None)
     training = {"baseline": "base", "targets": [30, 10], "strategies": rows}
     assert findings_lines(training) == [
-        "Final return against base: higher with good; within noise with the other 1.",
-        "Asked for 30 alone: higher with good; within noise with the other 1.",
+        "Final return against base: higher with good; within noise with noise.",
+        "Asked for 30 alone: higher with good; within noise with noise.",
         "Asked for 10 alone: within noise with all 2.",
     ]
     rows[1]["versus"]["score"]["verdict"] = rows[2]["versus"]["score"]["verdict"] = "lower"
