@@ -243,5 +243,6 @@ def run_together(points: Sequence[Point], out: Path) -> dict[str, str]:
         names=[point.name for point in points],
         quiet=True,
         report=False,
+        others=True,
     )
     return {result.name: str(result.error) for result in found if result.status == "failed"}

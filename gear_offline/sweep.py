@@ -53,6 +53,7 @@ def run_sweep(
     parallel: int | None = None,
     quiet: bool = False,
     report: bool = True,
+    others: bool = False,
 ) -> list[RunResult]:
     """Train every point, each into a run directory of its own under ``OUT/runs``.
 
@@ -77,6 +78,9 @@ def run_sweep(
         Print nothing.
     report
         Write ``sweep.md`` and plots at the end.
+    others
+        Whether `out` may hold runs of other points: these are left alone, and ``sweep.json`` tells
+        of the points that were asked for last.
 
     Returns
     -------
@@ -96,7 +100,7 @@ def run_sweep(
     whole = name_points(points, names)
     for point in whole:
         check_recipe(point.recipe, where=f"run {point.name}")
-    sweep = Sweep(whole, Path(out), mode=mode, parallel=parallel, quiet=quiet)
+    sweep = Sweep(whole, Path(out), mode=mode, parallel=parallel, quiet=quiet, others=others)
     return sweep.complete(report=report)
 
 
@@ -111,7 +115,9 @@ class Sweep:
         mode: str,
         parallel: int | None,
         quiet: bool,
+        others: bool = False,
     ) -> None:
+        self._others = others
         self._points, self._out, self._quiet = points, out, quiet
         self._mode, self._parallel = mode, parallel
         self._datasets: dict[str, Dataset] = {}
@@ -134,7 +140,9 @@ class Sweep:
         """Run what is left to run, and report."""
         for point in self._points:  # whatever does not fit shows before the first step
             resolve(point.recipe, self._dataset(point), quiet=True)
-        with SweepDirectory(self._out, self._points, free=RESUMABLE) as directory:
+        with SweepDirectory(
+            self._out, self._points, free=RESUMABLE, others=self._others
+        ) as directory:
             place = directory.run_path
             choice = choose(
                 self._points,

@@ -36,6 +36,8 @@ class SweepDirectory(HeldDirectory):
         What is to be run; a sweep that is there must have the same ones.
     free
         Dotted options that may differ from those of the sweep's beginning.
+    others
+        Whether there may be runs of other points; those of the same name must still be the same.
 
     Raises
     ------
@@ -49,8 +51,15 @@ class SweepDirectory(HeldDirectory):
         Content of ``sweep.json``.
     """
 
-    def __init__(self, path: Path, points: Sequence[SweepPoint], *, free: Sequence[str]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        points: Sequence[SweepPoint],
+        *,
+        free: Sequence[str],
+        others: bool = False,
+    ) -> None:
+        self.path, self._others = path, others
         self._refuse_foreign()
         taken = InputError(
             "SWEEP_LOCKED",
@@ -107,7 +116,8 @@ class SweepDirectory(HeldDirectory):
         if path.exists() and not path.is_dir():
             raise InputError("SWEEP_DIRECTORY", "not a directory", where=str(path))
         there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-        if there - {LOCK, ".sweep.json.partial"} and not self.json_path.is_file():
+        own = {LOCK, ".sweep.json.partial", *(("runs",) if self._others else ())}
+        if there - own and not self.json_path.is_file():
             raise InputError(
                 "SWEEP_DIRECTORY",
                 "the directory is not empty and holds no sweep",
@@ -121,12 +131,12 @@ class SweepDirectory(HeldDirectory):
     def _check_same(self, points: Sequence[SweepPoint], free: set[str]) -> None:
         rows = {row["name"]: row for row in self.document["points"]}
         names = {point.name for point in points}
-        odd = sorted(names ^ set(rows))
+        odd = [] if self._others else sorted(names ^ set(rows))
         what = ""
         if odd:
             new = "is new" if odd[0] in names else "was one of its points and is none now"
             what = f"{odd[0]} {new}"
-        for point in () if odd else points:
+        for point in () if odd else [point for point in points if point.name in rows]:
             old, now = flat(rows[point.name]["recipe"]), flat(point.recipe.to_dict())
             for key in sorted({*old, *now} - free):
                 if old.get(key) != now.get(key):

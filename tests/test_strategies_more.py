@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from gear_offline.recipe import load_recipe
 from gear_offline.selection import make_selection, padding_of, selection_names
 from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.strategies_plan import Point, run_in_turn
+from gear_offline.strategies_plan import Point, RunPoints, run_in_turn, run_together
 from gear_offline.strategies_train import train_strategies
+from gear_offline.sweep import run_sweep
 from tests.law_support import facts
 from tests.strategies_support import recipe_of
 from tests.support import failing_code
@@ -89,22 +92,22 @@ def test_a_strategy_that_cannot_be_trained_is_named_and_the_others_go_on(
     assert alone == "SELECTION_BATCH", "of the recipe itself"
 
 
+@pytest.mark.parametrize("engine", [run_in_turn, run_together])
 def test_strategies_and_seeds_are_added_to_what_is_there(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, engine: RunPoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also to what another engine began; nothing that is complete is trained again."""
+    monkeypatch.setattr("gear_offline.sweep.run_sweep", partial(run_sweep, mode="serial"))
     steps = "train.steps=4"
     first = train(data, tmp_path, "top_k:k=2", steps)
     asked: list[str] = []
 
-    def watched(points: Any, out: Path) -> dict[str, str]:
-        def fresh(point: Point) -> bool:
-            return not point.is_complete()
+    def watched(points: Sequence[Point], out: Path) -> dict[str, str]:
+        asked.extend(point.name for point in points if not point.is_complete())
+        return engine(points, out)
 
-        asked.extend(point.name for point in points if fresh(point))
-        return run_in_turn(points, out)
-
-    monkeypatch.setattr("gear_offline.strategies_train.run_in_turn", watched)
-    more = train(data, tmp_path, "top_k:k=2,uniform_episodes", steps, seeds=2)
+    names = "top_k:k=2,uniform_episodes"
+    more = train(data, tmp_path, names, steps, seeds=2, run_points=watched)
     assert sorted(asked) == [
         "top_k-k=2-s1",
         "uniform_episodes-s0",
@@ -114,7 +117,11 @@ def test_strategies_and_seeds_are_added_to_what_is_there(
     assert more["resumed"] and [row["complete"] for row in more["strategies"]] == [2, 2, 2]
     for row, before in zip(more["strategies"], first["strategies"], strict=False):
         assert row["runs"][0]["points"] == before["runs"][0]["points"]
-    fewer = train(data, tmp_path, "uniform_episodes", steps)
+    fewer = train(data, tmp_path, "uniform_episodes", steps, run_points=watched)
     assert [row["label"] for row in fewer["strategies"]] == ["uniform_steps", "uniform_episodes"]
-    code = failing_code(lambda: train(data, tmp_path, "top_k:k=2", steps, "model.dropout=0"))
+    asked.clear()
+    train(data, tmp_path, "uniform_episodes,top_k:k=3", steps, run_points=watched)
+    assert asked == ["top_k-k=3-s0"]
+    words = (steps, "model.dropout=0")
+    code = failing_code(lambda: train(data, tmp_path, "top_k:k=2", *words, run_points=engine))
     assert code == "RUN_RECIPE", "another model is another comparison"

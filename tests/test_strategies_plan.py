@@ -57,6 +57,7 @@ def test_the_sweep_engine_gets_the_points(
         point.path for point in plan.points
     ]
     assert asked["out"] == tmp_path / "training" and not asked["report"] and asked["quiet"]
+    assert asked["others"], "strategies and seeds may be added"
 
 
 def test_time_left(data: Path, tmp_path: Path) -> None:
