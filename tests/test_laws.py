@@ -223,7 +223,7 @@ def test_returns_that_are_no_numbers(name: str, options: dict[str, Any], bad: fl
 @pytest.mark.parametrize("rule", ["softmax", "percentile", "rank"])
 def test_returns_and_temperatures_at_the_ends_of_what_numbers_can_be(rule: str) -> None:
     """Returns whose difference is no finite number, and a quotient that is none."""
-    options = {"rule": rule, "unit": "episodes"}
+    options: dict[str, Any] = {"rule": rule, "unit": "episodes"}
     data = facts([1, 1, 1], [-1.7e308, 0.0, 1.7e308])
     warm = make_selection("return_weighted", data, temperature=1.0, **options)
     shares = {
