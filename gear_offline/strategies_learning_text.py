@@ -159,7 +159,11 @@ PLAYED = (
         "runs that reached the threshold at a step where policies were played; one lucky step "
         "is enough",
     ),
-    Column("steps to it", _median_of("steps"), "median over seeds of the first such step"),
+    Column(
+        "steps to it",
+        _median_of("steps"),
+        "median over seeds of the first such step, the later of two middle ones",
+    ),
     Column("seconds to it", _median_of("seconds"), "median over seeds of the training until then"),
 )
 SCORE = Column("score", _final("normalized"), "final return on D4RL's scale of 0 to 100")
