@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gear_offline.errors import GearError as GearError
     from gear_offline.errors import InputError as InputError
     from gear_offline.errors import UnavailableError as UnavailableError
+    from gear_offline.export import export_hdf5 as export_hdf5
     from gear_offline.loaders.batch import Batch as Batch
     from gear_offline.loaders.loader import GearLoader as GearLoader
     from gear_offline.models.decision_transformer import (
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
     from gear_offline.scores import normalized_score as normalized_score
     from gear_offline.scores import reference_scores as reference_scores
     from gear_offline.selection import make_selection as make_selection
+    from gear_offline.sources import from_arrays as from_arrays
+    from gear_offline.sources import from_episodes as from_episodes
+    from gear_offline.sources import join_sources as join_sources
     from gear_offline.sources import open_source as open_source
+    from gear_offline.sources import pick_episodes as pick_episodes
     from gear_offline.trainer import train as train
 
 _HOMES = {
@@ -43,13 +48,25 @@ _HOMES = {
     "InputError": "gear_offline.errors",
     "TableSpec": "gear_offline.schema",
     "UnavailableError": "gear_offline.errors",
+    "export_hdf5": "gear_offline.export",
+    "from_arrays": "gear_offline.sources",
+    "from_episodes": "gear_offline.sources",
+    "join_sources": "gear_offline.sources",
     "load_recipe": "gear_offline.recipe",
     "make_selection": "gear_offline.selection",
     "normalized_score": "gear_offline.scores",
     "open_dataset": "gear_offline.dataset",
     "open_source": "gear_offline.sources",
+    "pick_episodes": "gear_offline.sources",
     "reference_scores": "gear_offline.scores",
     "train": "gear_offline.trainer",
+}
+
+_IN_MODULES = {
+    "collect": "gear_offline.collect",
+    "convert": "gear_offline.convert",
+    "evaluate": "gear_offline.evaluate",
+    "inspect": "gear_offline.inspection",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
@@ -62,7 +79,10 @@ except PackageNotFoundError:  # a checkout that was never installed
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'gear_offline' has no attribute {name!r}")
+        what = f"module 'gear_offline' has no attribute {name!r}"
+        if name in _IN_MODULES:
+            what += f"; write: from {_IN_MODULES[name]} import {name}"
+        raise AttributeError(what)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

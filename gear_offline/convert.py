@@ -10,17 +10,16 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from gear_offline.environment_ids import check_environment_id, unregistered
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import InputError
 from gear_offline.interruption import StopRequest
 from gear_offline.manifest import (
     MAX_BLOCK_BYTES,
@@ -40,6 +39,7 @@ from gear_offline.shard_job import (
 )
 from gear_offline.shard_workers import write_shards
 from gear_offline.shards import RESERVED_NAMES, digest, open_directory
+from gear_offline.source_digests import digested
 from gear_offline.sources.base import Source, SourceInfo
 from gear_offline.staging import staging
 from gear_offline.statistics import Moments, distribution
@@ -70,7 +70,8 @@ def convert(
     Parameters
     ----------
     source
-        What `gear_offline.sources.open_source` understands, or an open source (left open).
+        What `gear_offline.sources.open_source` understands, or an open source (left open), such as
+        `from_episodes`, `from_arrays`, `join_sources` and `pick_episodes` of that package make.
     out
         Directory to make.  It appears when it is complete; a run that fails or is killed leaves
         what was there before.
@@ -83,7 +84,8 @@ def convert(
     workers
         Processes that write different shards.  More than 1 needs `source` as a path or name.
     columns
-        Columns to keep, default all; `rewards` is always kept.
+        Columns to keep, default all; `rewards` is always kept.  In HDF5 files ``NEW=OLD`` takes
+        the dataset or group ``OLD`` as column ``NEW``.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -109,18 +111,25 @@ def convert(
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
     """
+    if not isinstance(source, (str, Path, Source)):
+        raise InputError(
+            "SOURCE_UNKNOWN",
+            f"a {type(source).__name__} is not a source",
+            remedy="give a path, a name, or what gear_offline.from_episodes(...) returns",
+        )
     if environment is not None:
         check_environment_id(environment, where="environment")
         if problem := unregistered(environment):
             say(f"warning: {problem}", quiet=quiet)
     _check_options(source, shard_bytes=shard_bytes, block_bytes=block_bytes, workers=workers)
+    columns, names = _split_names(source, columns)
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
             from gear_offline.sources import open_source
             from gear_offline.sources.confined import check_source
 
-            check_source(source, rule=rule)
-            opened = stack.enter_context(open_source(source, rule=rule))
+            check_source(source, rule=rule, names=names)
+            opened = stack.enter_context(open_source(source, rule=rule, names=names))
         else:
             opened = source
         settings = Settings(
@@ -131,7 +140,7 @@ def convert(
         scores = _reference_scores(opened.info, environment=environment, reference=reference)
         jobs = plan_shards(opened.episodes, settings.columns, shard_bytes=shard_bytes)
         place = stack.enter_context(staging(Path(out), overwrite=overwrite))
-        files = stack.enter_context(_digested(opened.info.files))
+        files = stack.enter_context(digested(opened.info.files))
         total = opened.spec.steps * sum(c.step_bytes for c in settings.columns)
         what = f"convert {opened.info.uri}"
         shown = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))
@@ -146,7 +155,7 @@ def convert(
 
         if isinstance(source, (str, Path)) and workers > 1 and len(jobs) > 1:
             results = write_shards(
-                str(source), opened, jobs, settings, rule, place.path, workers, advance
+                (str(source), rule, names), opened, jobs, settings, place.path, workers, advance
             )
         else:
             results = _write_here(opened, jobs, settings, place.path, advance)
@@ -164,8 +173,12 @@ def _check_options(
     source: str | Path | Source, *, shard_bytes: int, block_bytes: int, workers: int
 ) -> None:
     def refuse(option: str, value: object, need: str) -> InputError:
-        return InputError("CONVERT_OPTION", f"{option} is {value}", remedy=f"give {need}")
+        return InputError("CONVERT_OPTION", f"{option} is {value!r}", remedy=f"give {need}")
 
+    options = {"shard_bytes": shard_bytes, "block_bytes": block_bytes, "workers": workers}
+    for option, value in options.items():
+        if type(value) is not int:
+            raise refuse(option, value, "a whole number")
     if shard_bytes < 1:
         raise refuse("shard_bytes", shard_bytes, "at least 1")
     if not MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % MIN_BLOCK_BYTES:
@@ -175,6 +188,28 @@ def _check_options(
         raise refuse("workers", workers, "at least 1")
     if workers > 1 and not isinstance(source, (str, Path)):
         raise refuse("workers", workers, "1, or the source as a path that workers can open")
+
+
+def _split_names(
+    source: str | Path | Source, columns: Sequence[str] | None
+) -> tuple[list[str] | None, dict[str, str]]:
+    """Return the columns to keep, and the datasets that get new names."""
+    if columns is None:
+        return None, {}
+    if isinstance(columns, str):
+        what = f"columns is the text {columns!r}"
+        raise InputError("CONVERT_OPTION", what, remedy=f"give a list: [{columns!r}]")
+    pairs = [name.split("=", 1) for name in columns if "=" in name]
+    names = {new.strip(): old.strip() for new, old in pairs}
+    if len(names) < len(pairs) or "" in {*names, *names.values()}:
+        what = f"columns {', '.join(columns)} give a name twice, or none"
+        raise InputError(
+            "CONVERT_OPTION", what, remedy="write it like observations=obs,actions=act"
+        )
+    if names and not isinstance(source, (str, Path)):
+        what = "columns of an open source cannot be renamed"
+        raise InputError("CONVERT_OPTION", what, remedy="give open_source(..., names={NEW: OLD})")
+    return [name.split("=", 1)[0].strip() for name in columns], names
 
 
 def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:
@@ -210,8 +245,10 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
             where=source.info.uri,
             remedy="name at least one, or leave the option out to keep all",
         )
-    wanted = {spec[name].name for name in names} | {REWARDS} if names is not None else None
-    picked = tuple(c for c in spec if wanted is None or c.name in wanted)
+    # A name stands for all columns below it too: observations for observations/camera.
+    parts = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
+    wanted = {REWARDS, *(name for n, below in parts.items() for name in below or [spec[n].name])}
+    picked = tuple(c for c in spec if names is None or c.name in wanted)
     taken = [c.name for c in picked if c.name.casefold() in RESERVED_NAMES]
     if taken:
         raise InputError(
@@ -336,56 +373,3 @@ def _plain(value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         return str(value)[:MAX_ATTRIBUTE_CHARS]
     return json.loads(text) if len(text) <= MAX_ATTRIBUTE_CHARS else text[:MAX_ATTRIBUTE_CHARS]
-
-
-@contextmanager
-def _digested(files: Sequence[Path]) -> Iterator[Any]:
-    """Digest the source files beside the conversion; yields a function that waits for the list."""
-    before = [_identity(path) for path in files]
-    stop: list[bool] = []
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pending: Future[list[str]] = pool.submit(lambda: [_file_digest(p, stop) for p in files])
-
-        def wait() -> tuple[Mapping[str, Any], ...]:
-            digests = pending.result()
-            for path, identity in zip(files, before, strict=True):
-                if _identity(path) != identity:
-                    raise InputError(
-                        "SOURCE_CHANGED",
-                        "the source changed while it was converted",
-                        where=path.name,
-                        remedy="convert again once nothing writes to it",
-                    )
-            return tuple(
-                {"name": path.name, "bytes": identity[2], "digest": found}
-                for path, identity, found in zip(files, before, digests, strict=True)
-            )
-
-        try:
-            yield wait
-        finally:
-            stop.append(True)
-
-
-def _identity(path: Path) -> tuple[int, int, int, int]:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise _source_error(path, error) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _source_error(path: Path, error: OSError) -> GearError:
-    what = f"cannot read the source: {error.strerror or error}"
-    return InputError("SOURCE_READ", what, where=path.name, remedy="check the file")
-
-
-def _file_digest(path: Path, stop: Sequence[bool]) -> str:
-    found, buffer = xxhash.xxh3_128(), bytearray(256 << 10)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while not stop and (count := file.readinto(buffer)):
-                found.update(memoryview(buffer)[:count])
-    except OSError as error:
-        raise _source_error(path, error) from error
-    return str(found.hexdigest())

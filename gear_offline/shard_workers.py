@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,16 +32,17 @@ _KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableErr
 
 
 def write_shards(
-    uri: str,
+    opened: tuple[str, str | None, Mapping[str, str]],
     source: Source,
     jobs: Sequence[ShardJob],
     settings: Settings,
-    rule: str | None,
     path: Path,
     workers: int,
     advance: Advance,
 ) -> list[ShardResult]:
     """Write `jobs` into directory `path` with up to `workers` processes; results in job order.
+
+    `opened` is what `source` was opened with: what the user named, rule and names.
 
     Raises
     ------
@@ -49,8 +50,9 @@ def write_shards(
         What a worker met, or ``WORKER_FAILED`` when one died.
     """
     opening = {
-        "uri": uri,
-        "rule": rule,
+        "uri": opened[0],
+        "rule": opened[1],
+        "names": dict(opened[2]),
         "episodes": _episodes_digest(source),
         "path": str(path),
         "columns": [c.name for c in settings.columns],
@@ -171,7 +173,7 @@ def _work(requests: IO[str], replies: IO[str]) -> None:
     try:
         opening = json.loads(requests.readline())
         directory = open_directory(Path(opening["path"]))
-        with open_source(opening["uri"], rule=opening["rule"]) as source:
+        with open_source(opening["uri"], rule=opening["rule"], names=opening["names"]) as source:
             if _episodes_digest(source) != opening["episodes"]:
                 raise InputError("SOURCE_CHANGED", "the source changed while it was converted")
             settings = Settings(

@@ -11,9 +11,9 @@ import h5py
 import numpy as np
 import pytest
 
+import gear_offline.hdf5_writer as writer_module
 from gear_offline.atari import is_atari
 from gear_offline.collect import collect
-from gear_offline.collect import writer as writer_module
 from gear_offline.convert import convert
 from gear_offline.dataset import open_dataset
 from gear_offline.environment_ids import unregistered

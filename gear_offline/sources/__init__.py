@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from gear_offline.errors import InputError
+from gear_offline.sources.arrays import from_arrays, from_episodes
 from gear_offline.sources.base import Source, SourceInfo, iter_episodes
+from gear_offline.sources.pieces import join_sources, pick_episodes
 
-__all__ = ["Source", "SourceInfo", "iter_episodes", "open_source"]
+__all__ = [
+    "Source",
+    "SourceInfo",
+    "from_arrays",
+    "from_episodes",
+    "iter_episodes",
+    "join_sources",
+    "open_source",
+    "pick_episodes",
+]
 
 ACCEPTED = (
-    "a .hdf5 or .h5 file, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
-    "(minari:mujoco/hopper/medium-v0), or the directory of a Minari dataset"
+    "a .hdf5 or .h5 file, a folder of them, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
+    "(minari:mujoco/hopper/medium-v0), the directory of a Minari dataset, or one of GEAR shards; "
+    "arrays are given from Python, see docs/sources.md"
 )
 
 
-def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
+def open_source(
+    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+) -> Source:
     """Open a dataset of another format for reading.
 
     Parameters
     ----------
     uri
-        Path of an HDF5 file (D4RL's layouts or the generic one), ``d4rl:NAME``, ``minari:ID``, or
-        a Minari dataset's directory.
+        Path of an HDF5 file (D4RL's layouts or the generic one) or of a folder of such files,
+        ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/sources.md.
+    names
+        For HDF5: column name to the dataset of the file that gets it, or group of datasets, e.g.
+        ``{"observations": "obs", "dones": "episode_end"}``.
 
     Returns
     -------
@@ -35,7 +53,8 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
     Raises
     ------
     InputError
-        ``SOURCE_UNKNOWN`` for anything else, and the readers' own codes.
+        ``SOURCE_UNKNOWN`` for anything else, ``CONVERT_OPTION`` for `names` of a source that is
+        not HDF5, and the readers' own codes.
     UnavailableError
         ``D4RL_DOWNLOAD``, ``PYARROW_MISSING``.
     """
@@ -46,11 +65,12 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
         from gear_offline.sources.d4rl_files import locate
         from gear_offline.sources.generic import open_hdf5
 
-        return open_hdf5(locate(name), uri=text, name=name, rule=rule)
+        return open_hdf5(locate(name), uri=text, name=name, rule=rule, names=names)
     if isinstance(uri, str) and scheme == "minari" and name:
         from gear_offline.sources.minari import open_minari
         from gear_offline.sources.minari_metadata import find_directory
 
+        _refuse_names(names, text)
         return open_minari(find_directory(name), uri=text, rule=rule)
     path = Path(uri)
     try:
@@ -59,18 +79,42 @@ def open_source(uri: str | Path, *, rule: str | None = None) -> Source:
         is_directory = exists = False
         text = text if len(text) <= 100 else f"{text[:100]}..."
     if is_directory:
-        from gear_offline.sources.minari import open_minari
-        from gear_offline.sources.minari_metadata import data_directory
-
-        if data_directory(path) is not None:
-            return open_minari(path, uri=None, rule=rule)
+        found = _open_directory(path, rule=rule, names=names)
+        if found is not None:
+            return found
     elif exists or path.suffix.lower() in (".hdf5", ".h5"):
         from gear_offline.sources.generic import open_hdf5
 
-        return open_hdf5(path, uri=path.name, name=path.name, rule=rule)
+        return open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names)
     what = f"{text!r} is not a source"
     if is_directory:
-        what = f"the directory {text!r} holds no Minari dataset"
-        if (path / "manifest.json").is_file():
-            what += ", but looks like GEAR shards already"
+        what = f"the directory {text!r} holds neither a Minari dataset nor HDF5 files"
     raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")
+
+
+def _open_directory(
+    path: Path, *, rule: str | None, names: Mapping[str, str] | None
+) -> Source | None:
+    """Open what a directory holds; ``None`` if that is nothing known."""
+    from gear_offline.sources.folder import hdf5_files, open_folder
+    from gear_offline.sources.minari import open_minari
+    from gear_offline.sources.minari_metadata import data_directory
+    from gear_offline.sources.shards import is_dataset, open_shards
+
+    if data_directory(path) is not None:
+        _refuse_names(names, str(path))
+        return open_minari(path, uri=None, rule=rule)
+    if is_dataset(path):
+        _refuse_names(names, str(path))
+        return open_shards(path, rule=rule)
+    return open_folder(path, rule=rule, names=names) if hdf5_files(path) else None
+
+
+def _refuse_names(names: Mapping[str, str] | None, where: str) -> None:
+    if names:
+        raise InputError(
+            "CONVERT_OPTION",
+            "columns of HDF5 files only can be renamed",
+            where=where,
+            remedy="give the names alone, without '='",
+        )

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.schema import BoolArray, EpisodeIndex, TableSpec
+from gear_offline.wording import count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,3 +110,12 @@ def iter_episodes(source: Source) -> Iterator[dict[str, npt.NDArray[np.generic]]
     offsets = source.episodes.offsets
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         yield {c.name: source.read(c.name, start, stop) for c in source.spec}
+
+
+def source_text(source: Source) -> str:
+    """Return a source in a line, for its ``repr``."""
+    return (
+        f"{type(source).__name__}({source.info.uri!r}: "
+        f"{count_text(source.spec.episodes, 'episode')}, {count_text(source.spec.steps, 'step')}, "
+        f"rule {source.info.rule}, columns {', '.join(c.name for c in source.spec)})"
+    )

@@ -6,7 +6,7 @@ Shape legend: N rows, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,9 @@ from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, Int64Array
 
 _STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
-TERMINAL_FLAGS = ("terminals", "terminations", "dones")
-TIME_FLAGS = ("timeouts", "truncations")
+TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "dones", "done")
+TIME_FLAGS = ("timeouts", "truncations", "truncated")
+PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 ARTIFICIAL = "terminals-as-truncations"
 
 
@@ -66,6 +67,47 @@ class Rule:
                     + "; or 'none' for one episode",
                 )
         return cls(text=text, flags=tuple(flags), step_limit=limit, artificial=artificial)
+
+
+def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
+    """Return the rule that the flag columns of a table imply, and what it cannot tell.
+
+    Raises
+    ------
+    InputError
+        ``COLUMN_MISSING`` when there is no flag.
+    """
+    for terminal, time in PAIRS.items():
+        if terminal in flags and time in flags:
+            return f"{terminal}|{time}", []
+    for name in TERMINAL_FLAGS:
+        if name in flags:
+            return name, [
+                f"only {name} end episodes: a time limit cannot be told from a termination"
+            ]
+    for name in TIME_FLAGS:
+        if name in flags:
+            return name, [f"only {name} end episodes: none counts as terminated"]
+    raise InputError(
+        "COLUMN_MISSING",
+        "no column tells where episodes end",
+        where=where,
+        remedy="add terminals and timeouts, terminations and truncations, or dones; or give the "
+        "rule 'steps=N' or 'none'",
+    )
+
+
+def terminal_flags(rule: Rule, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that say whether an episode's last row terminated it.
+
+    They are the rule's own, or else (a rule on timeouts alone) the counterpart of its time flag.
+    """
+    own = tuple(flag for flag in rule.flags if flag in TERMINAL_FLAGS)
+    if own:
+        return own
+    counterparts = {time: terminal for terminal, time in PAIRS.items()}
+    wanted = [counterparts[flag] for flag in rule.flags] or TERMINAL_FLAGS
+    return tuple(flag for flag in wanted if flag in columns)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.processes import die_with_parent
@@ -27,16 +27,19 @@ from gear_offline.processes import die_with_parent
 MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
 SECONDS = 3  # of processor time for a file of any size ...
 BYTES_PER_SECOND = 1 << 20  # ... and one more for each so many bytes of it
+Opening = tuple[str, str | None, dict[str, str]]  # what `open_source` gets: uri, rule, names
 _KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableError)}
 _REMEDY = "the file is damaged or made to do harm: get it again from a place that you trust"
 
 
-def check_source(uri: str | Path, *, rule: str | None = None) -> None:
+def check_source(
+    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+) -> None:
     """Open `uri` in a confined child and read the ends of every column.
 
     Parameters
     ----------
-    uri, rule
+    uri, rule, names
         As `gear_offline.sources.open_source` takes them; a ``d4rl:`` name is downloaded first.
 
     Raises
@@ -47,9 +50,10 @@ def check_source(uri: str | Path, *, rule: str | None = None) -> None:
     """
     text = str(uri.absolute()) if isinstance(uri, Path) else uri
     seconds = SECONDS + _source_bytes(text) // BYTES_PER_SECOND
+    opening: Opening = (text, rule, dict(names or {}))
     # A fork takes milliseconds; beside other threads, which may hold locks, it takes a new process.
     forks = threading.active_count() == 1
-    status, reply = (_forked if forks else _spawned)(text, rule, seconds)
+    status, reply = (_forked if forks else _spawned)(opening, seconds)
     if reply:
         kind, code, what, where, remedy = json.loads(reply)
         raise _KINDS[kind](code, what, where=where, remedy=remedy)
@@ -62,6 +66,19 @@ def check_source(uri: str | Path, *, rule: str | None = None) -> None:
         if -status in (signal.SIGXCPU, signal.SIGKILL):
             what = f"reading it takes more than {seconds} s of processor time"
     raise InputError("SOURCE_READ", what, where=text, remedy=_REMEDY)
+
+
+def _parts(uri: str) -> list[Path]:
+    """Return the files of a folder of HDF5 files; nothing for any other source."""
+    from gear_offline.sources.folder import hdf5_files
+    from gear_offline.sources.minari_metadata import data_directory
+    from gear_offline.sources.shards import is_dataset
+
+    path = Path(uri)
+    with suppress(OSError, ValueError):
+        if path.is_dir() and data_directory(path) is None and not is_dataset(path):
+            return hdf5_files(path)
+    return []
 
 
 def _source_bytes(uri: str) -> int:
@@ -83,7 +100,7 @@ def _source_bytes(uri: str) -> int:
     return 0
 
 
-def _forked(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
+def _forked(opening: Opening, seconds: int) -> tuple[int, bytes]:
     reader, writer = os.pipe()
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -94,7 +111,7 @@ def _forked(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             die_with_parent(parent)
-            _probe(uri, rule, seconds, writer)
+            _probe(opening, seconds, writer)
         finally:
             os._exit(1)
     os.close(writer)
@@ -110,13 +127,13 @@ def _forked(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
     return os.waitstatus_to_exitcode(status), reply
 
 
-def _spawned(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
-    opening = json.dumps([uri, rule, seconds, os.getpid()])
+def _spawned(opening: Opening, seconds: int) -> tuple[int, bytes]:
+    request = json.dumps([opening, seconds, os.getpid()])
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with subprocess.Popen(
         # Safe path: a file named like a module of ours in the working directory is not imported.
-        [sys.executable, "-P", "-m", "gear_offline.sources.confined", opening],
+        [sys.executable, "-P", "-m", "gear_offline.sources.confined", request],
         env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -128,7 +145,7 @@ def _spawned(uri: str, rule: str | None, seconds: int) -> tuple[int, bytes]:
     return process.returncode, reply
 
 
-def _probe(uri: str, rule: str | None, seconds: int, reply: int) -> None:
+def _probe(opening: Opening, seconds: int, reply: int) -> None:
     """Open and read in this process, under limits, and end it; errors go to `reply` as JSON."""
     from gear_offline.sources import open_source
 
@@ -138,18 +155,22 @@ def _probe(uri: str, rule: str | None, seconds: int, reply: int) -> None:
     _confine(seconds)
     code = 0
     try:
-        with open_source(uri, rule=rule) as source:
-            steps = source.spec.steps
-            for column in source.spec:
-                rows = min(source.preferred_rows(column.name), steps)
-                source.read(column.name, 0, rows)
-                source.read(column.name, steps - rows, steps)
+        uri, rule, names = opening
+        for part in (*_parts(uri), uri):
+            with open_source(part, rule=rule, names=names) as source:
+                steps = source.spec.steps
+                for column in source.spec:
+                    rows = min(source.preferred_rows(column.name), steps)
+                    source.read(column.name, 0, rows)
+                    source.read(column.name, steps - rows, steps)
     except GearError as error:
-        found: list[Any] = [type(error).__name__, error.code, error.what]
-        os.write(reply, json.dumps([*found, error.where, error.remedy]).encode())
+        found = [type(error).__name__, error.code, error.what, error.where, error.remedy]
+        os.write(reply, json.dumps(found).encode())
     except MemoryError:
         what = f"reading it takes more than {MEMORY_BYTES >> 30} GiB of memory"
-        os.write(reply, json.dumps(["InputError", "SOURCE_READ", what, uri, _REMEDY]).encode())
+        os.write(
+            reply, json.dumps(["InputError", "SOURCE_READ", what, opening[0], _REMEDY]).encode()
+        )
     except Exception:
         code = 0  # a defect of ours: the parent meets it again and shows it
     os._exit(code)
@@ -174,9 +195,9 @@ def _lower(which: int, limit: int) -> None:
 
 def main() -> None:
     """Probe the source that the one argument describes."""
-    uri, rule, seconds, parent = json.loads(sys.argv[1])
+    (uri, rule, names), seconds, parent = json.loads(sys.argv[1])
     die_with_parent(parent)
-    _probe(uri, rule, seconds, os.dup(1))
+    _probe((uri, rule, names), seconds, os.dup(1))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,15 @@ import numpy.typing as npt
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import COLUMN_NAME, BoolArray, ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.sources.base import SourceInfo
-from gear_offline.sources.boundaries import TERMINAL_FLAGS, TIME_FLAGS, Rule, find_boundaries
-from gear_offline.sources.hdf5 import Hdf5Rows
+from gear_offline.sources.base import SourceInfo, source_text
+from gear_offline.sources.boundaries import (
+    TERMINAL_FLAGS,
+    TIME_FLAGS,
+    Rule,
+    find_boundaries,
+    terminal_flags,
+)
+from gear_offline.sources.hdf5 import Hdf5Rows, some_names
 from gear_offline.wording import count_text
 
 SCALARS = ("rewards", *TERMINAL_FLAGS, *TIME_FLAGS)  # (N, 1) is read as one number a step
@@ -77,7 +83,8 @@ def find_columns(
                 "COLUMN_MISSING",
                 f"no dataset {column!r}",
                 where=str(rows.path),
-                remedy=f"needed: {', '.join(required)}; found: {_some(rows.facts)}",
+                remedy=f"needed: {', '.join(required)}; found: {some_names(rows.facts)}; other "
+                f"names can be given as --columns {column}=NAME,...",
             )
         chosen.extend(leaves)
     lengths = {name: rows.facts[name].rows for name in chosen}
@@ -89,7 +96,7 @@ def find_columns(
         )
         raise InputError(
             "HDF5_LENGTHS",
-            f"{what}{f', {chosen[0]} has {count}' if odd else ''}",
+            f"{what}{f', {chosen[0]} has {count:,}' if odd else ''}",
             where=str(rows.path),
             remedy="every column needs one row a step: the file is damaged or of another layout",
         )
@@ -108,24 +115,6 @@ def find_columns(
         else:
             chosen.append(name)
     return Layout(columns=tuple(chosen), rows=count, left_out=left_out)
-
-
-def terminal_flags(rule: Rule, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that say whether an episode's last row terminated it.
-
-    They are the rule's own, or else (a rule on timeouts alone) the counterpart of its time flag.
-    """
-    own = tuple(flag for flag in rule.flags if flag in TERMINAL_FLAGS)
-    if own:
-        return own
-    pairs = {"timeouts": "terminals", "truncations": "terminations"}
-    wanted = [pairs[flag] for flag in rule.flags] or TERMINAL_FLAGS
-    return tuple(flag for flag in wanted if flag in columns)
-
-
-def _some(names: Any, limit: int = 12) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
 
 
 class FlatSource(Closing):
@@ -197,6 +186,9 @@ class FlatSource(Closing):
                 remedy="the file is damaged: get it again",
             )
         return np.asarray(values != 0, dtype=np.bool_)
+
+    def __repr__(self) -> str:
+        return source_text(self)
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from gear_offline.errors import InputError
 from gear_offline.sources.base import SourceInfo
-from gear_offline.sources.boundaries import TERMINAL_FLAGS, TIME_FLAGS, Rule
+from gear_offline.sources.boundaries import TERMINAL_FLAGS, TIME_FLAGS, Rule, default_rule
 from gear_offline.sources.d4rl import REQUIRED, looks_like_d4rl, open_d4rl
 from gear_offline.sources.flat import FlatSource, find_columns
 from gear_offline.sources.hdf5 import Hdf5Rows
 
 
-def open_hdf5(path: Path, *, uri: str, name: str, rule: str | None) -> FlatSource:
+def open_hdf5(
+    path: Path, *, uri: str, name: str, rule: str | None, names: Mapping[str, str] | None = None
+) -> FlatSource:
     """Open an HDF5 file of D4RL's or the generic layout.
 
     Parameters
@@ -26,13 +28,15 @@ def open_hdf5(path: Path, *, uri: str, name: str, rule: str | None) -> FlatSourc
         Dataset or file name that tells D4RL's family.
     rule
         Boundary rule in place of the layout's own.
+    names
+        As `gear_offline.sources.open_source`.
 
     Raises
     ------
     InputError
         ``FILE_MISSING``, ``COLUMN_MISSING``, ``RULE_*`` and the guard's ``HDF5_*`` codes.
     """
-    rows = Hdf5Rows(path.absolute())
+    rows = Hdf5Rows(path.absolute(), names=names)
     try:
         if looks_like_d4rl(rows):
             return open_d4rl(rows, uri=uri, name=name, rule=rule)
@@ -46,7 +50,7 @@ def _open_generic(rows: Hdf5Rows, *, uri: str, rule: str | None) -> FlatSource:
     flags = [f for f in (*TERMINAL_FLAGS, *TIME_FLAGS) if f in rows.facts]
     layout = find_columns(rows, REQUIRED, ("next_observations", *flags))
     if rule is None:
-        rule, warnings = _rule_of(flags, rows)
+        rule, warnings = default_rule(flags, where=str(rows.path))
     else:
         warnings = []
     attributes = rows.attributes()
@@ -71,24 +75,3 @@ def _open_generic(rows: Hdf5Rows, *, uri: str, rule: str | None) -> FlatSource:
         },
     )
     return source
-
-
-def _rule_of(flags: list[str], rows: Hdf5Rows) -> tuple[str, list[str]]:
-    for terminal, time in (("terminals", "timeouts"), ("terminations", "truncations")):
-        if terminal in flags and time in flags:
-            return f"{terminal}|{time}", []
-    for name in TERMINAL_FLAGS:
-        if name in flags:
-            return name, [
-                f"only {name} end episodes: a time limit cannot be told from a termination"
-            ]
-    for name in TIME_FLAGS:
-        if name in flags:
-            return name, [f"only {name} end episodes: none counts as terminated"]
-    raise InputError(
-        "COLUMN_MISSING",
-        "no column tells where episodes end",
-        where=str(rows.path),
-        remedy="add terminals and timeouts, terminations and truncations, or dones; or give the "
-        "rule 'steps=N' or 'none'",
-    )

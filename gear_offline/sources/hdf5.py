@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +48,30 @@ class Hdf5Rows:
         The file.
     limits
         What the file may claim.
+    names
+        Column name to the dataset, or group of datasets, that gets it.
 
     Raises
     ------
     InputError
-        ``FILE_MISSING`` and the ``HDF5_*`` codes of the guard.
+        ``FILE_MISSING``, ``COLUMN_MISSING`` and the ``HDF5_*`` codes of the guard.
     """
 
-    def __init__(self, path: Path, *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        limits: Limits = DEFAULT_LIMITS,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self.path = path
         self._limits = limits
         self._file: h5py.File | None = open_file(path)
         self._open: OrderedDict[str, tuple[h5py.Dataset, int]] = OrderedDict()
         self._admitted: set[str] = set()
         try:
-            self.facts: dict[str, DatasetFacts] = walk(self._file, limits=limits)
+            facts = walk(self._file, limits=limits)
+            self.facts: dict[str, DatasetFacts] = renamed(facts, names or {}, path)
         except InputError:
             self.close()
             raise
@@ -136,7 +145,7 @@ class Hdf5Rows:
             cache = min(_chunk_rows(fact) * _row_bytes(fact) + chunk_bytes, CACHE_BYTES)
             slots = 100 * max(1, cache // chunk_bytes) + 1
             access.set_chunk_cache(min(slots, 1_000_003), cache, 1.0)
-        opened = h5py.Dataset(h5d.open(self._file.id, name.encode(), access))
+        opened = h5py.Dataset(h5d.open(self._file.id, fact.name.encode(), access))
         while self._open and cache + sum(c for _, c in self._open.values()) > OPEN_CACHE_BYTES:
             self._open.popitem(last=False)
         self._open[name] = (opened, cache)
@@ -177,7 +186,7 @@ class Hdf5Rows:
             if fact.shape == () and fact.stored_bytes <= MAX_ATTRIBUTE_BYTES and not fact.filters:
                 try:
                     assert self._file is not None, "describe() before close()"
-                    _keep(found, name, self._file[name][()])
+                    _keep(found, name, self._file[fact.name][()])
                 except LIBRARY_ERRORS:
                     continue
             else:
@@ -209,6 +218,45 @@ def read_rows(
             remedy="the file is damaged: get it again",
         )
     return rows.view(np.dtype(rows.dtype.str))  # drops h5py's enum metadata
+
+
+def renamed(
+    facts: Mapping[str, DatasetFacts], names: Mapping[str, str], path: Path
+) -> dict[str, DatasetFacts]:
+    """Return `facts` with other names: `names` says which dataset or group gets a new one.
+
+    A dataset that already has the new name is hidden.
+
+    Raises
+    ------
+    InputError
+        ``COLUMN_MISSING`` if a dataset to be renamed is not there.
+    """
+    found: dict[str, DatasetFacts] = {}
+    moved: set[str] = set()
+    for new, old in names.items():
+        stored = old.strip("/")
+        parts = [n for n in facts if n == stored or n.startswith(f"{stored}/")]
+        if not parts:
+            raise InputError(
+                "COLUMN_MISSING",
+                f"no dataset {old!r} to take as {new!r}",
+                where=str(path),
+                remedy=f"found: {some_names(facts)}",
+            )
+        moved.update(parts)
+        found |= {new + name.removeprefix(stored): facts[name] for name in parts}
+    hidden = tuple(f"{new}/" for new in names)
+    for name, fact in facts.items():
+        if name not in moved and name not in found and not name.startswith(hidden):
+            found[name] = fact
+    return found
+
+
+def some_names(names: Iterable[str], limit: int = 12) -> str:
+    """Return the first names of many, for a message."""
+    listed = sorted(names)
+    return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
 
 
 def _itemsize(fact: DatasetFacts) -> int:

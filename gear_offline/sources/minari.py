@@ -20,7 +20,7 @@ from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.scores import reference_scores
-from gear_offline.sources.base import SourceInfo
+from gear_offline.sources.base import SourceInfo, source_text
 from gear_offline.sources.minari_metadata import MinariMetadata, data_directory, read_metadata
 
 RULE = "episodes"
@@ -122,6 +122,9 @@ class MinariSource(Closing):
                 "warnings": storage.warnings,
             },
         )
+
+    def __repr__(self) -> str:
+        return source_text(self)
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

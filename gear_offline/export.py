@@ -1,0 +1,139 @@
+"""Write a dataset as one HDF5 file in D4RL's layout, for programs that read that.
+
+Shape legend: N steps, E episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import gear_offline
+from gear_offline.dataset import Dataset
+from gear_offline.progress import progress, say
+from gear_offline.sources import open_source
+from gear_offline.sources.base import Source
+from gear_offline.sources.shards import DatasetSource
+from gear_offline.wording import count_text
+
+PIECE_BYTES = 32 << 20  # read and written at a time
+TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
+
+
+def export_hdf5(
+    source: Dataset | Source | str | Path,
+    path: str | Path,
+    *,
+    columns: Sequence[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Write all episodes of a dataset to an HDF5 file in D4RL's layout.
+
+    Columns keep names, dtypes and bytes.  ``terminals`` and ``timeouts`` are there in any case and
+    say where the dataset's episodes end: a timeout marks the last step of each episode that did
+    not terminate, and none is inside an episode.  A ``terminals`` column of the dataset is kept as
+    it is.
+
+    Parameters
+    ----------
+    source
+        An opened dataset, its directory, or an open source (left open), such as `pick_episodes`
+        makes.
+    path
+        File to make.  It appears when it is complete.
+    columns
+        Columns to keep, default all; `rewards` and the two flags are always there.
+    overwrite
+        Replace a file that exists.
+    quiet
+        Show no progress, no warning.
+
+    Returns
+    -------
+    Path
+        `path`.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``, ``COLUMN_MISSING``, and what reading raises.
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+    """
+    from gear_offline.hdf5_writer import Hdf5Writer
+
+    path = Path(path)
+    with ExitStack() as stack:
+        if isinstance(source, Dataset):
+            opened: Source = DatasetSource(source)
+        elif isinstance(source, (str, Path)):
+            opened = stack.enter_context(open_source(source))
+        else:
+            opened = source
+        kept = _kept(opened, columns)
+        writer = stack.enter_context(Hdf5Writer(path, overwrite=overwrite))
+        step_bytes = sum(opened.spec[name].step_bytes for name in kept)
+        total = step_bytes * opened.spec.steps
+        show = progress(total, f"export {path.name}", unit="bytes", quiet=quiet)
+        advance = stack.enter_context(show)
+        rows, inside = max(1, PIECE_BYTES // step_bytes), 0
+        for start in range(0, opened.spec.steps, rows):
+            stop = min(start + rows, opened.spec.steps)
+            part = {name: opened.read(name, start, stop) for name in kept}
+            inside += _set_flags(part, opened, start, stop)
+            writer.hold(part, stop - start)
+            advance(step_bytes * (stop - start))
+        with writer.writing():
+            writer.complete(_attributes(opened), {})
+            writer.publish()
+    if inside:
+        say(
+            f"warning: terminals marks {count_text(inside, 'step')} inside episodes: a reader that "
+            "splits there finds other episodes",
+            quiet=quiet,
+        )
+    return path
+
+
+def _kept(source: Source, columns: Sequence[str] | None) -> list[str]:
+    if columns is None:
+        return [c.name for c in source.spec]
+    wanted = {REWARDS, *(source.spec[name].name for name in columns)}
+    wanted |= {name for name in (TERMINALS, TIMEOUTS) if name in source.spec}
+    return [c.name for c in source.spec if c.name in wanted]
+
+
+def _set_flags(part: dict[str, npt.NDArray[Any]], source: Source, start: int, stop: int) -> int:
+    """Complete the flags of steps ``[start, stop)``; returns terminals inside of episodes."""
+    offsets = source.episodes.offsets
+    first = int(np.searchsorted(offsets[1:], start, side="right"))
+    last = int(np.searchsorted(offsets[1:], stop, side="right"))
+    ends = offsets[first + 1 : last + 1] - 1 - start  # (n,) rows of this part that end an episode
+    is_end = np.zeros(stop - start, np.bool_)
+    is_end[ends] = True
+    terminated = np.zeros(stop - start, np.bool_)
+    terminated[ends] = source.terminated[first:last]
+    timeouts = is_end & ~terminated
+    if TIMEOUTS in part:
+        timeouts |= is_end & (part[TIMEOUTS].reshape(-1) != 0)
+    part[TIMEOUTS] = timeouts
+    if TERMINALS not in part:
+        part[TERMINALS] = terminated
+    return int(((part[TERMINALS].reshape(-1) != 0) & ~is_end).sum())
+
+
+def _attributes(source: Source) -> dict[str, Any]:
+    info = source.info
+    found: dict[str, Any] = {
+        "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
+        "gear_offline": gear_offline.__version__,
+    }
+    if info.environment_id:
+        found["env_id"] = info.environment_id
+    return found

@@ -1,0 +1,66 @@
+"""Digests of a source's files, computed beside its conversion; a file that changes is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from gear_offline.errors import GearError, InputError
+
+
+@contextmanager
+def digested(files: Sequence[Path]) -> Iterator[Any]:
+    """Digest the source files beside the conversion; yields a function that waits for the list."""
+    before = [_identity(path) for path in files]
+    stop: list[bool] = []
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending: Future[list[str]] = pool.submit(lambda: [_file_digest(p, stop) for p in files])
+
+        def wait() -> tuple[Mapping[str, Any], ...]:
+            digests = pending.result()
+            for path, identity in zip(files, before, strict=True):
+                if _identity(path) != identity:
+                    raise InputError(
+                        "SOURCE_CHANGED",
+                        "the source changed while it was converted",
+                        where=path.name,
+                        remedy="convert again once nothing writes to it",
+                    )
+            return tuple(
+                {"name": path.name, "bytes": identity[2], "digest": found}
+                for path, identity, found in zip(files, before, digests, strict=True)
+            )
+
+        try:
+            yield wait
+        finally:
+            stop.append(True)
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise _source_error(path, error) from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _source_error(path: Path, error: OSError) -> GearError:
+    what = f"cannot read the source: {error.strerror or error}"
+    return InputError("SOURCE_READ", what, where=path.name, remedy="check the file")
+
+
+def _file_digest(path: Path, stop: Sequence[bool]) -> str:
+    found, buffer = xxhash.xxh3_128(), bytearray(256 << 10)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while not stop and (count := file.readinto(buffer)):
+                found.update(memoryview(buffer)[:count])
+    except OSError as error:
+        raise _source_error(path, error) from error
+    return str(found.hexdigest())

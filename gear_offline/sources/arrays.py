@@ -1,0 +1,308 @@
+"""Episodes that a program holds in memory, as a source: what no file of a known layout has.
+
+Shape legend: N steps, E episodes, T steps of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.errors import InputError
+from gear_offline.schema import BoolArray, ColumnSpec
+from gear_offline.sources.base import SourceInfo
+from gear_offline.sources.boundaries import (
+    TERMINAL_FLAGS,
+    TIME_FLAGS,
+    Rule,
+    default_rule,
+    find_boundaries,
+    terminal_flags,
+)
+from gear_offline.sources.pieces import Piece, PieceSource
+
+AnyArray = npt.NDArray[Any]
+
+OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
+FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
+_BLOCK_ROWS = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Arrays by column name, one row a step."""
+
+    values: Mapping[str, AnyArray]
+
+    def read(self, column: str, start: int, stop: int) -> AnyArray:
+        return self.values[column][start:stop]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Episode:
+    """One episode: its columns, and how it ended as far as its flags say."""
+
+    columns: dict[str, AnyArray] = field(default_factory=dict)
+    steps: int
+    terminated: bool
+    truncated: bool
+
+
+def from_episodes(
+    episodes: Iterable[Mapping[str, Any]],
+    *,
+    name: str = "memory",
+    environment: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> PieceSource:
+    """Return a source over episodes in memory, to be given to `gear_offline.convert.convert`.
+
+    Parameters
+    ----------
+    episodes
+        One mapping an episode: column name to an array or list of T rows.  ``observations``,
+        ``actions`` and ``rewards`` are needed for training.  A mapping in place of an array (Dict
+        observations) becomes a column for each of its parts, ``observations/camera``.
+        ``observations`` of T + 1 rows, as Gymnasium and Minari have them, become ``observations``
+        (the first T) and ``next_observations`` (the last T).
+
+        How an episode ended is said by a flag: ``terminals``, ``terminations``, ``terminated``,
+        ``dones`` or ``done``, and ``timeouts``, ``truncations`` or ``truncated``.  A flag of T
+        values is a column, and its last value counts; one bool is not a column.  An episode that
+        has flags and did not terminate counts as truncated; without a flag it is neither.
+    name
+        For the provenance.
+    environment
+        Gymnasium id.
+    attributes
+        Small JSON-able facts for the provenance.
+
+    Raises
+    ------
+    InputError
+        ``EPISODE_ARRAYS`` names the episode and the column that do not fit; ``COLUMN_*``.
+    """
+    found = [_episode(number, episode) for number, episode in enumerate(episodes)]
+    if not found:
+        raise _misfit("there are no episodes", "", "give at least one")
+    columns = _columns_of(found[0].columns)
+    for number, episode in enumerate(found):
+        _check_same(number, episode.columns, columns)
+    return PieceSource(
+        [Piece(rows=_Columns(e.columns), first=0, steps=e.steps) for e in found],
+        columns,
+        lengths=[e.steps for e in found],
+        terminated=[e.terminated for e in found],
+        truncated=[e.truncated for e in found],
+        info=_info(name, "episodes", environment, attributes),
+    )
+
+
+def from_arrays(
+    columns: Mapping[str, Any],
+    *,
+    rule: str | None = None,
+    name: str = "memory",
+    environment: str | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> PieceSource:
+    """Return a source over flat arrays in memory, all episodes one after the other.
+
+    Parameters
+    ----------
+    columns
+        Column name to N rows; as an episode of `from_episodes`, without an additional row.
+    rule
+        Where episodes end, as docs/sources.md says; default the flags that are there.
+    name, environment, attributes
+        As `from_episodes`.
+
+    Raises
+    ------
+    InputError
+        ``EPISODE_ARRAYS``, ``COLUMN_*``, ``RULE_*``; ``COLUMN_MISSING`` when nothing tells where
+        episodes end.
+    """
+    arrays = {key: _array(value, key, "") for key, value in _leaves("", columns)}
+    arrays = {key: _scalar_flags(key, value) for key, value in arrays.items()}
+    steps = _steps(arrays, "")
+    warnings: list[str] = []
+    if rule is None:
+        rule, warnings = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
+    parsed = Rule.parse(rule)
+    missing = [flag for flag in parsed.flags if flag not in arrays]
+    if missing:
+        raise InputError(
+            "RULE_FLAG",
+            f"boundary rule {rule!r} needs the column {missing[0]!r}",
+            where=name,
+            remedy=f"columns here: {', '.join(arrays)}",
+        )
+    blocks = _flag_blocks(arrays, parsed, steps)
+    ends = find_boundaries(parsed, blocks, steps)
+    return PieceSource(
+        [Piece(rows=_Columns(arrays), first=0, steps=steps)],
+        _columns_of(arrays),
+        lengths=ends.lengths,
+        terminated=ends.terminated,
+        truncated=ends.truncated,
+        info=_info(name, rule, environment, {**(attributes or {}), "warnings": warnings}),
+    )
+
+
+def _flag_blocks(
+    arrays: Mapping[str, AnyArray], rule: Rule, steps: int
+) -> Iterator[tuple[BoolArray, BoolArray]]:
+    """Yield what `find_boundaries` goes through."""
+    terminals = terminal_flags(rule, list(arrays))
+    for start in range(0, steps, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, steps)
+        none = np.zeros(stop - start, np.bool_)
+        yield (
+            np.logical_or.reduce([none, *(arrays[n][start:stop] != 0 for n in rule.flags)]),
+            np.logical_or.reduce([none, *(arrays[n][start:stop] != 0 for n in terminals)]),
+        )
+
+
+def _episode(number: int, given: Mapping[str, Any]) -> _Episode:
+    where = f"episode {number}"
+    if not isinstance(given, Mapping):
+        what = f"an episode is a {type(given).__name__}"
+        raise _misfit(what, where, "give a mapping of column names to arrays for each episode")
+    flags: dict[str, bool] = {}
+    columns: dict[str, AnyArray] = {}
+    for key, value in _leaves("", given):
+        array = _array(value, key, where)
+        if key in FLAGS and array.ndim == 0:
+            flags[key] = bool(array)
+        else:
+            columns[key] = _scalar_flags(key, array)
+    _split_observations(columns, where)
+    steps = _steps(columns, where)
+    flags |= {key: bool(columns[key][-1]) for key in FLAGS if key in columns}
+    terminated = any(flags.get(key, False) for key in TERMINAL_FLAGS)
+    return _Episode(
+        columns=columns,
+        steps=steps,
+        terminated=terminated,
+        truncated=bool(flags) and not terminated,
+    )
+
+
+def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, part in value.items():
+        name = f"{prefix}/{key}" if prefix else str(key)
+        if isinstance(part, Mapping):
+            yield from _leaves(name, part)
+        else:
+            yield name, part
+
+
+def _array(value: Any, column: str, where: str) -> AnyArray:
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
+        raise _misfit(f"no array: {error}", _place(column, where), "give arrays of rows") from error
+    if found.dtype.kind not in "biufc":
+        what = f"dtype {found.dtype} is neither numeric nor bool"
+        remedy = "give numbers or bools, the same shape at every step; leave text out"
+        raise _misfit(what, _place(column, where), remedy)
+    return found
+
+
+def _scalar_flags(column: str, array: AnyArray) -> AnyArray:
+    """Read rewards and flags of shape (T, 1) as (T,), as the readers of files do."""
+    if column in (REWARDS, *FLAGS) and array.ndim == 2 and array.shape[1] == 1:
+        return array[:, 0]
+    return array
+
+
+def _split_observations(columns: dict[str, AnyArray], where: str) -> None:
+    """Make (T + 1) observations into observations and next observations, in place."""
+    rewards = columns.get(REWARDS)
+    names = [n for n in columns if n == OBSERVATIONS or n.startswith(f"{OBSERVATIONS}/")]
+    if rewards is None or rewards.ndim < 1 or not names:
+        return
+    if any(columns[n].ndim < 1 or len(columns[n]) != len(rewards) + 1 for n in names):
+        return  # as many rows as steps, or an error that `_steps` tells
+    if any(n.split("/")[0] == NEXT_OBSERVATIONS for n in columns):
+        what = f"observations have {len(rewards) + 1} rows beside next_observations"
+        raise _misfit(what, where, "give T rows of each, or T + 1 observations alone")
+    for name in names:
+        rows = columns[name]
+        columns[name] = rows[:-1]
+        columns[NEXT_OBSERVATIONS + name.removeprefix(OBSERVATIONS)] = rows[1:]
+
+
+def _steps(columns: Mapping[str, AnyArray], where: str) -> int:
+    """Return T, the rows that all columns have."""
+    flat = next((name for name, rows in columns.items() if rows.ndim == 0), None)
+    if flat is not None:
+        raise _misfit("one number instead of rows", _place(flat, where), "give a row for each step")
+    lead = REWARDS if REWARDS in columns else next(iter(columns), "")
+    steps = len(columns[lead]) if lead else 0
+    if not steps:
+        what = f"{lead} has no rows" if lead else "there are no columns"
+        raise _misfit(what, where, "give at least one step of observations, actions and rewards")
+    for name, rows in columns.items():
+        if len(rows) != steps:
+            what = f"{len(rows)} rows where {lead} has {steps}"
+            raise _misfit(what, _place(name, where), "give one row for each step")
+    return steps
+
+
+def _columns_of(columns: Mapping[str, AnyArray]) -> tuple[ColumnSpec, ...]:
+    return tuple(
+        ColumnSpec(name=name, dtype=rows.dtype, shape=rows.shape[1:])
+        for name, rows in columns.items()
+    )
+
+
+def _check_same(
+    number: int, columns: Mapping[str, AnyArray], wanted: tuple[ColumnSpec, ...]
+) -> None:
+    where = f"episode {number}"
+    names = [column.name for column in wanted]
+    odd = sorted(set(columns) ^ set(names))
+    if odd:
+        what = "is missing" if odd[0] in names else "is not in episode 0"
+        raise _misfit(f"column {odd[0]} {what}", where, "give every episode the same columns")
+    for column in wanted:
+        rows = columns[column.name]
+        if rows.dtype.newbyteorder("=") != column.dtype or rows.shape[1:] != column.shape:
+            what = f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {column.dtype} "
+            what += f"{column.shape}"
+            raise _misfit(
+                what,
+                _place(column.name, where),
+                "give every episode the same dtype, "
+                "as with numpy.asarray(values, numpy.float32), and shape",
+            )
+
+
+def _info(
+    name: str, rule: str, environment: str | None, attributes: Mapping[str, Any] | None
+) -> SourceInfo:
+    if environment is not None:
+        from gear_offline.environment_ids import check_environment_id
+
+        check_environment_id(environment, where="environment")
+    return SourceInfo(
+        uri=name,
+        format="arrays",
+        rule=rule,
+        environment_id=environment,
+        attributes=dict(attributes or {}),
+    )
+
+
+def _place(column: str, where: str) -> str:
+    return ", ".join(part for part in (where, f"column {column}") if part)
+
+
+def _misfit(what: str, where: str, remedy: str) -> InputError:
+    return InputError("EPISODE_ARRAYS", what, where=where, remedy=remedy)

@@ -1,0 +1,112 @@
+"""A folder of HDF5 files as one source: episodes of the first file, of the second, and so on."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from gear_offline.errors import InputError
+from gear_offline.sources.base import Source
+from gear_offline.sources.generic import open_hdf5
+from gear_offline.sources.pieces import PieceSource, join_sources
+
+SUFFIXES = (".hdf5", ".h5")
+MOST_OPEN = 4  # files at a time: each has chunk caches of its own, and descriptors are few
+
+
+def hdf5_files(path: Path) -> list[Path]:
+    """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
+    found = [
+        p
+        for p in path.iterdir()
+        if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
+    ]
+    return sorted(found, key=lambda p: _natural(p.name))
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+
+
+class _Pool:
+    """Keeps the files that were read last open."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, Source] = OrderedDict()
+
+    def get(self, path: Path, rule: str | None, names: Mapping[str, str] | None) -> Source:
+        source = self._open.pop(path, None)
+        if source is None:
+            while len(self._open) >= MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+            source = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names)
+        self._open[path] = source
+        return source
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+class FileSource:
+    """A `Source` over a file that is opened when it is read."""
+
+    def __init__(
+        self, path: Path, rule: str | None, names: Mapping[str, str] | None, pool: _Pool
+    ) -> None:
+        self._path, self._rule, self._names, self._pool = path, rule, names, pool
+        with open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names) as source:
+            self.info, self.spec, self.episodes = source.info, source.spec, source.episodes
+            self.terminated, self.truncated = source.terminated, source.truncated
+            self._preferred = {c.name: source.preferred_rows(c.name) for c in source.spec}
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        source = self._pool.get(self._path, self._rule, self._names)
+        if source.spec != self.spec:
+            raise InputError(
+                "SOURCE_CHANGED",
+                "the source changed while it was converted",
+                where=self._path.name,
+                remedy="convert again once nothing writes to it",
+            )
+        return source.read(column, start, stop)
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return self._preferred[column]
+
+    def close(self) -> None:
+        """Close all files of the folder."""
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str] | None) -> PieceSource:
+    """Open the HDF5 files of a folder as one source.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_JOIN`` if their columns differ in dtype or shape; those of `open_hdf5`.
+    """
+    pool = _Pool()
+    files = [FileSource(file, rule, names, pool) for file in hdf5_files(path.absolute())]
+    return join_sources(files, uri=path.absolute().name)

@@ -1,0 +1,96 @@
+"""A dataset of GEAR shards as a source: to choose among its episodes and columns, or to join it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy.typing as npt
+
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError
+from gear_offline.manifest import MANIFEST_NAME
+from gear_offline.sources.base import SourceInfo, source_text
+
+READ_BYTES = 16 << 20  # blocks are compared whole: shorter reads would read them several times
+
+
+class DatasetSource:
+    """A `Source` over an opened dataset; see `gear_offline.sources.base.Source`.
+
+    Parameters
+    ----------
+    dataset
+        Opened with ``verify="on_use"`` or ``True``, so that no damaged byte is copied.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.spec = dataset.spec
+        self.episodes = dataset.episodes
+        self.terminated = dataset.terminated
+        self.truncated = dataset.truncated
+        before, scores = dataset.manifest.source, dataset.manifest.reference_scores
+        attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+        self.info = SourceInfo(
+            uri=dataset.path.name,
+            format="gear",
+            rule=before.rule,
+            environment_id=dataset.environment_id,
+            reference_name=None if scores is None else str(scores["name"]),
+            files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
+            attributes={
+                **attributes,
+                "converted_from": f"{before.uri} ({before.format}), digest {before.digest}",
+            },
+            locator=str(dataset.path.absolute()),
+        )
+
+    def __repr__(self) -> str:
+        return source_text(self)
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        return self.dataset.read(column, start, stop)
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return max(1, READ_BYTES // self.spec[column].step_bytes)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether the directory looks like GEAR shards."""
+    return (path / MANIFEST_NAME).is_file()
+
+
+def open_shards(path: Path, *, rule: str | None) -> DatasetSource:
+    """Open the dataset directory at `path`; each block is compared when it is read.
+
+    Raises
+    ------
+    InputError
+        ``RULE_UNKNOWN`` for a boundary rule: episodes are stored; those of `open_dataset`.
+    """
+    if rule is not None:
+        raise InputError(
+            "RULE_UNKNOWN",
+            f"boundary rule {rule!r} does not apply to GEAR shards, which store their episodes",
+            where=str(path),
+            remedy="leave the rule out, or convert the first source again",
+        )
+    return DatasetSource(open_dataset(path, verify="on_use"))

@@ -1,0 +1,98 @@
+"""Exported files: read back by h5py and by our own reader, they hold the same episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import gear_offline.export
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.errors import InputError
+from gear_offline.export import export_hdf5
+from gear_offline.sources import from_episodes, open_source, pick_episodes
+from tests.support import ArraySource, hopper_columns
+
+LENGTHS = [4, 1, 7, 3]
+ENDS = [True, False, True, False]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    columns = hopper_columns(sum(LENGTHS)) | {
+        "observations": np.arange(sum(LENGTHS) * 12, dtype=np.uint8).reshape(-1, 3, 4),
+        "infos/qpos": np.arange(sum(LENGTHS), dtype=np.float64),
+        "code": np.arange(sum(LENGTHS)).astype(np.complex64),
+    }
+    convert(ArraySource(columns, LENGTHS, terminated=ENDS), tmp_path / "d", quiet=True)
+    return open_dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
+def test_a_round_trip_keeps_bytes_and_episodes(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
+    path = export_hdf5(dataset, tmp_path / "x.hdf5", quiet=True)
+    last = np.cumsum(LENGTHS) - 1
+    with h5py.File(path) as file:
+        for column in dataset.spec:
+            stored = file[column.name][()]
+            assert stored.dtype == column.dtype
+            if column.name != "timeouts":
+                assert stored.tobytes() == dataset.column(column.name).tobytes()
+        assert np.flatnonzero(file["timeouts"][()]).tolist() == last[~np.array(ENDS)].tolist()
+
+
+def test_episodes_of_a_step_limit_survive(tmp_path: Path) -> None:
+    columns = {k: v for k, v in hopper_columns(10).items() if k not in ("terminals", "timeouts")}
+    source = ArraySource(columns, [4, 4, 2], terminated=[True, False, False])
+    path = export_hdf5(source, tmp_path / "x.hdf5", quiet=True)
+    with open_source(path) as again:
+        assert again.info.rule == "terminals|timeouts"
+        assert again.episodes.lengths.tolist() == [4, 4, 2]
+        assert again.terminated.tolist() == [True, False, False]
+
+
+def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path) -> None:
+    columns = hopper_columns(6)
+    columns["timeouts"][:] = [False, True, True, False, False, True]
+    columns["terminals"][:] = [True, False, True, False, False, False]
+    source = ArraySource(columns, [3, 3], terminated=[True, False])
+    with pytest.MonkeyPatch.context() as patched:
+        said: list[str] = []
+        patched.setattr(gear_offline.export, "say", lambda text, *, quiet: said.append(text))
+        path = export_hdf5(source, tmp_path / "x.hdf5")
+    assert len(said) == 1 and "1 step inside episodes" in said[0]
+    with h5py.File(path) as file:
+        assert file["timeouts"][()].tolist() == [False, False, True, False, False, True]
+        assert file["terminals"][()].tolist() == columns["terminals"].tolist()
+
+
+def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:
+    with open_source(dataset.path) as source:
+        best = pick_episodes(source, [2])
+        export_hdf5(best, tmp_path / "best.hdf5", columns=["observations"], quiet=True)
+    with h5py.File(tmp_path / "best.hdf5") as file:
+        assert sorted(file) == ["observations", "rewards", "terminals", "timeouts"]
+        assert np.array_equal(file["observations"], dataset.read("observations", 5, 12))
+    export_hdf5(str(dataset.path), str(tmp_path / "all.hdf5"), quiet=True)
+    for options, code in [({}, "OUTPUT_EXISTS"), ({"columns": ["x"]}, "COLUMN_MISSING")]:
+        more: dict[str, Any] = options
+        with pytest.raises(InputError) as caught:
+            export_hdf5(dataset, tmp_path / "all.hdf5", **more)
+        assert caught.value.code == code
+    export_hdf5(dataset, tmp_path / "all.hdf5", overwrite=True, quiet=True)
+    assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
+    columns = {k: hopper_columns(5)[k] for k in ("observations", "actions", "rewards")}
+    source = from_episodes([columns, columns], environment="Hopper-v5")
+    with h5py.File(export_hdf5(source, tmp_path / "x.hdf5", quiet=True)) as file:
+        assert file.attrs["env_id"] == "Hopper-v5"
+        assert np.flatnonzero(file["timeouts"][()]).tolist() == [4, 9]

@@ -1,0 +1,309 @@
+"""Sources made of others, of arrays and of folders, against plain NumPy and the sources alone.
+
+Shape legend: N rows, E episodes, T steps of an episode.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.convert import convert
+from gear_offline.dataset import open_dataset
+from gear_offline.errors import InputError
+from gear_offline.sources import (
+    from_arrays,
+    from_episodes,
+    iter_episodes,
+    join_sources,
+    open_source,
+    pick_episodes,
+)
+from gear_offline.sources.base import Source
+from gear_offline.sources.folder import hdf5_files
+from tests.hdf5_files import table, write
+from tests.support import ArraySource, hopper_columns
+
+FILES = settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def episode(steps: int, *, seed: int = 0, **more: Any) -> dict[str, Any]:
+    columns = hopper_columns(steps, seed=seed)
+    return {k: columns[k] for k in ("observations", "actions", "rewards")} | more
+
+
+def code(call: Any, *values: Any, **options: Any) -> tuple[str, str]:
+    with pytest.raises(InputError) as caught:
+        call(*values, **options)
+    assert caught.value.remedy
+    return caught.value.code, f"{caught.value.what} ({caught.value.where})"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_any_rows_of_episodes_in_memory(lengths: list[int], cuts: tuple[float, float]) -> None:
+    whole = hopper_columns(sum(lengths))
+    offsets = np.cumsum([0, *lengths])
+    parts = [{name: rows[a:b] for name, rows in whole.items()} for a, b in pairwise(offsets)]
+    source = from_episodes(parts)
+    assert isinstance(source, Source)
+    assert source.episodes.lengths.tolist() == lengths
+    start, stop = sorted(int(cut * sum(lengths)) for cut in cuts)
+    for name, rows in whole.items():
+        found = source.read(name, start, stop)
+        assert found.dtype == rows.dtype and found.tobytes() == rows[start:stop].tobytes()
+    for found_rows, wanted in zip(iter_episodes(source), parts, strict=True):
+        assert all(np.array_equal(found_rows[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ending"),
+    [
+        ({}, (False, False)),
+        ({"terminated": True}, (True, False)),
+        ({"terminated": np.bool_(False)}, (False, True)),
+        ({"terminated": False, "truncated": True}, (False, True)),
+        ({"terminated": True, "truncated": True}, (True, False)),
+        ({"terminals": [0, 0, 1]}, (True, False)),
+        ({"dones": np.array([[False], [True], [False]])}, (False, True)),
+        ({"timeouts": [False, False, True]}, (False, True)),
+        ({"terminations": [1.0, 0.0, 1.0], "truncations": [0, 0, 1]}, (True, False)),
+    ],
+)
+def test_how_episodes_in_memory_end(flags: dict[str, Any], ending: tuple[bool, bool]) -> None:
+    source = from_episodes([episode(3, **flags)])
+    assert (bool(source.terminated[0]), bool(source.truncated[0])) == ending
+    kept = {name for name, value in flags.items() if np.ndim(value)}
+    assert {c.name for c in source.spec} == {"observations", "actions", "rewards"} | kept
+    assert all(source.spec[name].shape == () for name in kept)
+
+
+def test_an_additional_observation_becomes_the_next_ones() -> None:
+    rows = np.arange(8.0).reshape(4, 2)
+    camera = np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+    given_ = {"actions": np.zeros((3, 1)), "rewards": [1.0, 2.0, 3.0]}
+    source = from_episodes([{"observations": {"state": rows, "camera": camera}, **given_}])
+    found = next(iter_episodes(source))
+    assert np.array_equal(found["observations/state"], rows[:-1])
+    assert np.array_equal(found["next_observations/state"], rows[1:])
+    assert np.array_equal(found["next_observations/camera"], camera[1:])
+    assert found["rewards"].dtype == np.float64
+    both = {"observations": rows, "next_observations": rows[1:], **given_}
+    assert "beside next_observations" in code(from_episodes, [both])[1]
+
+
+def test_episodes_that_do_not_fit_are_named() -> None:
+    good = episode(3)
+    for second, part in [
+        (episode(3) | {"rewards": np.zeros(4)}, "3 rows where rewards has 4 (episode 1, column ob"),
+        (episode(3) | {"rewards": [1.0, 2.0, 3.0]}, "float64 () a step, episode 0 has float32"),
+        (episode(3, speed=np.zeros(3)), "column speed is not in episode 0 (episode 1)"),
+        ({k: v for k, v in good.items() if k != "actions"}, "column actions is missing"),
+        (episode(3) | {"actions": np.zeros((3, 4), np.float32)}, "float32 (4,) a step"),
+        (episode(3) | {"actions": [[1.0], [1.0, 2.0], [1.0]]}, "no array"),
+        (episode(3, text=["a", "b", "c"]), "neither numeric nor bool (episode 1, column text)"),
+        (episode(3, weight=1.0), "one number instead of rows (episode 1, column weight)"),
+        ({}, "there are no columns"),
+        (episode(0), "rewards has no rows"),
+        ([1, 2], "an episode is a list"),
+    ]:
+        found = code(from_episodes, [good, second])
+        assert found[0] == "EPISODE_ARRAYS" and part in found[1], (part, found[1])
+    assert code(from_episodes, [])[0] == "EPISODE_ARRAYS"
+    assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT_UNKNOWN"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_flat_arrays_end_as_a_file_with_the_same_columns(flags: list[tuple[bool, bool]]) -> None:
+    steps = len(flags)
+    columns: dict[str, Any] = episode(steps)
+    columns["terminated"] = np.array([[float(a)] for a, _ in flags])
+    columns["truncated"] = np.array([b for _, b in flags])
+    source = from_arrays(columns)
+    lengths, terminated, begin = [], [], 0
+    for row, (end, cut) in enumerate(flags):
+        if end or cut or row == steps - 1:
+            lengths.append(row + 1 - begin)
+            terminated.append(end)
+            begin = row + 1
+    assert source.episodes.lengths.tolist() == lengths
+    assert source.terminated.tolist() == terminated
+    assert source.truncated.tolist() == [not t for t in terminated]
+    assert source.info.rule == "terminated|truncated"
+
+
+def test_flat_arrays_need_something_that_ends_episodes() -> None:
+    assert code(from_arrays, episode(4))[0] == "COLUMN_MISSING"
+    assert from_arrays(episode(4), rule="steps=3").episodes.lengths.tolist() == [3, 1]
+    assert code(from_arrays, episode(4), rule="dones")[0] == "RULE_FLAG"
+    warned = from_arrays(episode(4, dones=np.array([0, 1, 0, 1])))
+    assert warned.terminated.tolist() == [True, True] and warned.info.attributes["warnings"]
+
+
+def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
+    parts = [episode(n, seed=n, terminated=n % 2 == 0) for n in (4, 5, 6)]
+    source = from_episodes(parts, name="mine", environment="Hopper-v5", attributes={"a": 1})
+    convert(source, tmp_path / "d", quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    assert dataset.episodes.lengths.tolist() == [4, 5, 6]
+    assert dataset.terminated.tolist() == [True, False, True]
+    assert dataset.truncated.tolist() == [False, True, False]
+    assert dataset.environment_id == "Hopper-v5" and dataset.reference_scores is not None
+    assert dataset.manifest.source.uri == "mine" and dataset.manifest.source.digest is None
+    rows = np.concatenate([part["observations"] for part in parts])
+    assert np.array_equal(dataset.column("observations"), rows)
+    assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_UNKNOWN"
+
+
+@FILES
+@given(which=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
+def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
+    lengths = [3, 1, 4, 1, 5, 9]
+    source = ArraySource(hopper_columns(sum(lengths)), lengths)
+    wanted = list(iter_episodes(source))
+    picked = pick_episodes(source, which)
+    assert picked.episodes.lengths.tolist() == [lengths[i] for i in which]
+    assert picked.terminated.tolist() == source.terminated[which].tolist()
+    for found, number in zip(iter_episodes(picked), which, strict=True):
+        assert all(found[k].tobytes() == wanted[number][k].tobytes() for k in found)
+    mask: npt.NDArray[np.bool_] = np.isin(np.arange(6), which)
+    assert pick_episodes(source, mask).episodes.lengths.tolist() == [
+        lengths[i] for i in sorted(which)
+    ]
+
+
+@pytest.mark.parametrize("which", [[], [6], [-1], [1, 1], [0.5], [True, False], [[0, 1]], "all"])
+def test_choices_of_episodes_that_are_none(which: Any) -> None:
+    source = ArraySource(hopper_columns(12), [2] * 6)
+    assert code(pick_episodes, source, which)[0] == "EPISODE_CHOICE"
+
+
+def test_joined_sources_follow_each_other(tmp_path: Path) -> None:
+    one = ArraySource(hopper_columns(7) | {"extra": np.zeros(7)}, [3, 4], environment_id="A-v0")
+    two = ArraySource(hopper_columns(5, seed=1), [5], environment_id="B-v0")
+    joined = join_sources([one, two])
+    assert joined.episodes.lengths.tolist() == [3, 4, 5]
+    assert joined.terminated.tolist() == [*one.terminated, *two.terminated]
+    assert joined.info.environment_id is None
+    assert "A-v0, B-v0" in joined.info.attributes["warnings"][0]
+    assert joined.info.attributes["left_out"] == {"extra": "memory does not have it"}
+    both = np.concatenate([one.read("rewards", 0, 7), two.read("rewards", 0, 5)])
+    assert np.array_equal(joined.read("rewards", 2, 11), both[2:11])
+    assert code(join_sources, [])[0] == "SOURCE_JOIN"
+    other = ArraySource(hopper_columns(5, action_dim=4), [5])
+    assert code(join_sources, [one, other])[0] == "SOURCE_JOIN"
+    convert(joined, tmp_path / "d", quiet=True)
+    assert open_dataset(tmp_path / "d").spec.steps == 12
+
+
+def flagged(steps: int, seed: int) -> dict[str, Any]:
+    flags = np.zeros(steps, bool)
+    flags[-1] = True
+    return table(steps, seed=seed) | {"terminals": flags, "timeouts": np.zeros(steps, bool)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_folder_of_files_is_one_dataset(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    numbers = [1, 2, 3, 5, 10, 20]
+    tables = {n: flagged(n + 3, n) for n in numbers}
+    for n, columns in tables.items():
+        write(folder / f"part_{n}.hdf5", columns)
+    (folder / "notes.txt").write_text("not a file of data")
+    assert [p.name for p in hdf5_files(folder)] == [f"part_{n}.hdf5" for n in numbers]
+    convert(folder, tmp_path / "d", shard_bytes=2000, workers=workers, quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    assert dataset.episodes.lengths.tolist() == [n + 3 for n in numbers]
+    assert dataset.terminated.all() and len(dataset.manifest.source.files) == 6
+    for name in tables[1]:
+        wanted = np.concatenate([columns[name] for columns in tables.values()])
+        assert dataset.column(name).tobytes() == wanted.tobytes(), name
+
+
+def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
+    write(tmp_path / "a.h5", flagged(4, 0))
+    write(tmp_path / "b.h5", flagged(4, 0) | {"actions": np.zeros((4, 9))})
+    found = code(convert, tmp_path, tmp_path / "out" / "d")
+    assert found[0] == "SOURCE_JOIN" and "a.h5" in found[1] and "b.h5" in found[1]
+    (tmp_path / "b.h5").write_bytes(b"nothing")
+    assert code(convert, tmp_path, tmp_path / "out" / "d")[0] == "HDF5_UNREADABLE"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_shards_are_a_source(tmp_path: Path, workers: int) -> None:
+    file = write(tmp_path / "hopper-medium-v2.hdf5", flagged(30, 0), attributes={"seed": 3})
+    convert(file, tmp_path / "a", rule="steps=7", quiet=True)
+    options: dict[str, Any] = {"shard_bytes": 1500, "quiet": True}
+    convert(tmp_path / "a", tmp_path / "b", workers=workers, columns=["actions"], **options)
+    first, again = open_dataset(tmp_path / "a"), open_dataset(tmp_path / "b")
+    assert [c.name for c in again.spec] == ["actions", "rewards"]
+    assert again.episodes.lengths.tolist() == [7, 7, 7, 7, 2]
+    assert again.column("actions").tobytes() == first.column("actions").tobytes()
+    assert again.truncated.tolist() == first.truncated.tolist()
+    assert first.reference_scores is not None
+    assert again.reference_scores == first.reference_scores
+    source = again.manifest.source
+    assert (source.format, source.rule, source.uri) == ("gear", "steps=7", "a")
+    assert "hopper-medium-v2.hdf5" in source.attributes["converted_from"]
+    assert code(open_source, tmp_path / "a", rule="none")[0] == "RULE_UNKNOWN"
+    assert code(open_source, tmp_path / "a", names={"x": "y"})[0] == "CONVERT_OPTION"
+    with open_source(tmp_path / "a") as opened:
+        convert(pick_episodes(opened, first.returns == first.returns.max()), tmp_path / "best")
+    assert open_dataset(tmp_path / "best").returns.tolist() == [first.returns.max()]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> None:
+    flags = np.arange(24) % 6 == 5
+    names = {"obs/arm": "observations/arm", "obs/cam": "observations/cam", "act": "actions"}
+    columns: dict[str, Any] = {
+        "obs/arm": np.arange(48.0).reshape(24, 2),
+        "obs/cam": np.arange(96, dtype=np.uint8).reshape(24, 2, 2),
+        "act": np.ones((24, 1), np.float32),
+        "r": np.arange(24.0),
+        "end": flags,
+        "actions": np.zeros(3),  # hidden by the one that takes its name
+    }
+    file = write(tmp_path / "mine.hdf5", columns)
+    with pytest.raises(InputError, match="--columns observations=NAME"):
+        open_source(file)
+    wanted = ["observations=obs", "actions=act", "rewards = r", "dones=end"]
+    options: dict[str, Any] = {"workers": workers, "shard_bytes": 300, "quiet": True}
+    convert(file, tmp_path / "d", columns=wanted, **options)
+    dataset = open_dataset(tmp_path / "d")
+    assert dataset.episodes.lengths.tolist() == [6] * 4 and dataset.terminated.all()
+    for stored, name in (names | {"r": "rewards", "end": "dones"}).items():
+        assert np.array_equal(dataset.column(name), columns[stored])
+    for bad, error in [
+        (["observations=nothing"], "COLUMN_MISSING"),
+        (["actions=act", "actions=r"], "CONVERT_OPTION"),
+        (["actions="], "CONVERT_OPTION"),
+        ("actions", "CONVERT_OPTION"),
+    ]:
+        assert code(convert, file, tmp_path / "e", columns=bad)[0] == error
+    assert code(convert, from_episodes([episode(3)]), tmp_path / "e", columns=["x=rewards"])[0] == (
+        "CONVERT_OPTION"
+    )
+
+
+@pytest.mark.parametrize("flags", [("terminated", "truncated"), ("done",)])
+def test_gymnasiums_own_words_for_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    columns = {n: v for n, v in table(9).items() if "/" not in n}
+    columns |= {flag: np.arange(9) % 4 == 3 for flag in flags}
+    with open_source(write(tmp_path / "x.hdf5", columns)) as source:
+        assert source.info.rule == "|".join(flags)
+        assert source.episodes.lengths.tolist() == [4, 4, 1]
+        assert source.terminated.tolist() == [True, True, False]
+        assert "3 episodes, 9 steps" in repr(source)
