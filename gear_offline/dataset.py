@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.dataset_episodes import HasEpisodeArrays
 from gear_offline.episode_tensors import check_episodes, read_episodes
 from gear_offline.errors import InputError
 from gear_offline.manifest import Manifest, ShardRecord
@@ -54,7 +55,7 @@ Verify = bool | Literal["on_use"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Dataset:
+class Dataset(HasEpisodeArrays):
     """A dataset on disk.  Holds no open file: it can be sent to other processes.
 
     Attributes

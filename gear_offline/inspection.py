@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
 from gear_offline.verification import verify_dataset
 from gear_offline.wording import count_text, size_text
 
 BAR_WIDTH = 40
+MOST_LEFT_OUT = 8  # that `convert` names
 MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
@@ -58,7 +60,21 @@ def inspect(
         total = Manifest.read(path).total_bytes
         with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
             checked = verify_dataset(path, threads=threads, on_progress=advance).blocks
-    dataset = open_dataset(path, verify=False)
+    return _document(open_dataset(path, verify=False), checked=checked, verified=verify)
+
+
+def describe(dataset: Dataset, *, width: int = 100) -> str:
+    """Return what `gear-offline inspect` prints about an opened dataset, as text."""
+    checked = sum(len(d) for s in dataset.manifest.shards for d in s.digests.values())
+    document = _document(dataset, checked=checked, verified=dataset.verified)
+    with open(os.devnull, "w") as nothing:
+        console = Console(file=nothing, width=width, record=True)
+        print_inspection(document, console=console)
+        lines = console.export_text().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _document(dataset: Dataset, *, checked: int, verified: bool) -> dict[str, Any]:
     manifest = dataset.manifest
     document = manifest.to_json()
     blocks = sum(len(parts) for s in manifest.shards for parts in s.digests.values())
@@ -70,11 +86,11 @@ def inspect(
     neither = manifest.spec.episodes - manifest.terminated - manifest.truncated
     return {
         **document,
-        "path": str(path),
+        "path": str(dataset.path),
         "bytes": manifest.total_bytes,
         "endings": {**document["endings"], "neither": neither},
         "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
-        "verified": verify,
+        "verified": verified,
     }
 
 
@@ -109,9 +125,13 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
             count = count_text(found.nonfinite, "value")
             text = f"warning: column {name}: {count} NaN or infinite"
             console.print(text, markup=False, soft_wrap=True, style="yellow")
-    left_out = manifest.source.attributes.get("left_out") or ()
-    if left_out:
-        console.print(f"left out: {', '.join(left_out)}", markup=False, soft_wrap=True)
+    left_out = manifest.source.attributes.get("left_out")
+    shown = list(left_out.items()) if isinstance(left_out, dict) else []
+    for name, why in shown[:MOST_LEFT_OUT]:
+        console.print(f"left out: {name}: {why}", markup=False, soft_wrap=True)
+    if len(shown) > MOST_LEFT_OUT:
+        text = f"left out: {len(shown) - MOST_LEFT_OUT} more, see inspect"
+        console.print(text, markup=False, soft_wrap=True)
     for warning in manifest.source.attributes.get("warnings", ()):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True, style="yellow")
 
@@ -168,7 +188,8 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
             yield f"  {prefix}", f"{len(value)} entries: {', '.join(value)}"[:LONGEST_TEXT] + " …"
             return
         for key, part in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), part)
+            key = str(key).removeprefix(f"{prefix}/")  # metadata.algorithm, once
+            yield from _leaves(f"{prefix}.{key}" if prefix else key, part)
     elif value not in (None, [], ""):
         text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(value))
         yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+import gear_offline.dataset_episodes
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.manifest import MANIFEST_NAME
 from gear_offline.shards import EPISODE_COLUMNS
-from tests.support import ArraySource, hopper_columns
+from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [5, 1, 9, 3, 3, 20, 2]
 STEPS = sum(LENGTHS)
@@ -217,3 +219,40 @@ def test_version_1_is_still_written_the_same(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "v1")) == names == sorted(os.listdir(FIXTURE))
     for name in names:
         assert (tmp_path / "v1" / name).read_bytes() == (written / name).read_bytes()
+
+
+def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 1, 4, 1, 5]
+    dataset = make_dataset(tmp_path, lengths, shard_bytes=600)
+    whole = {c.name: dataset.column(c.name) for c in dataset.spec}
+    offsets = np.cumsum([0, *lengths])
+
+    def same(found: dict[str, Any], number: int, names: list[str]) -> bool:
+        part = slice(offsets[number], offsets[number + 1])
+        return list(found) == names and all(
+            np.array_equal(found[name], whole[name][part]) for name in names
+        )
+
+    for run_bytes in (1, 200, 1 << 20):
+        monkeypatch.setattr(gear_offline.dataset_episodes, "RUN_BYTES", run_bytes)
+        assert len(dataset) == 5 and len(list(dataset)) == 5
+        assert all(same(found, n, list(whole)) for n, found in enumerate(dataset))
+        assert same(dataset[-1], 4, list(whole)) and same(dataset[np.int64(2)], 2, list(whole))
+        assert same(dataset.episode(0, columns=["rewards"]), 0, ["rewards"])
+        order = [4, 0, 1, 3]
+        for number, found in zip(order, dataset.iter_episodes(order), strict=True):
+            assert same(found, number, list(whole))
+        best = dataset.iter_episodes(dataset.returns > -np.inf, columns=["actions", "rewards"])
+        assert all(same(found, n, ["actions", "rewards"]) for n, found in enumerate(best))
+    assert dataset[0]["rewards"].base is None  # not a view that keeps a longer read alive
+    with pytest.raises(IndexError, match="episode 5 of 5"):
+        dataset[5]
+    with pytest.raises(TypeError, match="column"):
+        dataset["rewards"]  # type: ignore[index]
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: dataset.episode(5), "EPISODE_CHOICE"),
+        (lambda: dataset.episode(0, columns="rewards"), "COLUMN_MISSING"),
+        (lambda: dataset.episode(0, columns=["reward"]), "COLUMN_MISSING"),
+    ]
+    for call, code in calls:
+        assert failing_code(call) == code

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from gear_offline.convert import convert
+from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.inspection import (
     bar_text,
@@ -190,3 +191,25 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) 
     convert(source, tmp_path / "d", quiet=True)
     text = text_of(inspect(tmp_path / "d"))
     assert "\x1b" not in text and "a\\x1b[2Jb" in text
+
+
+def test_a_dataset_describes_itself_as_inspect_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path, [3, 4])
+    found = dataset.describe()
+    assert "7" in found and "blocks checked, all match" in found and "episode return" in found
+    assert all(line == line.rstrip() and len(line) <= 100 for line in found.splitlines())
+    assert capsys.readouterr().out == ""
+    unread = open_dataset(dataset.path, verify=False).describe()
+    assert "unread" in unread and "checked, all match" not in unread
+
+
+def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
+    left_out = {f"text{i}": "type |S1 of shape [3]" for i in range(10)}
+    source = ArraySource(hopper_columns(3), [3], attributes={"left_out": left_out})
+    manifest = convert(source, tmp_path / "d", quiet=True)
+    console = Console(file=io.StringIO(), width=60)
+    print_summary(manifest, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "left out: text0: type |S1 of shape [3]\n" in text and "left out: 2 more" in text
