@@ -82,10 +82,17 @@ def selection_for(
     Raises
     ------
     InputError
-        ``LOADER_OPTION`` if the law belongs to the other padding; those of `make_selection`.
+        ``LOADER_OPTION`` if the law belongs to the other padding or is none; those of
+        `make_selection`.
     """
     if isinstance(selection, str):
         selection = make_selection(selection, data, context_length=context_length)
+    if not all(hasattr(selection, name) for name in ("name", "options", "select_many")):
+        raise InputError(
+            "LOADER_OPTION",
+            f"selection={selection!r} is not usable",
+            remedy="give the name of a strategy, or what make_selection(...) returns",
+        )
     wanted = getattr(selection, "padding", padding)
     if wanted != padding:
         raise InputError(

@@ -129,12 +129,7 @@ class CpuGather:
             for store in table.stores
         ]
         self._places = np.arange(context_length + lead, dtype=np.int64)
-        real = (
-            self._places[:context_length] < np.arange(context_length + 1)[:, None]
-        )  # row r: r real steps
-        if padding == "left":
-            real = real[:, ::-1]
-        self._masks = torch.from_numpy(real.astype(np.int64))
+        self._masks = _masks(context_length, padding)
         self._clock = _clock(table, context_length)
         self._views = [_windows(store, context_length + store.lead) for store in table.stores]
 
@@ -170,7 +165,9 @@ class CpuGather:
             _clear(buffer, self._unfilled(starts, real, lead) if lead else padded)
         self._count(timesteps, starts + shift)
         timesteps.numpy().reshape(-1)[padded] = 0
-        _select(self._masks, torch.from_numpy(real), mask)
+        # Row r of the view begins at its r-th number: r ones, or all but r.
+        rows = real if self.padding == "left" else span - real
+        _select(self._masks, torch.from_numpy(rows), mask)
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
@@ -322,6 +319,13 @@ def _clock(table: Table, span: int) -> Tensor | None:
         return None
     numbers = torch.arange(-span, longest + span, dtype=torch.int64)
     return numbers.as_strided((longest + span, span), (1, 1))
+
+
+def _masks(span: int, padding: Padding) -> Tensor:
+    """Return (K + 1, K) windows over K numbers of one kind and K of the other; 2 K in memory."""
+    numbers = torch.zeros(2 * span, dtype=torch.int64)
+    numbers[slice(span) if padding == "right" else slice(span, None)] = 1
+    return numbers.as_strided((span + 1, span), (1, 1))
 
 
 def _windows(store: Store, span: int) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Batch:
     """Segments with their padding.  Padded positions are zeros in every field, but for stacks of
     frames: those of padded steps repeat frames of the window, for stacks share memory.
@@ -55,6 +55,14 @@ class Batch:
     padding: Literal["right", "left"] = field(default="right", kw_only=True)
     extras: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     task_bounds: Tensor | None = field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        fields = self._fields() | dict(self.extras)
+        shown = (
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            for name, tensor in fields.items()
+        )
+        return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
 
     def __len__(self) -> int:
         """Return B."""

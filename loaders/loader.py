@@ -28,6 +28,7 @@ from gear_offline.loaders.options import check_options, check_state, no_engine, 
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
+from gear_offline.loaders.workers import worker_batches
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.schema import Int64Array
@@ -111,8 +112,7 @@ class GearLoader(Iterator[Batch]):
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*`` and what `build_table` and
-        `open_dataset` raise.
+        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*``; those of `build_table`, `open_dataset`.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; what
         `gear_offline.kernels.engine.DeviceEngine` raises with ``engine="on"``.
@@ -144,7 +144,7 @@ class GearLoader(Iterator[Batch]):
         exchange: Engine = "auto",
         world: World | None = None,
     ) -> None:
-        check_options(
+        batch_size, context_length, frame_stack = check_options(
             batch_size=batch_size,
             context_length=context_length,
             frame_stack=frame_stack,
@@ -154,6 +154,7 @@ class GearLoader(Iterator[Batch]):
             layout=layout,
             mode=mode,
             engine=engine,
+            extra_columns=extra_columns,
         )
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
         self.device = resolve_device(device)
@@ -261,9 +262,9 @@ class GearLoader(Iterator[Batch]):
         """Steps of the longest episode; timesteps are below it."""
         return int(self.dataset.episodes.lengths.max())
 
-    def __iter__(self) -> GearLoader:
-        """Return the loader itself: a second loop goes on where the first one stopped."""
-        return self
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the loader itself, which goes on where it is; workers: `loaders.workers`."""
+        return worker_batches(self) or self
 
     def __next__(self) -> Batch:
         """Return the batch of `step` and advance."""
@@ -275,6 +276,7 @@ class GearLoader(Iterator[Batch]):
 
     def skip(self, steps: int = 1) -> None:
         """Advance the position without making batches."""
+        check_range(seed=self.seed, first_step=self._step + steps, steps=0, count=1)
         self._step += steps
         self._ready = []
 
@@ -309,10 +311,7 @@ class GearLoader(Iterator[Batch]):
         return make_batches(self.engine, step=self._step, ahead=ahead, **options)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
-        """Iterate over plain dictionaries of model inputs, for a Hugging Face ``Trainer``.
-
-        Advances the same position as the loader itself.
-        """
+        """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""
         for batch in self:
             yield batch.model_inputs()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from gear_offline.errors import InputError, UnavailableError
@@ -50,25 +53,23 @@ def check_options(
     layout: str,
     mode: str,
     engine: str,
-) -> None:
-    """Refuse what no loader can do.
+    extra_columns: Sequence[str] = (),
+) -> tuple[int, int, int]:
+    """Refuse what no loader can do; return the three whole numbers as plain ones.
 
     Raises
     ------
     InputError
         ``LOADER_OPTION``
     """
-    if type(batch_size) is not int or batch_size < 1:
-        raise bad_option("batch_size", batch_size, "an integer of at least 1")
-    if type(context_length) is not int or context_length < 1:
-        raise bad_option("context_length", context_length, "an integer of at least 1")
-    if type(frame_stack) is not int or not 1 <= frame_stack <= MAX_FRAME_STACK:
-        raise bad_option("frame_stack", frame_stack, f"an integer from 1 to {MAX_FRAME_STACK}")
+    batch = _whole("batch_size", batch_size, None)
+    context = _whole("context_length", context_length, None)
+    stack = _whole("frame_stack", frame_stack, MAX_FRAME_STACK)
     if padding not in ("right", "left"):
         raise bad_option("padding", padding, "'right' or 'left'")
-    if not 0.0 <= gamma <= 1.0:
+    if not (isinstance(gamma, Real) and 0.0 <= gamma <= 1.0):
         raise bad_option("gamma", gamma, "a number from 0 to 1")
-    if not (math.isfinite(returns_scale) and returns_scale > 0.0):
+    if not (isinstance(returns_scale, Real) and math.isfinite(returns_scale) and returns_scale > 0):
         raise bad_option("returns_scale", returns_scale, "a positive number")
     if layout not in ("auto", "records", "columns"):
         raise bad_option("layout", layout, "'auto', 'records' or 'columns'")
@@ -76,6 +77,21 @@ def check_options(
         raise bad_option("mode", mode, "'read' or 'mmap'")
     if engine not in ("auto", "on", "off"):
         raise bad_option("engine", engine, "'auto', 'on' or 'off'")
+    if isinstance(extra_columns, str):
+        raise bad_option("extra_columns", extra_columns, f"a list: [{extra_columns!r}]")
+    return batch, context, stack
+
+
+def _whole(name: str, value: object, most: int | None) -> int:
+    """Return a whole number from 1 to `most`, of Python or NumPy."""
+    try:
+        found = 0 if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        found = 0
+    if found < 1 or (most is not None and found > most):
+        allowed = "of at least 1" if most is None else f"from 1 to {most}"
+        raise bad_option(name, value, f"an integer {allowed}")
+    return found
 
 
 def bad_option(name: str, value: object, allowed: str) -> InputError:
@@ -91,6 +107,8 @@ def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], state_for
     InputError
         ``LOADER_STATE`` if it is damaged or belongs to another stream of batches than `identity`.
     """
+    if not isinstance(state, Mapping):
+        state = {}
     step = state.get("step")
     if state.get("format") != state_format or type(step) is not int or not 0 <= step < 1 << 63:
         raise InputError(

@@ -6,12 +6,14 @@ import gc
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import gear_offline.loaders.workers
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.loaders import loader as module
@@ -272,7 +274,14 @@ def test_context_longer_than_every_episode(dataset: Dataset) -> None:
         ({"batch_size": 0}, "LOADER_OPTION"),
         ({"batch_size": 2.0}, "LOADER_OPTION"),
         ({"context_length": 0}, "LOADER_OPTION"),
+        ({"batch_size": True}, "LOADER_OPTION"),
+        ({"frame_stack": 65}, "LOADER_OPTION"),
         ({"padding": "both"}, "LOADER_OPTION"),
+        ({"gamma": "1"}, "LOADER_OPTION"),
+        ({"returns_scale": None}, "LOADER_OPTION"),
+        ({"extra_columns": "infos/qpos"}, "LOADER_OPTION"),
+        ({"selection": None}, "LOADER_OPTION"),
+        ({"selection": lambda step: step}, "LOADER_OPTION"),
         ({"gamma": 1.5}, "LOADER_OPTION"),
         ({"gamma": float("nan")}, "LOADER_OPTION"),
         ({"returns_scale": 0.0}, "LOADER_OPTION"),
@@ -321,3 +330,69 @@ def test_engine_on_fails_where_there_is_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="needs a CUDA device") as caught:
         GearLoader(dataset, batch_size=2, device="cpu", engine="on")
     assert caught.value.code == "ENGINE_OFF"
+
+
+def test_numpy_integers_are_integers(dataset: Dataset) -> None:
+    plain = GearLoader(dataset, batch_size=3, context_length=4, seed=5, device="cpu")
+    numpy_ = GearLoader(
+        dataset,
+        batch_size=np.int64(3),  # type: ignore[arg-type]
+        context_length=np.int32(4),  # type: ignore[arg-type]
+        seed=np.uint64(5),  # type: ignore[arg-type]
+        device="cpu",
+    )
+    assert same(plain.batch_at(7), numpy_.batch_at(7))
+    assert json.loads(json.dumps(numpy_.state_dict())) == plain.state_dict()
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_masks_take_memory_of_one_window_not_of_all(dataset: Dataset, padding: Any) -> None:
+    span = 60_000  # (span + 1) x span masks would be 27 GiB
+    batch = GearLoader(
+        dataset, batch_size=2, context_length=span, padding=padding, device="cpu"
+    ).batch_at(0)
+    for row, (episode, start) in enumerate(batch.segments.tolist()):
+        real = int(dataset.episodes.lengths[episode]) - start
+        ones = batch.attention_mask[row].nonzero()[:, 0]
+        first = 0 if padding == "right" else span - real
+        assert ones.tolist() == list(range(first, first + real))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_of_a_data_loader_share_the_batches(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    options: dict[str, Any] = {"batch_size": 4, "seed": 2, "device": "cpu", "start_step": 5}
+    wanted = take(GearLoader(dataset, **options), 9)
+    loader = GearLoader(dataset, **options)
+    streams = []
+    for worker in range(workers):
+        info = SimpleNamespace(id=worker, num_workers=workers)
+        monkeypatch.setattr(gear_offline.loaders.workers, "get_worker_info", lambda i=info: i)
+        streams.append(iter(loader))
+    for step in range(9):  # a DataLoader takes from its workers in turn
+        assert same(next(streams[step % workers]), wanted[step])
+    assert loader.step == 5
+    learns = GearLoader(dataset, batch_size=4, selection="prioritized", device="cpu")
+    with pytest.raises(InputError, match="learns from losses") as caught:
+        iter(learns)
+    assert caught.value.code == "LOADER_OPTION"
+
+
+def test_skipping_back_before_the_first_step_is_refused(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=4, device="cpu")
+    loader.skip(6)
+    loader.skip(-2)
+    assert loader.step == 4
+    with pytest.raises(InputError) as caught:
+        loader.skip(-5)
+    assert caught.value.code == "SELECTION_RANGE" and loader.step == 4
+
+
+def test_a_batch_and_a_selection_show_what_they_are(dataset: Dataset) -> None:
+    batch = GearLoader(dataset, batch_size=4, device="cpu", extra_columns=["timeouts"]).batch_at(0)
+    text = repr(batch)
+    assert "states float32 (4, 20, 11)" in text and "timeouts bool (4, 20)" in text
+    assert "padding right" in text and len(text) < 400
+    law = repr(make_selection("top_percent", dataset, percent=30))
+    assert law.startswith("TopPercent(") and "percent=30" in law

@@ -203,7 +203,7 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
     batch = _copy(next(iter(learner.loader)))
     if learner.graph_reason:
         stream = learner._batches
-        learner._batches = iter(lambda: batch, None)  # type: ignore[assignment]
+        learner._batches = iter(lambda: batch, None)
         try:
             yield learner.advance
         finally:

@@ -120,6 +120,11 @@ class HasDensity(Protocol):
 class SlotLaw:
     """Writes `select` in terms of `select_many`, which a subclass has."""
 
+    def __repr__(self) -> str:
+        options = getattr(self, "options", {})
+        inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        return f"{type(self).__name__}({inside})"
+
     def select(self, *, seed: int, step: int, count: int) -> Segments:
         """Return the segments of one step, arrays of shape (count,)."""
         return self.select_many(seed=seed, first_step=step, steps=1, count=count)[0]

@@ -156,7 +156,8 @@ def _probe(opening: Opening, seconds: int, reply: int) -> None:
     code = 0
     try:
         uri, rule, names = opening
-        for part in (*_parts(uri), uri):
+        parts: list[str | Path] = [*_parts(uri), uri]
+        for part in parts:
             with open_source(part, rule=rule, names=names) as source:
                 steps = source.spec.steps
                 for column in source.spec:
