@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset_episodes import HasEpisodeArrays
+from gear_offline.dataset_facts import ManifestFacts
 from gear_offline.episode_tensors import check_episodes, read_episodes
 from gear_offline.errors import InputError
 from gear_offline.manifest import Manifest, ShardRecord
-from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array, TableSpec
+from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import (
     EPISODE_COLUMNS,
@@ -32,7 +33,7 @@ from gear_offline.shards import (
     read_into,
     stored_form,
 )
-from gear_offline.statistics import ColumnStatistics, Float64Array
+from gear_offline.statistics import Float64Array
 from gear_offline.verification import VerificationReport as VerificationReport
 from gear_offline.verification import (
     check_header,
@@ -45,7 +46,7 @@ from gear_offline.verification import verify_dataset as verify_dataset
 from gear_offline.wording import count_text
 
 if TYPE_CHECKING:
-    from gear_offline.scores import ReferenceScores
+    pass
 
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
 
@@ -55,7 +56,7 @@ Verify = bool | Literal["on_use"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Dataset(HasEpisodeArrays):
+class Dataset(ManifestFacts, HasEpisodeArrays):
     """A dataset on disk.  Holds no open file: it can be sent to other processes.
 
     Attributes
@@ -96,29 +97,6 @@ class Dataset(HasEpisodeArrays):
             f"{count_text(self.spec.steps, 'step')}, "
             f"columns {', '.join(c.name for c in self.spec)})"
         )
-
-    @property
-    def spec(self) -> TableSpec:
-        """Columns, steps and episodes."""
-        return self.manifest.spec
-
-    @property
-    def statistics(self) -> Mapping[str, ColumnStatistics]:
-        """Per column: count, mean, std, min and max over all steps."""
-        return self.manifest.statistics
-
-    @property
-    def environment_id(self) -> str | None:
-        """Gymnasium id of the environment, ``None`` when unknown."""
-        return self.manifest.environment_id
-
-    @property
-    def reference_scores(self) -> ReferenceScores | None:
-        """Scores of a random and an expert policy, ``None`` when unknown."""
-        from gear_offline.scores import ReferenceScores
-
-        found = self.manifest.reference_scores
-        return None if found is None else ReferenceScores(**found)
 
     @property
     def checked(self) -> bool:

@@ -296,7 +296,7 @@ def test_wrong_names_of_files_options_and_modules_are_found() -> None:
         "import gear_offline as go\ngo.open_datasets('x')",
         "import gear_offline as go\ngo.GearLoader('x', batch_sise=3)",
         "import gear_offline as go\nl = go.GearLoader('x', batch_size=3)\nl.device_bathces()",
-        "import gear_offline as go\nd = go.open_dataset('x')\nd.episode",
+        "import gear_offline as go\nd = go.open_dataset('x')\nd.epsiode",
         "b = next(loader)\nb.state",
         "batch.segment",
     ],

@@ -6,11 +6,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Source
 from gear_offline.sources.generic import open_hdf5
@@ -55,7 +55,7 @@ class _Pool:
             self._open.popitem()[1].close()
 
 
-class FileSource:
+class FileSource(Closing):
     """A `Source` over a file that is opened when it is read."""
 
     def __init__(
@@ -86,17 +86,6 @@ class FileSource:
     def close(self) -> None:
         """Close all files of the folder."""
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str] | None) -> PieceSource:

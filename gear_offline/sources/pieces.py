@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import Source, SourceInfo, source_text
@@ -41,7 +41,7 @@ class Piece:
     steps: int
 
 
-class PieceSource:
+class PieceSource(Closing):
     """A `Source` over pieces; see `gear_offline.sources.base.Source`.
 
     Parameters
@@ -111,17 +111,6 @@ class PieceSource:
         """Close the sources that belong to this one."""
         for source in self._owned:
             source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.manifest import MANIFEST_NAME
@@ -16,7 +16,7 @@ from gear_offline.sources.base import SourceInfo, source_text
 READ_BYTES = 16 << 20  # blocks are compared whole: shorter reads would read them several times
 
 
-class DatasetSource:
+class DatasetSource(Closing):
     """A `Source` over an opened dataset; see `gear_offline.sources.base.Source`.
 
     Parameters
@@ -60,17 +60,6 @@ class DatasetSource:
 
     def close(self) -> None:
         """Nothing is held open."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def is_dataset(path: Path) -> bool:
