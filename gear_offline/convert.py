@@ -52,7 +52,7 @@ MAX_ATTRIBUTE_CHARS = 4096
 
 def convert(
     source: str | Path | Source,
-    out: Path,
+    out: str | Path,
     *,
     rule: str | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -84,8 +84,9 @@ def convert(
     workers
         Processes that write different shards.  More than 1 needs `source` as a path or name.
     columns
-        Columns to keep, default all; `rewards` is always kept.  In HDF5 files ``NEW=OLD`` takes
-        the dataset or group ``OLD`` as column ``NEW``.
+        Columns to keep, default all; `rewards` is always kept.  ``NEW=OLD`` takes a column, or a
+        dataset or group of an HDF5 file, under another name; ``NEW=OLD+OLD`` puts several side by
+        side.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
@@ -201,7 +202,7 @@ def _split_names(
         raise InputError("CONVERT_OPTION", what, remedy=f"give a list: [{columns!r}]")
     pairs = [name.split("=", 1) for name in columns if "=" in name]
     names = {new.strip(): old.strip() for new, old in pairs}
-    if len(names) < len(pairs) or "" in {*names, *names.values()}:
+    if len(names) < len(pairs) or not all(_whole_names(names)):
         what = f"columns {', '.join(columns)} give a name twice, or none"
         raise InputError(
             "CONVERT_OPTION", what, remedy="write it like observations=obs,actions=act"
@@ -210,6 +211,10 @@ def _split_names(
         what = "columns of an open source cannot be renamed"
         raise InputError("CONVERT_OPTION", what, remedy="give open_source(..., names={NEW: OLD})")
     return [name.split("=", 1)[0].strip() for name in columns], names
+
+
+def _whole_names(names: Mapping[str, str]) -> list[str]:
+    return [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
 
 
 def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:

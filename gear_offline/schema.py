@@ -140,7 +140,12 @@ class TableSpec:
             if column.name == name:
                 return column
         known = ", ".join(c.name for c in self.columns)
-        raise InputError("COLUMN_MISSING", f"no column {name!r}", remedy=f"columns here: {known}")
+        remedy = f"columns here: {known}"
+        parts = [c.name for c in self.columns if c.name.startswith(f"{name}/")]
+        if parts:
+            remedy += f"; to put its parts together, convert with --columns {name}="
+            remedy += "+".join(parts)
+        raise InputError("COLUMN_MISSING", f"no column {name!r}", remedy=remedy)
 
     @property
     def step_bytes(self) -> int:

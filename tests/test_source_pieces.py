@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from gear_offline.convert import convert
 from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import (
     from_arrays,
     from_episodes,
@@ -258,7 +259,7 @@ def test_shards_are_a_source(tmp_path: Path, workers: int) -> None:
     assert (source.format, source.rule, source.uri) == ("gear", "steps=7", "a")
     assert "hopper-medium-v2.hdf5" in source.attributes["converted_from"]
     assert code(open_source, tmp_path / "a", rule="none")[0] == "RULE_UNKNOWN"
-    assert code(open_source, tmp_path / "a", names={"x": "y"})[0] == "CONVERT_OPTION"
+    assert code(open_source, tmp_path / "a", names={"x": "y"})[0] == "COLUMN_MISSING"
     with open_source(tmp_path / "a") as opened:
         convert(pick_episodes(opened, first.returns == first.returns.max()), tmp_path / "best")
     assert open_dataset(tmp_path / "best").returns.tolist() == [first.returns.max()]
@@ -290,6 +291,8 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
         (["observations=nothing"], "COLUMN_MISSING"),
         (["actions=act", "actions=r"], "CONVERT_OPTION"),
         (["actions="], "CONVERT_OPTION"),
+        (["actions=act+"], "CONVERT_OPTION"),
+        (["x=act+obs/cam", "actions=act", *wanted[::2], "dones=end"], "CONVERT_OPTION"),
         ("actions", "CONVERT_OPTION"),
     ]:
         assert code(convert, file, tmp_path / "e", columns=bad)[0] == error
@@ -307,3 +310,40 @@ def test_gymnasiums_own_words_for_flags(tmp_path: Path, flags: tuple[str, ...]) 
         assert source.episodes.lengths.tolist() == [4, 4, 1]
         assert source.terminated.tolist() == [True, True, False]
         assert "3 episodes, 9 steps" in repr(source)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["file", "folder", "shards"])
+def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> None:
+    rows = np.arange(24.0)
+    columns: dict[str, Any] = {
+        "observations/goal": np.stack([rows, -rows], axis=1),
+        "observations/time": rows + 100,
+        "observations/place": np.stack([rows * 2] * 3, axis=1),
+        "actions": np.ones((24, 1), np.float32),
+        "rewards": rows,
+        "terminated": rows % 6 == 5,
+    }
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    source = write(folder / "mine.hdf5", columns) if kind == "file" else folder
+    if kind == "folder":
+        for half in (0, 1):
+            part = {name: values[12 * half : 12 * half + 12] for name, values in columns.items()}
+            write(folder / f"{half}.hdf5", part)
+    elif kind == "shards":
+        source = tmp_path / "before"
+        convert(write(folder / "mine.hdf5", columns), source, quiet=True)
+        with pytest.raises(InputError, match="observations=observations/goal\\+observations/pl"):
+            GearLoader(source, batch_size=2, device="cpu")
+    names = ["observations/place", "observations/goal", "observations/time"]
+    wanted = [f"observations={' + '.join(names)}", "actions"]
+    convert(source, tmp_path / "d", columns=wanted, workers=workers, shard_bytes=600, quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    assert sorted(c.name for c in dataset.spec) == ["actions", "observations", "rewards"]
+    together = np.concatenate([columns[name].reshape(24, -1) for name in names], axis=1)
+    assert np.array_equal(dataset.column("observations"), together)
+    assert dataset.episodes.lengths.tolist() == [6] * 4
+    assert dataset.terminated.all()
+    batch = GearLoader(dataset, batch_size=2, context_length=3, device="cpu").batch_at(0)
+    assert batch.states.shape == (2, 3, 6)

@@ -8,6 +8,7 @@ from pathlib import Path
 from gear_offline.errors import InputError
 from gear_offline.sources.arrays import from_arrays, from_episodes
 from gear_offline.sources.base import Source, SourceInfo, iter_episodes
+from gear_offline.sources.columns import Parts, names_in_file, parse_names, with_columns
 from gear_offline.sources.pieces import join_sources, pick_episodes
 
 __all__ = [
@@ -42,8 +43,9 @@ def open_source(
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
         docs/sources.md.
     names
-        For HDF5: column name to the dataset of the file that gets it, or group of datasets, e.g.
-        ``{"observations": "obs", "dones": "episode_end"}``.
+        Column name to the column that gets it; of an HDF5 file to the dataset, or group of
+        datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put
+        side by side: ``{"observations": "observations/position + observations/goal"}``.
 
     Returns
     -------
@@ -53,25 +55,27 @@ def open_source(
     Raises
     ------
     InputError
-        ``SOURCE_UNKNOWN`` for anything else, ``CONVERT_OPTION`` for `names` of a source that is
-        not HDF5, and the readers' own codes.
+        ``SOURCE_UNKNOWN`` for anything else, ``COLUMN_MISSING`` and ``CONVERT_OPTION`` for `names`
+        that do not fit, and the readers' own codes.
     UnavailableError
         ``D4RL_DOWNLOAD``, ``PYARROW_MISSING``.
     """
     # Readers are imported when they are used: h5py is not needed to import this package.
+    parts = parse_names(names)
+    before, after = names_in_file(parts)
     text = str(uri)
     scheme, _, name = text.partition(":")
     if isinstance(uri, str) and scheme == "d4rl" and name:
         from gear_offline.sources.d4rl_files import locate
         from gear_offline.sources.generic import open_hdf5
 
-        return open_hdf5(locate(name), uri=text, name=name, rule=rule, names=names)
+        found = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
+        return with_columns(found, after)
     if isinstance(uri, str) and scheme == "minari" and name:
         from gear_offline.sources.minari import open_minari
         from gear_offline.sources.minari_metadata import find_directory
 
-        _refuse_names(names, text)
-        return open_minari(find_directory(name), uri=text, rule=rule)
+        return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
     path = Path(uri)
     try:
         is_directory, exists = path.is_dir(), path.exists()
@@ -79,22 +83,21 @@ def open_source(
         is_directory = exists = False
         text = text if len(text) <= 100 else f"{text[:100]}..."
     if is_directory:
-        found = _open_directory(path, rule=rule, names=names)
-        if found is not None:
-            return found
+        opened = _open_directory(path, rule, parts)
+        if opened is not None:
+            return opened
     elif exists or path.suffix.lower() in (".hdf5", ".h5"):
         from gear_offline.sources.generic import open_hdf5
 
-        return open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names)
+        found = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
+        return with_columns(found, after)
     what = f"{text!r} is not a source"
     if is_directory:
         what = f"the directory {text!r} holds neither a Minari dataset nor HDF5 files"
     raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")
 
 
-def _open_directory(
-    path: Path, *, rule: str | None, names: Mapping[str, str] | None
-) -> Source | None:
+def _open_directory(path: Path, rule: str | None, parts: Parts) -> Source | None:
     """Open what a directory holds; ``None`` if that is nothing known."""
     from gear_offline.sources.folder import hdf5_files, open_folder
     from gear_offline.sources.minari import open_minari
@@ -102,19 +105,10 @@ def _open_directory(
     from gear_offline.sources.shards import is_dataset, open_shards
 
     if data_directory(path) is not None:
-        _refuse_names(names, str(path))
-        return open_minari(path, uri=None, rule=rule)
+        return with_columns(open_minari(path, uri=None, rule=rule), parts)
     if is_dataset(path):
-        _refuse_names(names, str(path))
-        return open_shards(path, rule=rule)
-    return open_folder(path, rule=rule, names=names) if hdf5_files(path) else None
-
-
-def _refuse_names(names: Mapping[str, str] | None, where: str) -> None:
-    if names:
-        raise InputError(
-            "CONVERT_OPTION",
-            "columns of HDF5 files only can be renamed",
-            where=where,
-            remedy="give the names alone, without '='",
-        )
+        return with_columns(open_shards(path, rule=rule), parts)
+    if hdf5_files(path):
+        before, after = names_in_file(parts)
+        return with_columns(open_folder(path, rule=rule, names=before), after)
+    return None

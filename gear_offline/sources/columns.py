@@ -1,0 +1,117 @@
+"""A source whose columns have other names, or are put together of several.
+
+Shape legend: N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.closing import Closing
+from gear_offline.errors import InputError
+from gear_offline.schema import ColumnSpec, TableSpec
+from gear_offline.sources.base import Source, source_text
+
+Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is made of
+
+
+def parse_names(names: Mapping[str, str] | None) -> Parts:
+    """Return the parts of ``{"observations": "a + b"}``."""
+    return {
+        new: tuple(part.strip() for part in old.split("+")) for new, old in (names or {}).items()
+    }
+
+
+def names_in_file(parts: Parts) -> tuple[dict[str, str], Parts]:
+    """Return what a reader of HDF5 files renames, and what is put together after that."""
+    before: dict[str, str] = {}
+    after: dict[str, tuple[str, ...]] = {}
+    for new, olds in parts.items():
+        if len(olds) == 1:
+            before[new] = olds[0]
+        else:  # as leaves of the new column, which the reader takes for it
+            after[new] = tuple(f"{new}/{index}" for index in range(len(olds)))
+            before |= dict(zip(after[new], olds, strict=True))
+    return before, after
+
+
+def with_columns(source: Source, parts: Parts) -> Source:
+    """Return `source` with the columns `parts` in front of those that it does not use up.
+
+    Raises
+    ------
+    InputError
+        ``COLUMN_MISSING``; ``CONVERT_OPTION`` for parts that do not make one column.  The source
+        is closed then.
+    """
+    if not parts:
+        return source
+    try:
+        return ColumnsSource(source, parts)
+    except BaseException:
+        source.close()
+        raise
+
+
+class ColumnsSource(Closing):
+    """A `Source` over another one; see `gear_offline.sources.base.Source`.
+
+    A column of several parts has their elements side by side: (N, sum of their widths).
+    """
+
+    def __init__(self, source: Source, parts: Parts) -> None:
+        self._source = source
+        used = {name for olds in parts.values() for name in olds}
+        rest = [c for c in source.spec if c.name not in used and c.name not in parts]
+        self._parts = {c.name: (c.name,) for c in rest} | dict(parts)
+        made = [_column(source, new, olds) for new, olds in parts.items()]
+        self.spec = TableSpec(
+            columns=(*made, *rest), steps=source.spec.steps, episodes=source.spec.episodes
+        )
+        self.episodes = source.episodes
+        self.terminated, self.truncated = source.terminated, source.truncated
+        made_of = {new: " + ".join(olds) for new, olds in parts.items()}
+        attributes = {**source.info.attributes, "columns_from": made_of}
+        self.info = replace(source.info, attributes=attributes)
+
+    def __repr__(self) -> str:
+        return source_text(self)
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        olds = self._parts[column]
+        if len(olds) == 1:
+            return self._source.read(olds[0], start, stop)
+        rows = [self._source.read(old, start, stop).reshape(stop - start, -1) for old in olds]
+        return np.concatenate(rows, axis=1)
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return min(self._source.preferred_rows(old) for old in self._parts[column])
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+
+def _column(source: Source, new: str, olds: tuple[str, ...]) -> ColumnSpec:
+    specs = [source.spec[old] for old in olds]
+    if len(specs) == 1:
+        return replace(specs[0], name=new)
+    first = specs[0]
+    odd = next((s for s in specs if len(s.shape) > 1 or s.dtype != first.dtype), None)
+    if odd is not None:
+        raise InputError(
+            "CONVERT_OPTION",
+            f"{odd.name} is {odd.dtype} {odd.shape} a step, {first.name} {first.dtype} "
+            f"{first.shape}: they do not make one column",
+            where=f"column {new}",
+            remedy="put vectors and numbers of one dtype together",
+        )
+    width = sum(s.shape[0] if s.shape else 1 for s in specs)
+    return ColumnSpec(name=new, dtype=first.dtype, shape=(width,))
