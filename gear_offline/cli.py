@@ -69,13 +69,17 @@ def root(
 @app.command()
 def convert(
     source: Annotated[
-        str, typer.Argument(help="HDF5 file or a folder of them, Minari or GEAR directory, d4rl:NAME, minari:ID.")
+        str,
+        typer.Argument(
+            help="HDF5 file or a folder of them, Minari or GEAR directory, d4rl:NAME, minari:ID."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="Directory of GEAR shards to make.")],
     shard_size: Annotated[str, typer.Option(help="Target bytes of a shard.")] = "256MiB",
     workers: Annotated[int, typer.Option(min=1, help="Processes that write shards.")] = 1,
     columns: Annotated[
-        str | None, typer.Option(help="Columns to keep, comma-separated, NEW=OLD renames; default all.")
+        str | None,
+        typer.Option(help="Columns to keep, comma-separated, NEW=OLD renames; default all."),
     ] = None,
     rule: Annotated[
         str | None, typer.Option(help="Episode boundary rule, if the detected one is wrong.")
