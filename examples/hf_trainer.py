@@ -139,10 +139,13 @@ def training_arguments(
 def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> DecisionTransformer:
     """Build a model for the loader's data; its configuration carries what acting needs."""
     spec, statistics = loader.dataset.spec, loader.dataset.statistics["observations"]
-    longest = loader.max_episode_length
+    longest, actions = loader.max_episode_length, spec["actions"]
+    discrete = actions.dtype.kind in "iub"
+    highest = loader.dataset.statistics["actions"].max
     options: dict[str, Any] = {
         "state_dim": spec["observations"].shape[0],
-        "action_dim": spec["actions"].shape[0],
+        "action_dim": int(highest.max()) + 1 if discrete else actions.shape[0],
+        "discrete": discrete,
         "max_timestep": longest,
         "context_length": loader.context_length,
     }

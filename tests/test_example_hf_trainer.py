@@ -19,7 +19,7 @@ from examples.hf_trainer import POSITION, GearTrainer, load_policy, make_model, 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import joined_world
-from tests.support import make_dataset
+from tests.support import hopper_columns, make_dataset
 
 BATCH, STEPS, SAVED = 4, 6, 3
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,3 +147,13 @@ def test_checkpoint_is_enough_to_act(dataset: Dataset, tmp_path: Path) -> None:
 
 if __name__ == "__main__":  # a rank of two
     make_trainer(open_dataset(sys.argv[1]), Path(sys.argv[2]), dropout=0.0).train()
+
+
+def test_discrete_actions_train_too(tmp_path: Path) -> None:
+    columns = hopper_columns(12) | {"actions": np.arange(12) % 3}
+    discrete = make_dataset(tmp_path, [5, 7], columns=columns)
+    trainer = make_trainer(discrete, tmp_path / "run")
+    assert trainer.loader.batch_at(0).actions.dtype == torch.int64
+    assert float(trainer.train().training_loss) > 0
+    logits = load_policy(tmp_path / "run" / f"checkpoint-{STEPS}").model.config.act_dim
+    assert logits == 3

@@ -174,6 +174,10 @@ def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
     except PermissionError as error:
         what, cure = "you may not read the policy file", "check its permissions"
         raise InputError("POLICY_FILE", what, where=str(path), remedy=cure) from error
+    except FileNotFoundError as error:
+        what = "there is no such policy file, and it is no name of a policy"
+        cure = f"use random, ars, sb3:ALGORITHM or sbx:ALGORITHM, or {remedy}"
+        raise InputError("POLICY_FILE", what, where=str(path), remedy=cure) from error
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, InputError):
             raise
