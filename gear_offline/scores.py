@@ -106,8 +106,16 @@ def dataset_of_file(name: str) -> str | None:
     stem = re.sub(r"\.(?:hdf5|h5)$", "", file)
     if stem in _table():
         return stem
-    matches = [d for d, row in _table().items() if PurePosixPath(row[2]).stem == stem]
-    return matches[0] if matches else None
+    return _files().get(stem)
+
+
+@functools.cache
+def _files() -> dict[str, str]:
+    """Return the first dataset of each file, by the file's name without its ending."""
+    found: dict[str, str] = {}
+    for dataset, row in _table().items():
+        found.setdefault(PurePosixPath(row[2]).stem, dataset)
+    return found
 
 
 def reference_scores(name: str) -> ReferenceScores | None:

@@ -15,8 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gear_offline.sources.folder
+import gear_offline.sources.shards
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import (
@@ -30,7 +32,7 @@ from gear_offline.sources import (
 from gear_offline.sources.base import Source
 from gear_offline.sources.folder import hdf5_files
 from tests.hdf5_files import table, write
-from tests.support import ArraySource, hopper_columns
+from tests.support import ArraySource, hopper_columns, make_dataset
 
 FILES = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -347,3 +349,41 @@ def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> No
     assert dataset.terminated.all()
     batch = GearLoader(dataset, batch_size=2, context_length=3, device="cpu").batch_at(0)
     assert batch.states.shape == (2, 3, 6)
+
+
+def test_a_folder_of_more_files_than_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gear_offline.sources.folder, "MOST_OPEN", 2)
+    for number in range(5):
+        write(tmp_path / f"{number}.h5", flagged(6, number) | {"rewards": np.ones((6, 1))})
+    with open_source(tmp_path) as source:
+        assert source.spec["rewards"].shape == ()
+        for start, stop in [(0, 30), (3, 27), (29, 30), (5, 13)]:
+            found = source.read("observations", start, stop)
+            wanted = np.concatenate([flagged(6, n)["observations"] for n in range(5)])
+            assert np.array_equal(found, wanted[start:stop])
+        write(tmp_path / "0.h5", flagged(7, 0))
+        assert code(source.read, "rewards", 0, 1)[0] == "SOURCE_CHANGED"
+
+
+def test_short_reads_of_shards_are_parts_of_long_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3] * 40
+    dataset = make_dataset(tmp_path, lengths, shard_bytes=2000)
+    monkeypatch.setattr(gear_offline.sources.shards, "READ_BYTES", 500)
+    whole = dataset.column("actions").reshape(40, -1)[::2]
+    reads: list[tuple[int, int]] = []
+    read = Dataset.read
+
+    def counted(self: Dataset, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        reads.append((start, stop))
+        return read(self, column, start, stop)
+
+    with open_source(dataset.path) as source:
+        monkeypatch.setattr(Dataset, "read", counted)
+        picked = pick_episodes(source, np.arange(40) % 2 == 0)
+        rows = picked.read("actions", 0, picked.spec.steps)
+    assert rows.tobytes() == whole.tobytes()
+    assert len(reads) == len(set(reads)) == -(-120 // (500 // 12))

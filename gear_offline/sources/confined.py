@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from gear_offline.processes import die_with_parent
 MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
 SECONDS = 3  # of processor time for a file of any size ...
 BYTES_PER_SECOND = 1 << 20  # ... and one more for each so many bytes of it
+FILES_PER_SECOND = 20  # ... or files, of a folder
 Opening = tuple[str, str | None, dict[str, str]]  # what `open_source` gets: uri, rule, names
 _KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableError)}
 _REMEDY = "the file is damaged or made to do harm: get it again from a place that you trust"
@@ -50,6 +51,7 @@ def check_source(
     """
     text = str(uri.absolute()) if isinstance(uri, Path) else uri
     seconds = SECONDS + _source_bytes(text) // BYTES_PER_SECOND
+    seconds += len(_parts(text)) // FILES_PER_SECOND
     opening: Opening = (text, rule, dict(names or {}))
     # A fork takes milliseconds; beside other threads, which may hold locks, it takes a new process.
     forks = threading.active_count() == 1
@@ -68,7 +70,7 @@ def check_source(
     raise InputError("SOURCE_READ", what, where=text, remedy=_REMEDY)
 
 
-def _parts(uri: str) -> list[Path]:
+def _parts(uri: str) -> Sequence[str | Path]:
     """Return the files of a folder of HDF5 files; nothing for any other source."""
     from gear_offline.sources.folder import hdf5_files
     from gear_offline.sources.minari_metadata import data_directory
@@ -156,8 +158,7 @@ def _probe(opening: Opening, seconds: int, reply: int) -> None:
     code = 0
     try:
         uri, rule, names = opening
-        parts: list[str | Path] = [*_parts(uri), uri]
-        for part in parts:
+        for part in _parts(uri) or [uri]:
             with open_source(part, rule=rule, names=names) as source:
                 steps = source.spec.steps
                 for column in source.spec:

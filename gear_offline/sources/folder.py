@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy.typing as npt
 
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Source
 from gear_offline.sources.generic import open_hdf5
+from gear_offline.sources.hdf5 import Hdf5Rows
 from gear_offline.sources.pieces import PieceSource, join_sources
 
 SUFFIXES = (".hdf5", ".h5")
-MOST_OPEN = 4  # files at a time: each has chunk caches of its own, and descriptors are few
+MOST_OPEN = 256  # files at a time: descriptors are few
+LEAST_OPEN, OPEN_BYTES = 4, 256 << 20  # fewer if they are large: each has chunk caches of its own
 
 
 def hdf5_files(path: Path) -> list[Path]:
@@ -36,32 +37,44 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 class _Pool:
-    """Keeps the files that were read last open."""
+    """Keeps the files that were read last open, for reading only: what they hold is known."""
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, Source] = OrderedDict()
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._open: OrderedDict[Path, Hdf5Rows] = OrderedDict()
+        self._bytes = 0
 
-    def get(self, path: Path, rule: str | None, names: Mapping[str, str] | None) -> Source:
-        source = self._open.pop(path, None)
-        if source is None:
-            while len(self._open) >= MOST_OPEN:
-                self._open.popitem(last=False)[1].close()
-            source = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names)
-        self._open[path] = source
-        return source
+    def get(self, path: Path, columns: Iterable[str]) -> Hdf5Rows:
+        """Return the open file; `columns` are those that will be read."""
+        rows = self._open.pop(path, None)
+        if rows is None:
+            size = path.stat().st_size
+            while self._open and (
+                len(self._open) >= MOST_OPEN
+                or (self._bytes + size > OPEN_BYTES and len(self._open) >= LEAST_OPEN)
+            ):
+                self._drop()
+            rows = Hdf5Rows(path, names=self._names)
+            rows.admit(name for name in columns if name in rows.facts)
+            self._bytes += size
+        self._open[path] = rows
+        return rows
+
+    def _drop(self) -> None:
+        path, rows = self._open.popitem(last=False)
+        self._bytes -= path.stat().st_size
+        rows.close()
 
     def close(self) -> None:
         while self._open:
-            self._open.popitem()[1].close()
+            self._drop()
 
 
 class FileSource(Closing):
     """A `Source` over a file that is opened when it is read."""
 
-    def __init__(
-        self, path: Path, rule: str | None, names: Mapping[str, str] | None, pool: _Pool
-    ) -> None:
-        self._path, self._rule, self._names, self._pool = path, rule, names, pool
+    def __init__(self, path: Path, rule: str | None, names: Mapping[str, str], pool: _Pool) -> None:
+        self._path, self._pool = path, pool
         with open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names) as source:
             self.info, self.spec, self.episodes = source.info, source.spec, source.episodes
             self.terminated, self.truncated = source.terminated, source.truncated
@@ -69,15 +82,15 @@ class FileSource(Closing):
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        source = self._pool.get(self._path, self._rule, self._names)
-        if source.spec != self.spec:
+        rows = self._pool.get(self._path, self._preferred)
+        if column not in rows.facts or rows.facts[column].rows != self.spec.steps:
             raise InputError(
                 "SOURCE_CHANGED",
                 "the source changed while it was converted",
                 where=self._path.name,
                 remedy="convert again once nothing writes to it",
             )
-        return source.read(column, start, stop)
+        return rows.read(column, start, stop).reshape(stop - start, *self.spec[column].shape)
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage; at least 1."""
@@ -88,7 +101,7 @@ class FileSource(Closing):
         self._pool.close()
 
 
-def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str] | None) -> PieceSource:
+def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:
     """Open the HDF5 files of a folder as one source.
 
     Raises
@@ -96,6 +109,6 @@ def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str] | None
     InputError
         ``SOURCE_JOIN`` if their columns differ in dtype or shape; those of `open_hdf5`.
     """
-    pool = _Pool()
+    pool = _Pool(names)
     files = [FileSource(file, rule, names, pool) for file in hdf5_files(path.absolute())]
     return join_sources(files, uri=path.absolute().name)

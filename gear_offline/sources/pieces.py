@@ -221,14 +221,14 @@ def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[s
     """Return the columns that all have, and why others are left out."""
     found: list[ColumnSpec] = []
     left_out: dict[str, str] = {}
-    for source in sources:
-        for column in source.spec:
-            without = next((s for s in sources if column.name not in s.spec), None)
-            if without is not None:
-                left_out.setdefault(column.name, f"{without.info.uri} does not have it")
+    names = [{column.name for column in source.spec} for source in sources]
+    common = set.intersection(*names)
+    for name in sorted(set.union(*names) - common):
+        without = next(s for s, has in zip(sources, names, strict=True) if name not in has)
+        left_out[name] = f"{without.info.uri} does not have it"
     first = sources[0]
     for column in first.spec:
-        if column.name in left_out:
+        if column.name not in common:
             continue
         for other in sources:
             mine = other.spec[column.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from gear_offline.closing import Closing
@@ -13,7 +14,7 @@ from gear_offline.errors import InputError
 from gear_offline.manifest import MANIFEST_NAME
 from gear_offline.sources.base import SourceInfo, source_text
 
-READ_BYTES = 16 << 20  # blocks are compared whole: shorter reads would read them several times
+READ_BYTES = 32 << 20  # blocks of 16 MiB are compared whole: shorter reads would repeat that
 
 
 class DatasetSource(Closing):
@@ -27,6 +28,7 @@ class DatasetSource(Closing):
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
+        self._run: tuple[str, int, npt.NDArray[Any]] = ("", 0, np.empty(0))  # read last, whole
         self.spec = dataset.spec
         self.episodes = dataset.episodes
         self.terminated = dataset.terminated
@@ -51,15 +53,34 @@ class DatasetSource(Closing):
         return source_text(self)
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        return self.dataset.read(column, start, stop)
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype.
+
+        Short reads that follow each other, such as those of chosen episodes, are parts of a long
+        one, which is kept.
+        """
+        rows = self.preferred_rows(column)
+        if stop - start >= rows or start == stop:
+            return self.dataset.read(column, start, stop)
+        found = np.empty((stop - start, *self.spec[column].shape), self.spec[column].dtype)
+        at = start
+        while at < stop:
+            number = at // rows
+            if self._run[:2] != (column, number):
+                end = min((number + 1) * rows, self.spec.steps)
+                run = self.dataset.read(column, number * rows, end)
+                self._run = (column, number, run)
+            part = self._run[2][at - number * rows : stop - number * rows]
+            found[at - start : at - start + len(part)] = part
+            at += len(part)
+        return found
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage; at least 1."""
         return max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Drop the rows that are kept; nothing is held open."""
+        self._run = ("", 0, np.empty(0))
 
 
 def is_dataset(path: Path) -> bool:
