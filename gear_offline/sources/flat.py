@@ -7,7 +7,7 @@ Shape legend: N rows, E episodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from gear_offline.sources.boundaries import (
     terminal_flags,
 )
 from gear_offline.sources.hdf5 import Hdf5Rows, some_names
+from gear_offline.sources.hdf5_guard import DatasetFacts
 from gear_offline.wording import count_text
 
 SCALARS = ("rewards", *TERMINAL_FLAGS, *TIME_FLAGS)  # (N, 1) is read as one number a step
@@ -189,6 +190,11 @@ class FlatSource(Closing):
 
     def __repr__(self) -> str:
         return source_text(self)
+
+    @property
+    def facts(self) -> Mapping[str, DatasetFacts]:
+        """What the file holds, by name."""
+        return self._rows.facts
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""

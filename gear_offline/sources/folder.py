@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.sources.generic import open_hdf5
 from gear_offline.sources.hdf5 import Hdf5Rows
+from gear_offline.sources.hdf5_guard import source_read_error
 from gear_offline.sources.pieces import PieceSource, join_sources
 
 SUFFIXES = (".hdf5", ".h5")
-MOST_OPEN = 256  # files at a time: descriptors are few
+MOST_OPEN = 512  # files at a time: descriptors are few
 LEAST_OPEN, OPEN_BYTES = 4, 256 << 20  # fewer if they are large: each has chunk caches of its own
 
 
@@ -37,32 +38,31 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 
 class _Pool:
-    """Keeps the files that were read last open, for reading only: what they hold is known."""
+    """Keeps the files that were read last open."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
+    def __init__(self) -> None:
         self._open: OrderedDict[Path, Hdf5Rows] = OrderedDict()
+        self._sizes: dict[Path, int] = {}
         self._bytes = 0
 
-    def get(self, path: Path, columns: Iterable[str]) -> Hdf5Rows:
-        """Return the open file; `columns` are those that will be read."""
+    def get(self, path: Path, size: int, open_file: Callable[[], Hdf5Rows]) -> Hdf5Rows:
+        """Return the open file of `size` bytes."""
         rows = self._open.pop(path, None)
         if rows is None:
-            size = path.stat().st_size
             while self._open and (
                 len(self._open) >= MOST_OPEN
                 or (self._bytes + size > OPEN_BYTES and len(self._open) >= LEAST_OPEN)
             ):
                 self._drop()
-            rows = Hdf5Rows(path, names=self._names)
-            rows.admit(name for name in columns if name in rows.facts)
+            rows = open_file()
             self._bytes += size
+            self._sizes[path] = size
         self._open[path] = rows
         return rows
 
     def _drop(self) -> None:
         path, rows = self._open.popitem(last=False)
-        self._bytes -= path.stat().st_size
+        self._bytes -= self._sizes.pop(path)
         rows.close()
 
     def close(self) -> None:
@@ -74,23 +74,30 @@ class FileSource(Closing):
     """A `Source` over a file that is opened when it is read."""
 
     def __init__(self, path: Path, rule: str | None, names: Mapping[str, str], pool: _Pool) -> None:
-        self._path, self._pool = path, pool
+        self._path, self._pool, self._stamp = path, pool, _stamp(path)
         with open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=names) as source:
             self.info, self.spec, self.episodes = source.info, source.spec, source.episodes
             self.terminated, self.truncated = source.terminated, source.truncated
             self._preferred = {c.name: source.preferred_rows(c.name) for c in source.spec}
+            self._facts = source.facts
 
     def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        rows = self._pool.get(self._path, self._preferred)
-        if column not in rows.facts or rows.facts[column].rows != self.spec.steps:
+        rows = self._pool.get(self._path, self._stamp[1], self._again)
+        return rows.read(column, start, stop).reshape(stop - start, *self.spec[column].shape)
+
+    def _again(self) -> Hdf5Rows:
+        """Open the file, which is the one that the guard went through."""
+        if _stamp(self._path) != self._stamp:
             raise InputError(
                 "SOURCE_CHANGED",
                 "the source changed while it was converted",
                 where=self._path.name,
                 remedy="convert again once nothing writes to it",
             )
-        return rows.read(column, start, stop).reshape(stop - start, *self.spec[column].shape)
+        rows = Hdf5Rows(self._path, known=self._facts)
+        rows.admit(self._preferred)
+        return rows
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage; at least 1."""
@@ -101,6 +108,15 @@ class FileSource(Closing):
         self._pool.close()
 
 
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file's bytes; its size is second."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise source_read_error(path, error) from error
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:
     """Open the HDF5 files of a folder as one source.
 
@@ -109,6 +125,6 @@ def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> Pi
     InputError
         ``SOURCE_JOIN`` if their columns differ in dtype or shape; those of `open_hdf5`.
     """
-    pool = _Pool(names)
+    pool = _Pool()
     files = [FileSource(file, rule, names, pool) for file in hdf5_files(path.absolute())]
     return join_sources(files, uri=path.absolute().name)

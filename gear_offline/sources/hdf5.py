@@ -50,6 +50,8 @@ class Hdf5Rows:
         What the file may claim.
     names
         Column name to the dataset, or group of datasets, that gets it.
+    known
+        `facts` of the same file from before, which is not looked through again then.
 
     Raises
     ------
@@ -63,6 +65,7 @@ class Hdf5Rows:
         *,
         limits: Limits = DEFAULT_LIMITS,
         names: Mapping[str, str] | None = None,
+        known: Mapping[str, DatasetFacts] | None = None,
     ) -> None:
         self.path = path
         self._limits = limits
@@ -70,8 +73,11 @@ class Hdf5Rows:
         self._open: OrderedDict[str, tuple[h5py.Dataset, int]] = OrderedDict()
         self._admitted: set[str] = set()
         try:
-            facts = walk(self._file, limits=limits)
-            self.facts: dict[str, DatasetFacts] = renamed(facts, names or {}, path)
+            self.facts: Mapping[str, DatasetFacts] = (
+                renamed(walk(self._file, limits=limits), names or {}, path)
+                if known is None
+                else known
+            )
         except InputError:
             self.close()
             raise
