@@ -98,9 +98,8 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
-    from gear_offline.inspection import print_summary
 
-    manifest = run(
+    run(
         source,
         out,
         rule=rule,
@@ -113,8 +112,6 @@ def convert(
         reference=reference,
         quiet=quiet,
     )
-    if not quiet:
-        print_summary(manifest)
     print(out)
 
 

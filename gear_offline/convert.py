@@ -95,7 +95,7 @@ def convert(
         Gymnasium id and D4RL name of the reference scores, when the source does not say them.  An
         id that Gymnasium does not know is warned of: another program may.
     quiet
-        Show no progress.
+        Show no progress, no summary, no warnings.
 
     Returns
     -------
@@ -167,6 +167,10 @@ def convert(
         finally:
             os.close(handle)
         place.publish()
+    if not quiet:
+        from gear_offline.inspection import print_summary
+
+        print_summary(manifest)
     return manifest
 
 

@@ -282,3 +282,16 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     )
     assert done.returncode == 130 and "error[INTERRUPTED]" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_warnings_are_shown_unless_quiet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warned = {"warnings": ["only dones end episodes"]}
+    for name, quiet in (("a", True), ("b", False)):
+        source = ArraySource(hopper_columns(6), [3, 3], attributes=warned)
+        convert(source, str(tmp_path / name), quiet=quiet)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert ("warning: only dones end episodes" in captured.err) is not quiet
+        assert ("2 episodes (1 terminated" in captured.err) is not quiet

@@ -85,7 +85,7 @@ def find_columns(
                 f"no dataset {column!r}",
                 where=str(rows.path),
                 remedy=f"needed: {', '.join(required)}; found: {some_names(rows.facts)}; other "
-                f"names can be given as --columns {column}=NAME,...",
+                f"names: --columns {column}=NAME,...; other layouts: docs/sources.md",
             )
         chosen.extend(leaves)
     lengths = {name: rows.facts[name].rows for name in chosen}
