@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
+from gear_offline.wording import count_text
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -153,7 +154,7 @@ class TableSpec:
         return sum(c.step_bytes for c in self.columns)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EpisodeIndex:
     """Where episodes begin: ``offsets[e] <= step < offsets[e + 1]`` belongs to episode ``e``.
 
@@ -180,6 +181,10 @@ class EpisodeIndex:
             array.setflags(write=False)
         object.__setattr__(self, "lengths", lengths)
         object.__setattr__(self, "offsets", offsets)
+
+    def __repr__(self) -> str:
+        episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
+        return f"EpisodeIndex({episodes}, {steps})"
 
     @property
     def episodes(self) -> int:

@@ -99,3 +99,8 @@ def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
     with pytest.raises(InputError) as caught:
         EpisodeIndex(np.array(lengths))
     assert caught.value.code == "EPISODE_LENGTHS"
+
+
+def test_an_index_of_many_episodes_is_shown_in_a_line() -> None:
+    index = EpisodeIndex(lengths=np.full(2000, 3))
+    assert repr(index) == "EpisodeIndex(2,000 episodes, 6,000 steps)"
