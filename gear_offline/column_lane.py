@@ -10,6 +10,7 @@ Shape legend: n rows of a piece, W elements of the field.
 from __future__ import annotations
 
 from math import prod
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,8 +46,8 @@ class Scratch:
 class Rows:
     """Where the records of a piece are put together.
 
-    In the store, whose pages are touched first; or beside it, to be written through the file that
-    holds the store.  Which one `block` says.
+    In the store, whose pages are touched first.  Or, if a file holds the store, beside it: then
+    they are written through the file when no other thread does so, and copied otherwise.
 
     Parameters
     ----------
@@ -55,14 +56,24 @@ class Rows:
     count
         Most rows of a piece.
     block
-        That holds `rows`, if this thread is the one that may write to it.
+        That holds `rows`, if one does.
+    writer
+        Held by the one thread that writes through the file; others would wait for it there.
     """
 
     def __init__(
-        self, rows: Array, count: int, *, scratch: Scratch, use: str, block: HostBlock | None
+        self,
+        rows: Array,
+        count: int,
+        *,
+        scratch: Scratch,
+        use: str,
+        block: HostBlock | None,
+        writer: Lock,
     ) -> None:
         self._rows = rows
         self._block = block
+        self._writer = writer
         self.array = rows
         if block is not None:
             width = rows.shape[1]
@@ -77,8 +88,17 @@ class Rows:
 
     def end(self, start: int, stop: int) -> None:
         """Take the rows of all fields as done."""
-        if self._block is not None:
-            write_through(self._block, self._rows[start:stop], self.array[: stop - start])
+        if self._block is None:
+            return
+        target, done = self._rows[start:stop], self.array[: stop - start]
+        if self._writer.acquire(blocking=False):
+            try:
+                write_through(self._block, target, done)
+            finally:
+                self._writer.release()
+        else:
+            touch(target)
+            target[...] = done
 
 
 class Lane:

@@ -19,8 +19,6 @@ from gear_offline.manifest import Manifest, ShardRecord
 from gear_offline.shards import TensorLayout, byte_view, read_into
 from gear_offline.verification import PIECE_BYTES, damaged
 
-DIGEST_BYTES = 256 << 10  # read and digested while a core's own cache holds it
-
 
 class _Stream:
     """Position in one tensor, and the digest of the block begun."""
@@ -74,14 +72,13 @@ class ShardReader:
         """
         stream = self._streams[column]
         data = byte_view(out)
-        most = DIGEST_BYTES if self._check else PIECE_BYTES
         while len(data):
             end = stream.tensor.start + (stream.block + 1) * self._block_bytes
             end = min(end, stream.tensor.stop)
             part = data[: end - stream.at]
             begin = self._shard.header_bytes + stream.at
-            for at in range(0, len(part), most):
-                piece = part[at : at + most]
+            for at in range(0, len(part), PIECE_BYTES):
+                piece = part[at : at + PIECE_BYTES]
                 read_into(self._handle, piece, begin + at, where=self._where)
                 if self._check:
                     stream.hash.update(piece)

@@ -4,8 +4,9 @@ A thread takes a shard at a time and reads its columns side by side, in pieces t
 core's cache: read, digest, cast, and lay into the rows.  Python has little to do for a piece, and
 the calls that do the work leave the interpreter's lock to other threads.
 
-The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory one of
-the threads does without: it writes finished records to the file behind the memory.
+The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory finished
+records are written to the file behind the memory instead, by one thread at a time; a thread that
+finds another writing touches the pages of its piece and copies it.
 
 Columns that stay as they are, such as images, are read into their rows directly.  Where there are
 few shards, each of these is work of its own.
@@ -142,7 +143,7 @@ class _Filling:
     gamma: float
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
-    # Held by the one thread that writes through the file; the others would wait for it there.
+    # Held while writing through the file that holds the stores.
     writer: Lock = field(default_factory=Lock)
 
     def columns(self) -> list[str]:
@@ -165,12 +166,7 @@ class _Filling:
                 scratch = self.spare.pop()
             except IndexError:
                 scratch = Scratch()
-            first = self.writer.acquire(blocking=False)
-            try:
-                self._packed(reader, packed, offsets, scratch, scale=scale, through=first)
-            finally:
-                if first:
-                    self.writer.release()
+            self._packed(reader, packed, offsets, scratch, scale=scale)
             self.spare.append(scratch)
         for column in direct:
             self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]))
@@ -194,11 +190,10 @@ class _Filling:
         scratch: Scratch,
         *,
         scale: float,
-        through: bool,
     ) -> None:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         wanted: list[str | None] = [*columns, None] if REWARDS in columns else [*columns]
-        lanes, targets, piece = self._lanes(wanted, scratch, through=through)
+        lanes, targets, piece = self._lanes(wanted, scratch)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
         for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
             low, high = int(offsets[first]), int(offsets[last])
@@ -227,7 +222,7 @@ class _Filling:
                     target.end(start, stop)
 
     def _lanes(
-        self, columns: list[str | None], scratch: Scratch, *, through: bool
+        self, columns: list[str | None], scratch: Scratch
     ) -> tuple[dict[str | None, tuple[Lane, int]], list[Rows], int]:
         """Return each column's lane and the index of its rows, the rows, and how many a piece."""
         used = [(p, s) for p, s in self.stores if any(c in p.fields for c in columns)]
@@ -239,8 +234,14 @@ class _Filling:
         for index, (plan, store) in enumerate(used):
             assert store.rows is not None, "stores in memory have rows"
             rows = store.rows[self.margin :]
-            block = block_of(rows) if through else None
-            target = Rows(rows, piece, scratch=scratch, use=f".rows {index}", block=block)
+            target = Rows(
+                rows,
+                piece,
+                scratch=scratch,
+                use=f".rows {index}",
+                block=block_of(rows),
+                writer=self.writer,
+            )
             targets.append(target)
             for column in plan.fields:
                 if column in specs:

@@ -70,6 +70,21 @@ def damaged(path: Path, shard: ShardRecord, what: str) -> InputError:
     )
 
 
+def read_header(handle: int, shard: ShardRecord, path: Path) -> bytes:
+    """Return a shard's header, which has the digest that the manifest says.
+
+    Raises
+    ------
+    InputError
+        ``SHARD_DIGEST``.
+    """
+    raw = bytearray(shard.header_bytes)
+    read_into(handle, memoryview(raw), 0, where=str(path / shard.name))
+    if digest(raw) != shard.header_digest:
+        raise damaged(path, shard, "header")
+    return bytes(raw)
+
+
 def check_header(handle: int, manifest: Manifest, shard: ShardRecord, path: Path) -> None:
     """Compare a shard's header with its digest and with what the manifest promises.
 
@@ -78,12 +93,8 @@ def check_header(handle: int, manifest: Manifest, shard: ShardRecord, path: Path
     InputError
         ``SHARD_DIGEST``, ``SHARD_HEADER``.
     """
-    raw = bytearray(shard.header_bytes)
-    where = str(path / shard.name)
-    read_into(handle, memoryview(raw), 0, where=where)
-    if digest(raw) != shard.header_digest:
-        raise damaged(path, shard, "header")
-    if parse_header(bytes(raw), file_bytes=shard.bytes, where=where) != manifest.tensors(shard):
+    raw, where = read_header(handle, shard, path), str(path / shard.name)
+    if parse_header(raw, file_bytes=shard.bytes, where=where) != manifest.tensors(shard):
         raise InputError(
             "SHARD_HEADER",
             "the shard's tensors are not those of the manifest",
