@@ -10,7 +10,6 @@ Shape legend: n rows of a piece, W elements of the field.
 from __future__ import annotations
 
 from math import prod
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +46,7 @@ class Rows:
     """Where the records of a piece are put together.
 
     In the store, whose pages are touched first.  Or, if a file holds the store, beside it: then
-    they are written through the file when no other thread does so, and copied otherwise.
+    they are written through the file, or copied where enough threads write to it.
 
     Parameters
     ----------
@@ -57,23 +56,13 @@ class Rows:
         Most rows of a piece.
     block
         That holds `rows`, if one does.
-    writer
-        Held by the one thread that writes through the file; others would wait for it there.
     """
 
     def __init__(
-        self,
-        rows: Array,
-        count: int,
-        *,
-        scratch: Scratch,
-        use: str,
-        block: HostBlock | None,
-        writer: Lock,
+        self, rows: Array, count: int, *, scratch: Scratch, use: str, block: HostBlock | None
     ) -> None:
         self._rows = rows
         self._block = block
-        self._writer = writer
         self.array = rows
         if block is not None:
             width = rows.shape[1]
@@ -91,11 +80,11 @@ class Rows:
         if self._block is None:
             return
         target, done = self._rows[start:stop], self.array[: stop - start]
-        if self._writer.acquire(blocking=False):
+        if self._block.writers.acquire(blocking=False):
             try:
                 write_through(self._block, target, done)
             finally:
-                self._writer.release()
+                self._block.writers.release()
         else:
             touch(target)
             target[...] = done

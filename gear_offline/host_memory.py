@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from threading import Lock, Semaphore
 from typing import Any, Self
 
 import numpy as np
@@ -84,11 +85,16 @@ class HostBlock:
     ----------
     nbytes
         Size, a multiple of the page size.
+    writers
+        For two who write through the file at once: one writes, the next one waits and keeps the
+        file busy.  Others do better elsewhere.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         """Take over an open descriptor; use `create`, `attach` or `from_descriptor`."""
         self.nbytes = nbytes
+        self.writers = Semaphore(2)
+        self.writing = Lock()  # waiting here costs nothing, while the kernel's lock is spun on
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._descriptor = descriptor
@@ -254,9 +260,10 @@ def write_through(block: HostBlock, target: Array, values: Array) -> None:
     assert offset is not None, "the array lies in the block"
     data = values.reshape(-1).view(np.uint8).data
     try:
-        while len(data):
-            count = os.pwrite(block.fileno(), data, offset)
-            data, offset = data[count:], offset + count
+        with block.writing:
+            while len(data):
+                count = os.pwrite(block.fileno(), data, offset)
+                data, offset = data[count:], offset + count
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise _short(target.nbytes, available_bytes()) from error

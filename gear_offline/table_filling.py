@@ -6,7 +6,7 @@ the calls that do the work leave the interpreter's lock to other threads.
 
 The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory finished
 records are written to the file behind the memory instead, by one thread at a time; a thread that
-finds another writing touches the pages of its piece and copies it.
+finds one writing and one waiting touches the pages of its piece and copies it.
 
 Columns that stay as they are, such as images, are read into their rows directly.  Where there are
 few shards, each of these is work of its own.
@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -143,8 +142,6 @@ class _Filling:
     gamma: float
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
-    # Held while writing through the file that holds the stores.
-    writer: Lock = field(default_factory=Lock)
 
     def columns(self) -> list[str]:
         return [c for plan, _ in self.stores for c in plan.fields if c is not None]
@@ -234,14 +231,8 @@ class _Filling:
         for index, (plan, store) in enumerate(used):
             assert store.rows is not None, "stores in memory have rows"
             rows = store.rows[self.margin :]
-            target = Rows(
-                rows,
-                piece,
-                scratch=scratch,
-                use=f".rows {index}",
-                block=block_of(rows),
-                writer=self.writer,
-            )
+            block = block_of(rows)
+            target = Rows(rows, piece, scratch=scratch, use=f".rows {index}", block=block)
             targets.append(target)
             for column in plan.fields:
                 if column in specs:
