@@ -143,6 +143,38 @@ def test_one_thread_writes_through_the_file(
     assert not written
 
 
+def test_a_thread_that_finds_two_writers_copies_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = HostBlock.create(1 << 16)
+    rows = block.allocate((1000, 16), np.dtype(np.float32))
+    target = column_lane.Rows(rows, 700, scratch=column_lane.Scratch(), use="rows", block=block)
+    values = np.random.default_rng(0).normal(size=(600, 16)).astype(np.float32)
+    target.array[:600] = values
+    assert block.writers.acquire(blocking=False) and block.writers.acquire(blocking=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", lambda *_: pytest.fail("a third writer"))
+        target.end(200, 800)
+    assert same_bits(rows[200:800], values)
+    assert not rows[:200].any() and not rows[800:].any()
+    block.writers.release()
+    target.end(0, 600)  # now through the file, and its place is free again
+    assert same_bits(rows[:600], values) and same_bits(rows[600:800], values[400:])
+    assert block.writers.acquire(blocking=False)
+
+
+def test_a_header_that_changed_since_opening_is_refused(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, LENGTHS)
+    (shard,) = dataset.manifest.shards
+    file = tmp_path / "dataset" / shard.name
+    raw = bytearray(file.read_bytes())
+    raw[shard.header_bytes - 2] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(InputError, match="header") as caught, dataset.reader(0, [], check=True):
+        pass
+    assert caught.value.code == "SHARD_DIGEST"
+    with dataset.reader(0, [], check=False):
+        pass
+
+
 def test_values_that_are_not_float32_are_cast_and_normalised_alike(
     data: tuple[Dataset, MemoryTable],
 ) -> None:
