@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gear_offline.checkpoint import load_policy as load_policy
     from gear_offline.dataset import Dataset as Dataset
     from gear_offline.dataset import open_dataset as open_dataset
     from gear_offline.errors import GearError as GearError
@@ -52,6 +53,7 @@ _HOMES = {
     "from_arrays": "gear_offline.sources",
     "from_episodes": "gear_offline.sources",
     "join_sources": "gear_offline.sources",
+    "load_policy": "gear_offline.checkpoint",
     "load_recipe": "gear_offline.recipe",
     "make_selection": "gear_offline.selection",
     "normalized_score": "gear_offline.scores",

@@ -56,6 +56,7 @@ from gear_offline.tensor_names import part
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
+    from gear_offline.models.policy import Policy
 
 MAX_STATE_BYTES = 256 << 20
 MAY_BE_WHOLE = ("CHECKPOINT_VERSION", "CHECKPOINT_READ")  # errors of one that may be
@@ -297,6 +298,40 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
 
         parts = task_parts(model, task, recipe)
     return PolicyParts(*parts, recipe)
+
+
+def load_policy(
+    run_or_checkpoint: str | Path, task: str | None = None, *, device: str = "auto"
+) -> Policy:
+    """Return what acts: the policy of a run, which takes raw observations and asked returns.
+
+    Parameters
+    ----------
+    run_or_checkpoint, task
+        As `load_policy_parts`.
+    device
+        ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    InputError
+        As `load_policy_parts`.
+    UnavailableError
+        ``DEVICE``.
+    """
+    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.models.policy import Policy
+
+    where = resolve_device(device)
+    model, mean, std, returns_scale, context_length, _ = load_policy_parts(run_or_checkpoint, task)
+    return Policy(
+        model,
+        state_mean=mean,
+        state_std=std,
+        returns_scale=returns_scale,
+        context_length=context_length,
+        device=where,
+    )
 
 
 def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:

@@ -142,6 +142,7 @@ def to_input_error(model: type[BaseModel], error: ValidationError, *, where: str
             "RECIPE_TYPE",
             f"{dotted} must be {_TYPE_NAMES[kind]}, got {_shown(got)}{more}",
             where=where,
+            remedy="write it in brackets: [1, 2]" if _TYPE_NAMES[kind] == "a list" else "",
         )
     if kind == "string_pattern_mismatch":
         reason = _PATTERN_NAMES[context["pattern"]]

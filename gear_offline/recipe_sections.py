@@ -24,6 +24,14 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 
 
+def one_as_list(value: Any) -> Any:
+    """Return a single number as a list of it; anything else as it is."""
+    return [value] if type(value) in (int, float) else value
+
+
+Targets = Annotated[tuple[float, ...] | None, BeforeValidator(one_as_list)]
+
+
 class Section(BaseModel):
     """Frozen, strict (no ``"3"`` for 3), no unknown keys, no NaN or infinity."""
 
@@ -99,7 +107,7 @@ class TaskSettings(Section):
     """As evaluate.environment, of this task."""
     reference: Text | None = None
     """As evaluate.reference, of this task."""
-    targets: tuple[float, ...] | None = Field(default=None, strict=False)
+    targets: Targets = Field(default=None, strict=False)
     """As evaluate.targets, of this task."""
 
 
@@ -257,7 +265,7 @@ class EvaluateSettings(Section):
     """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
     reference: Text | None = None
     """D4RL name whose reference scores normalise returns; null: the dataset's own."""
-    targets: tuple[float, ...] | None = Field(default=None, strict=False)
+    targets: Targets = Field(default=None, strict=False)
     """Returns to ask for; null: the best return in the data and the mean one."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation."""

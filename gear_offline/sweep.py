@@ -58,7 +58,7 @@ def run_sweep(
     """Train every point, each into a run directory of its own under ``OUT/runs``.
 
     Called again with the same points it goes on: runs that are complete stay as they are, the
-    others continue from their newest checkpoints.
+    others continue from their newest checkpoints.  Called with more points it runs those too.
 
     Parameters
     ----------

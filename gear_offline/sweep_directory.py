@@ -33,7 +33,7 @@ class SweepDirectory(HeldDirectory):
     path
         Created when missing.
     points
-        What is to be run; a sweep that is there must have the same ones.
+        What is to be run; those of a sweep that is there must be among them, new ones are added.
     free
         Dotted options that may differ from those of the sweep's beginning.
     others
@@ -42,7 +42,7 @@ class SweepDirectory(HeldDirectory):
     Raises
     ------
     InputError
-        ``SWEEP_EXISTS`` for a sweep of other points, ``SWEEP_LOCKED`` when another process runs
+        ``SWEEP_EXISTS`` for a sweep with other points, ``SWEEP_LOCKED`` when another process runs
         it, ``SWEEP_DIRECTORY`` when the place cannot be the directory of a sweep.
 
     Attributes
@@ -129,25 +129,27 @@ class SweepDirectory(HeldDirectory):
         return read_sweep(self.path)
 
     def _check_same(self, points: Sequence[SweepPoint], free: set[str]) -> None:
-        rows = {row["name"]: row for row in self.document["points"]}
-        names = {point.name for point in points}
-        odd = [] if self._others else sorted(names ^ set(rows))
+        now = {point.name: point.recipe for point in points}
         what = ""
-        if odd:
-            new = "is new" if odd[0] in names else "was one of its points and is none now"
-            what = f"{odd[0]} {new}"
-        for point in () if odd else [point for point in points if point.name in rows]:
-            old, now = flat(rows[point.name]["recipe"]), flat(point.recipe.to_dict())
-            for key in sorted({*old, *now} - free):
-                if old.get(key) != now.get(key):
-                    what = f"{key} of {point.name} was {old.get(key)!r} and is {now.get(key)!r} now"
-                    break
+        for row in self.document["points"]:
+            if row["name"] not in now:
+                if self._others:
+                    continue
+                what = f"{row['name']} is one of its points and is not asked for"
+                break
+            old, new = flat(row["recipe"]), flat(now[row["name"]].to_dict())
+            changed = next((k for k in sorted({*old, *new} - free) if old.get(k) != new.get(k)), "")
+            if changed:
+                what = f"{changed} of {row['name']} was {old.get(changed)!r} and is "
+                what += f"{new.get(changed)!r} now"
+                break
         if what:
             raise InputError(
                 "SWEEP_EXISTS",
                 f"there is a sweep of other points: {what}",
                 where=str(self.path),
-                remedy="give the same points to go on with it, or another directory with --out",
+                remedy="ask for all of its points, and for more if you like, or give another "
+                "directory with --out",
             )
 
 

@@ -23,6 +23,7 @@ from gear_offline.plots import (
     thousands,
     titles,
 )
+from gear_offline.sweep_points import plain_label
 from gear_offline.wording import count_text
 
 MOST_CURVES = len(SERIES)  # more cannot be told apart
@@ -149,6 +150,5 @@ def plot_sweep_runs(
 
 def short_label(label: str) -> str:
     """Return a label short enough to stand beside a curve: options without their sections."""
-    parts = [part.rpartition("=") for part in label.split(", ")]
-    text = ", ".join(f"{k.rpartition('.')[2]}={v}" if k else v for k, _, v in parts)
+    text = plain_label(label)
     return text if len(text) <= LABEL_CHARS else f"{text[: LABEL_CHARS - 3]}..."

@@ -47,6 +47,14 @@ class SweepPoint:
         )
 
 
+def plain_label(label: str) -> str:
+    """Return a point's label with its options named without their sections."""
+    pairs = [part.partition("=") for part in label.split(", ")]
+    return ", ".join(
+        f"{key.rpartition('.')[2]}={value}" if sign else key for key, sign, value in pairs
+    )
+
+
 def parse_seeds(text: str | None) -> list[int] | None:
     """Return the seeds of ``"8"`` (0 to 7) or ``"3,5,7"``; ``None`` stays ``None``."""
     if text is None:

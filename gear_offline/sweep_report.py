@@ -20,7 +20,7 @@ from gear_offline.plots import short
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
 from gear_offline.sweep_directory import read_sweep
-from gear_offline.sweep_points import SweepPoint
+from gear_offline.sweep_points import SweepPoint, plain_label
 from gear_offline.sweep_results import RunResult, read_result
 from gear_offline.sweep_summary import INTERVAL, curves, summarize
 from gear_offline.wording import count_text
@@ -200,8 +200,7 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
         table.add_column(COLUMNS[name], justify="right")
     for row in rows:
         cells = [_cell(row[name]) for name in columns]
-        label = ", ".join(part.rpartition(".")[2] for part in row["label"].split(", "))
-        table.add_row(escape(label), str(row["complete"]), *cells)
+        table.add_row(escape(plain_label(row["label"])), str(row["complete"]), *cells)
     console.print(table, highlight=False)
     console.print(f"In brackets: {INTERVAL}.", highlight=False)
     for result in results:

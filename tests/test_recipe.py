@@ -110,6 +110,8 @@ def test_the_papers_hyper_parameters() -> None:
         ("seed=true", "RECIPE_TYPE", "seed must be a whole number, got True"),
         ("selection=3", "RECIPE_TYPE", "selection must be a section"),
         ("evaluate.targets=[a]", "RECIPE_TYPE", "evaluate.targets.0 must be a number"),
+        ("evaluate.targets=3600,1800", "RECIPE_TYPE", "in brackets: [1, 2]"),
+        ("evaluate.targets=true", "RECIPE_TYPE", "evaluate.targets must be a list"),
         ("loader.normalize_states=1", "RECIPE_TYPE", "must be true or false"),
         ("train.steps=0", "RECIPE_VALUE", "train.steps must be greater than or equal to 1"),
         ("loader.context_length=0", "RECIPE_VALUE", "loader.context_length"),
@@ -163,6 +165,7 @@ def test_overrides_set_nested_values() -> None:
     assert recipe.evaluate.environment is None
     assert recipe.selection.options == {"alpha": 0.5}
     assert (recipe.loader.batch_size, recipe.loader.context_length) == (7, 20)
+    assert load_recipe("paper", ["evaluate.targets=3600"]).evaluate.targets == (3600.0,)
 
 
 def write(path: Path, text: str) -> Path:

@@ -312,3 +312,13 @@ def test_the_command(
     assert "SWEEP_POINTS" in capsys.readouterr().err
     assert main(["sweep", str(recipe), "--seeds", "3", "--out", "runs/tiny-sweep"]) == 2
     assert "SWEEP_EXISTS" in capsys.readouterr().err
+    fewer = [*words[:3], "1", *words[4:]]
+    assert main(fewer) == 2
+    assert "layers=1,s1 is one of its points" in capsys.readouterr().err
+    # more seeds and values: what is there stays, what is new is run
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/runs/*/metrics.jsonl")}
+    more = [*words[:3], "3", *words[4:6], "model.layers=1,2,3", "--json", "--quiet"]
+    assert main(more) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [row["complete"] for row in document["summary"]["rows"]] == [3, 3, 3]
+    assert {p: p.stat().st_mtime_ns for p in before} == before and len(before) == 4

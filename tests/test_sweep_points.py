@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.recipe import load_recipe
-from gear_offline.sweep_points import flat, grid, name_points, parse_points, parse_seeds
+from gear_offline.sweep_points import (
+    flat,
+    grid,
+    name_points,
+    parse_points,
+    parse_seeds,
+    plain_label,
+)
 
 
 def settings(*overrides: str, seeds: list[int] | None = None) -> list[tuple[Any, ...]]:
@@ -75,6 +82,19 @@ def test_keys_with_the_same_end_are_told_apart() -> None:
 
 def test_flat_names_every_leaf() -> None:
     assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_labels_lose_their_sections_and_keep_their_values() -> None:
+    recipe = load_recipe("smoke")
+    points = name_points(
+        grid(recipe, {"optimizer.learning_rate": [1e-3, 0.5], "evaluate.targets": [[1.5, 2.5]]})
+    )
+    assert [plain_label(point.label) for point in points] == [
+        "learning_rate=0.001",
+        "learning_rate=0.5",
+    ]
+    assert plain_label("evaluate.targets=[1.5, 2.5], a.b.c=x.y") == "targets=[1.5, 2.5], c=x.y"
+    assert plain_label("made-up.v2") == "made-up.v2"
 
 
 @pytest.mark.parametrize(

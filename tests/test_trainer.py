@@ -7,13 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import load_policy_parts, read_checkpoint
+from gear_offline.checkpoint import load_policy, load_policy_parts, read_checkpoint
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluate import evaluate
 from gear_offline.learner import resolve_precision
 from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
@@ -243,6 +245,23 @@ def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -
         with pytest.raises(InputError) as caught:
             load_policy_parts(place)
         assert caught.value.code == "CHECKPOINT_MISSING"
+
+
+def test_a_loaded_policy_acts_in_a_loop_of_ones_own_as_in_evaluation(
+    whole: Path, tmp_path: Path
+) -> None:
+    report = evaluate(whole, targets=[2], episodes=1, seed=5, out=tmp_path / "it", quiet=True)
+    policy = load_policy(whole)
+    environment = gymnasium.make(ENVIRONMENT)
+    observation, _ = environment.reset(seed=5)
+    policy.reset(0, 2.0)
+    total, done = 0.0, False
+    while not done:
+        (action,) = policy.act(observation[None])
+        observation, reward, terminated, truncated, _ = environment.step(action)
+        policy.observe_reward(reward)
+        total, done = total + float(reward), terminated or truncated
+    assert total == pytest.approx(report.results[0].returns[0], abs=1e-5) and total != 0.0
 
 
 def test_auto_precision_is_float32_on_a_cpu() -> None:
