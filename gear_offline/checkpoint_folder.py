@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -77,11 +78,13 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     if not folder.is_dir():
         if not (run / "state.json").exists():
             what = "the run has no checkpoint yet" if run.is_dir() else "there is no such run"
+            near = sorted(Path("runs").glob(f"{glob.escape(run.name)}*/checkpoints"))
+            example = near[0].parent if near and not run.is_dir() else "runs/hopper-medium-s0"
             raise InputError(
                 "CHECKPOINT_MISSING",
                 what,
                 where=str(run),
-                remedy="give the directory of a run, e.g. runs/hopper-medium-s0",
+                remedy=f"give the directory of a run, e.g. {example}",
             )
         chosen = run.resolve()  # one checkpoint; what is wrong with it, its reader says
         if which is not None and str(which) != str(checkpoint_step(chosen)):

@@ -115,7 +115,7 @@ def convert(
     print(out)
 
 
-@app.command()
+@app.command(short_help="Show columns, statistics and digests.")
 def inspect(
     dataset: Annotated[Path, typer.Argument(help="Directory of GEAR shards.")],
     verify: Annotated[
@@ -246,12 +246,13 @@ def recipes_validate(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
+    recipe: Annotated[str, typer.Argument(help="Recipe name or file, or a run directory.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value changes, e.g. train.steps=1000.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run directory; default runs/NAME-sSEED.")
+        Path | None,
+        typer.Option(help="Run directory; default runs/NAME-sSEED, or the run that is resumed."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint.")
@@ -260,8 +261,11 @@ def train(
 ) -> None:
     """Train a Decision Transformer from a recipe."""
     from gear_offline.recipe import load_recipe
+    from gear_offline.run_directory import run_in
     from gear_offline.trainer import train as run
 
+    if resume and out is None:
+        out = run_in(recipe)  # a run that is named goes on where it lies
     path = run(load_recipe(recipe, overrides or ()), out=out, resume=resume, quiet=quiet)
     if os.environ.get("RANK", "0") == "0":  # torchrun starts several of us
         print(path)
@@ -331,7 +335,7 @@ def bench(
         print_document(document)
 
 
-@app.command()
+@app.command(short_help="Show what is installed and what will run.")
 def doctor(as_json: Json = False) -> None:
     """Show what is installed, what is missing, and which path each feature will take."""
     from gear_offline.doctor import diagnose, print_diagnosis
@@ -345,9 +349,9 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command()(strategies)
-app.command()(plan)
-app.command()(sweep)
+app.command(short_help="Compare what strategies draw, and teach.")(strategies)
+app.command(short_help="Predict what a recipe needs on a cluster.")(plan)
+app.command(short_help="Train several seeds and settings as one.")(sweep)
 
 
 def main(arguments: list[str] | None = None) -> int:

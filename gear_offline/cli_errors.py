@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -26,7 +27,11 @@ def tell(error: Exception, debug: bool) -> int:
         print(message(), file=sys.stderr)
         return 2
     if message is not None:  # typer's usage errors, whichever click it carries
-        show("USAGE", f"{message()}; see gear-offline --help")
+        context = getattr(error, "ctx", None)
+        command = "gear-offline" if context is None else context.command_path
+        dashed = re.search(r"--([a-z_]+\.[a-z_.]+)", message())
+        cure = f"write {dashed[1]}=VALUE without dashes" if dashed else f"see {command} --help"
+        show("USAGE", f"{message().removesuffix('.')}; {cure}")
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)

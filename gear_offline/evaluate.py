@@ -36,6 +36,7 @@ from gear_offline.progress import progress, say
 from gear_offline.scores import ReferenceScores, reference_scores
 from gear_offline.staging import check_new_file, write_error
 from gear_offline.torch_threads import torch_threads
+from gear_offline.wording import count_text
 
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
@@ -236,7 +237,8 @@ def evaluate(
         report.write(home / "evaluation.json")
         if kept is not None:
             say(f"the result before this one is kept in {kept}", quiet=quiet)
-        write_report(home)
+        written = write_report(home)
+        say(f"written: {home / 'evaluation.json'}, {written} and its plots", quiet=quiet)
     except (OSError, GearError) as error:
         if out is not None and isinstance(error, OSError):
             print_report(report, console=Console(stderr=True))
@@ -273,11 +275,12 @@ def check_sizes(model: Any, environment_id: str) -> None:
     inputs = getattr(model.config, "frame_shape", None) or (model.config.state_dim,)
     wanted = (math.prod(inputs), model.config.act_dim, bool(model.discrete))
     if here != wanted:
-        kinds = {True: "discrete actions", False: "action values"}
+        kinds = {True: "discrete action", False: "action value"}
         raise InputError(
             "ENVIRONMENT_MISMATCH",
-            f"{environment_id} has {states} observation values and {actions} {kinds[discrete]}, "
-            f"the model {wanted[0]} and {wanted[1]} {kinds[wanted[2]]}",
+            f"{environment_id} has {count_text(states, 'observation value')} and "
+            f"{count_text(actions, kinds[discrete])}, "
+            f"the model {wanted[0]:,} and {count_text(wanted[1], kinds[wanted[2]])}",
             where="evaluate.environment",
             remedy="evaluate in the environment that the data came from",
         )

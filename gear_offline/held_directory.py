@@ -40,7 +40,10 @@ class HeldDirectory(Closing):
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise InputError(
-                unusable, f"cannot make the directory: {error.strerror}", where=str(path)
+                unusable,
+                f"cannot make the directory: {error.strerror}",
+                where=str(path),
+                remedy="give another place with --out, or check that you may write there",
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

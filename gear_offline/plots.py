@@ -156,7 +156,7 @@ def plot_learning_curve(
     if y.size and y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
     else:
-        panels[0].set_ylim(bottom=0)
+        panels[0].set_ylim(0, 1.05 * float(y.max()) if y.size and y.max() > 0 else None)
     found = f"loss {short(y[0])} to {short(y[-1])}" if y.size else "no losses yet"
     title = f"{found[0].upper()}{found[1:]} in {count_text(int(x[-1]) if x.size else 0, 'step')}"
     if evaluations:
@@ -240,7 +240,11 @@ def plot_asked_vs_achieved(
     low = min(everything) - (margin if min(everything) < 0 else 0.0)
     high = max(everything) + margin
     axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
+    # intervals of few episodes may be far wider than everything else
+    sides = [end for row in rows for end in row["ci95"] if end is not None]
+    floor = max(min([low, *(end - margin for end in sides)]), low - (high - low))
+    ceiling = min(max([high, *(end + margin for end in sides)]), high + (high - low))
+    axes.set_ylim(floor, ceiling)
     axes.plot([low, high], [low, high], color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
     ends = [(high - margin, "achieved\n= asked", GREY, high)]
     for level, text, colour in (
@@ -271,21 +275,30 @@ def plot_asked_vs_achieved(
     place = f" at step {evaluation['step']:,}" if evaluation.get("step") is not None else ""
     titles(
         figure,
-        asked_finding(asked, means),
+        asked_finding(asked, means, bars.max(axis=0)),
         f"{evaluation.get('run') or 'policy'}{place} in {evaluation['environment']}: mean and 95 % "
         f"interval of {count_text(count, 'episode')} for each asked return",
     )
     return save_figure(figure, path)
 
 
-def asked_finding(asked: npt.ArrayLike, means: npt.ArrayLike) -> str:
-    """Return in one line what achieved returns `means` (n,) say about following `asked` (n,)."""
+def asked_finding(
+    asked: npt.ArrayLike, means: npt.ArrayLike, halves: npt.ArrayLike | None = None
+) -> str:
+    """Return in one line what achieved returns `means` (n,) say about following `asked` (n,).
+
+    A difference between the first and the last that `halves` (n,), of their intervals, leave open is
+    not called one.
+    """
     order = np.argsort(np.asarray(asked, np.float64))
     wanted = np.asarray(asked, np.float64)[order]
     got = np.asarray(means, np.float64)[order]
+    half = np.zeros_like(got) if halves is None else np.asarray(halves, np.float64)[order]
     if wanted.size < 2:
         return f"Asked for {short(wanted[0])}, it achieves {short(got[0])}"
     span = f"{short(got[0])} to {short(got[-1])} for {short(wanted[0])} to {short(wanted[-1])}"
+    if 0 < abs(got[-1] - got[0]) <= np.hypot(half[0], half[-1]):
+        return f"Asked for more or less, no clear difference: {span}"
     if (np.diff(got) > 0).all():
         return f"Asked for more, it achieves more: {span}"
     if got[-1] > got[0]:

@@ -251,12 +251,11 @@ def _agreed(data: ModelSizes, environment: ModelSizes, name: str) -> ModelSizes:
 
 
 def _words(sizes: ModelSizes) -> str:
-    seen = f"{sizes.state_dim} observation values"
+    seen = count_text(sizes.state_dim, "observation value")
     if sizes.frame_shape:
         seen = f"frames of {' x '.join(map(str, sizes.frame_shape))}"
-    return (
-        f"{seen} and {sizes.action_dim} {'discrete actions' if sizes.discrete else 'action values'}"
-    )
+    acts = count_text(sizes.action_dim, "discrete action" if sizes.discrete else "action value")
+    return f"{seen} and {acts}"
 
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:

@@ -182,7 +182,7 @@ class ModelSettings(Section):
 
     hidden_size: Positive = 128
     """Width of the embeddings; a multiple of `heads`."""
-    layers: Positive = 3
+    layers: Annotated[Whole, Field(ge=1, le=10_000)] = 3
     """Transformer blocks."""
     heads: Positive = 1
     """Attention heads of a block."""
@@ -238,7 +238,7 @@ class TrainSettings(Section):
     """Micro-batches that a rank's share of a batch is cut into, to save memory."""
     recompute: bool = False
     """Compute blocks again in the backward pass instead of keeping what is in them."""
-    threads: Positive | None = None
+    threads: Annotated[Whole, Field(ge=1, le=4096)] | None = None
     """CPU threads of torch; null: torch decides."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait for other processes; an evaluation of the first one must fit in."""

@@ -73,6 +73,14 @@ def default_run_path(recipe: Recipe) -> Path:
     return Path("runs") / f"{recipe.name}-s{recipe.seed}"
 
 
+def run_in(recipe: str | Path) -> Path | None:
+    """Return the run directory that a recipe was named by: itself, or its ``recipe.yaml``."""
+    place = Path(recipe)
+    folder = place.parent if place.name == "recipe.yaml" and place.is_file() else place
+    held = (folder / "recipe.yaml").is_file() and (folder / "metrics.jsonl").is_file()
+    return folder if held else None
+
+
 class RunDirectory(HeldDirectory):
     """A run directory held for writing; a context manager.
 
@@ -111,24 +119,29 @@ class RunDirectory(HeldDirectory):
     def _check(self, resume: bool) -> None:
         """Refuse a directory that is not ours to write."""
         if self.path.exists() and not self.path.is_dir():
-            raise InputError("RUN_DIRECTORY", "not a directory", where=str(self.path))
+            raise InputError(
+                "RUN_DIRECTORY",
+                "not a directory",
+                where=str(self.path),
+                remedy="give another place with --out",
+            )
         content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         content -= {LOCK, ".recipe.yaml.partial"}
         if not content or (not resume and self.is_false_start):
             return
-        if not resume:
-            raise InputError(
-                "RUN_EXISTS",
-                "there is a run already",
-                where=str(self.path),
-                remedy="go on with --resume, or train into another directory",
-            )
         if not self.recipe_path.is_file():
             raise InputError(
                 "RUN_DIRECTORY",
                 "the directory is not empty and holds no run",
                 where=str(self.path),
-                remedy="train into another directory",
+                remedy="train into another directory: --out",
+            )
+        if not resume:
+            raise InputError(
+                "RUN_EXISTS",
+                "there is a run already",
+                where=str(self.path),
+                remedy="go on with --resume, or train into another directory: --out, name= or seed=",
             )
 
     @property

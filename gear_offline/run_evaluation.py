@@ -134,7 +134,8 @@ def _keep(report: TasksReport, home: Path, out: str | Path | None, quiet: bool) 
         report.write(home / "evaluation.json")
         if kept is not None:
             say(f"the result before this one is kept in {kept}", quiet=quiet)
-        write_report(home)
+        written = write_report(home)
+        say(f"written: {home / 'evaluation.json'}, {written} and its plots", quiet=quiet)
     except (OSError, GearError) as error:
         if out is not None and isinstance(error, OSError):
             print_tasks(report, console=Console(stderr=True))

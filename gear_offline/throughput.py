@@ -102,7 +102,8 @@ class Meter:
         """Return the rate over all steps counted in words."""
         found = self.summary()["tflops"]
         assert isinstance(found, float)
-        return f"{speed_text(found, self.peak)} ({FORMULA})"
+        counted = "" if self.peak is None else f" ({FORMULA})"
+        return speed_text(found, self.peak) + counted
 
 
 def make_meter(recipe: Recipe, segments: int, device: torch.device, *, half: bool) -> Meter:
@@ -119,6 +120,8 @@ def make_meter(recipe: Recipe, segments: int, device: torch.device, *, half: boo
 def speed_text(tflops: float, peak: float | None) -> str:
     """Return a rate of one device in words, with its share of the peak where that is known."""
     text = f"{tflops:,.3g} TFLOP/s" if tflops < 100 else f"{tflops:,.0f} TFLOP/s"
+    if tflops < 0.1:
+        text = f"{1000 * tflops:,.3g} GFLOP/s"
     if peak is not None:
         text += f", {tflops / peak:.1%} of the {peak:,.0f} of the chip's datasheet (MFU)"
     return text

@@ -7,6 +7,7 @@ steps; the first one alone writes, speaks and evaluates, and its word decides.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from gear_offline.interruption import StopRequest
 from gear_offline.learner import Learner
 from gear_offline.metrics import Metrics, finite
 from gear_offline.progress import say
-from gear_offline.run_directory import RunDirectory, default_run_path
+from gear_offline.run_directory import RunDirectory
 from gear_offline.run_evaluations import RunEvaluations
 from gear_offline.run_state import StateToSave, common_mark, restore, state_to_save
 from gear_offline.run_summary import summary_of
@@ -130,12 +131,11 @@ class Run:
             self._save(step, whole=last or due)
         if stopped_by is not None and not last:
             self._settle()
-            out = "" if self.path == default_run_path(self.recipe) else f" --out {self.path}"
             raise TrainingInterrupted(
                 "TRAIN_INTERRUPTED",
                 f"stopped by {stopped_by} after step {step:,}, a checkpoint is saved",
                 where=str(self.path),
-                remedy=f"go on with `gear-offline train {self.path}/recipe.yaml --resume{out}`",
+                remedy=f"go on with `gear-offline train {self.path} --resume`",
             )
 
     def _evaluation_due(self, step: int) -> bool:
@@ -381,14 +381,30 @@ class LeadingRun(Run):
 
     def _sum_up(self) -> None:
         """Write ``summary.json``, the plots and the report."""
-        summary = summary_of(self)
-        self.directory.write_summary(finite(summary))
         from gear_offline.report import write_report
 
-        write_report(self.directory.path)
+        steps, report = self.learner.step, f"report in {self.path / 'report.md'}"
+        if not self._timing and not self.evaluations.staleness and self._is_summed_up(steps):
+            report = report if (self.path / "report.md").exists() else str(write_report(self.path))
+            say(
+                f"{self.recipe.name}: was complete already, {count_text(steps, 'step')}; {report}",
+                quiet=self.quiet,
+            )
+            return  # its figures are of the process that did the steps
+        summary = summary_of(self)
+        self.directory.write_summary(finite(summary))
+        write_report(self.path)
         say(
             f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
+            f"{self.steps_per_second:,.4g} steps/s, {self.learner.meter.text()}; "
             f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches, "
-            f"{summary['save_wait_share']:.1%} for checkpoints; {self.learner.meter.text()}",
+            f"{summary['save_wait_share']:.1%} for checkpoints; {report}",
             quiet=self.quiet,
         )
+
+    def _is_summed_up(self, steps: int) -> bool:
+        """Return whether ``summary.json`` is of these steps."""
+        try:
+            return bool(json.loads(self.directory.summary_path.read_bytes())["steps"] == steps)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False

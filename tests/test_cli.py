@@ -93,6 +93,54 @@ def test_wrong_usage_is_one_line_and_exit_2(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "smoke", "--train.steps=5"], "; write train.steps=VALUE without dashes\n"),
+        (["recipes", "show"], "command 'show'; see gear-offline recipes --help\n"),
+        (["train", "--nope"], "; see gear-offline train --help\n"),
+    ],
+)
+def test_wrong_usage_says_the_way_out(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_the_overview_names_every_command_in_whole_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--help"]) == 0
+    _, _, listed = capsys.readouterr().out.partition("Commands:")
+    assert "convert" in listed and "..." not in listed
+
+
+def test_a_run_that_is_named_is_resumed_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path | None] = []
+
+    def train(recipe: object, *, out: Path | None, **_: object) -> Path:
+        asked.append(out)
+        return tmp_path
+
+    monkeypatch.setattr("gear_offline.trainer.train", train)
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("base: smoke\n")
+    (run / "metrics.jsonl").touch()
+    for words in (
+        [str(run), "--resume"],
+        [str(run / "recipe.yaml"), "--resume"],
+        [str(run)],
+        ["smoke", "--resume"],
+        [str(run), "--resume", "--out", "other"],
+    ):
+        assert cli.main(["train", *words]) == 0
+    assert asked == [run, run, None, None, Path("other")]
+
+
+@pytest.mark.parametrize(
     ("words", "code"),
     [
         (["convert", "nothing.hdf5", "out"], "FILE_MISSING"),

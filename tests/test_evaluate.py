@@ -365,6 +365,15 @@ def test_results_that_cannot_be_kept_are_still_returned(
     assert report.results and "could not be kept" in capfd.readouterr().err
 
 
+def test_a_run_of_nearly_that_name_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine-s3" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"e\.g\. runs/mine-s3"):
+        evaluate("mine")
+
+
 def test_no_such_run_is_said() -> None:
     with pytest.raises(InputError, match="there is no such run"):
         find_checkpoint(Path("/nowhere/at/all"))

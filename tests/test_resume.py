@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on(whole: Path, data: Path, tmp_path: Path, sto
     said = f"after step {stop},"
     with interrupted_in(stop), pytest.raises(TrainingInterrupted, match=said) as caught:
         train(tiny_recipe(data), out=run, quiet=True)
-    assert f"gear-offline train {run}/recipe.yaml --resume --out {run}" in str(caught.value)
+    assert f"gear-offline train {run} --resume" in str(caught.value)
     assert list_checkpoints(run / "checkpoints")[-1][0] == stop
     train(load_recipe(run), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)

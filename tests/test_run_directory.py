@@ -54,7 +54,7 @@ def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
 
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    assert code_of(tmp_path, resume=False) == "RUN_EXISTS"
+    assert code_of(tmp_path, resume=False) == "RUN_DIRECTORY"
     assert code_of(tmp_path, resume=True) == "RUN_DIRECTORY"
     assert code_of(tmp_path / "thesis.txt", resume=False) == "RUN_DIRECTORY"
     assert code_of(tmp_path / "thesis.txt" / "run", resume=False) == "RUN_DIRECTORY"

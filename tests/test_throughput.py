@@ -80,5 +80,5 @@ def test_the_meter_means_over_steps_not_over_lines() -> None:
 
 
 def test_words() -> None:
-    assert speed_text(0.00123456, None) == "0.00123 TFLOP/s"
+    assert speed_text(0.00123456, None) == "1.23 GFLOP/s"
     assert speed_text(612.4, 989.0).startswith("612 TFLOP/s, 61.9% of the 989")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,18 @@ def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -
         with pytest.raises(InputError) as caught:
             load_policy_parts(place)
         assert caught.value.code == "CHECKPOINT_MISSING"
+
+
+def test_a_complete_run_is_left_as_it_is(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
+    before = {path: path.read_bytes() for path in run.rglob("*.json*")}
+    assert (run / "summary.json") in before
+    train(load_recipe(run), out=run, resume=True)
+    assert {path: path.read_bytes() for path in run.rglob("*.json*")} == before
+    assert "was complete already, 20 steps; report in" in capsys.readouterr().err
+    assert learnt(run) == learnt(whole)
 
 
 def test_a_loaded_policy_acts_in_a_loop_of_ones_own_as_in_evaluation(
