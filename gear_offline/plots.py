@@ -28,6 +28,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
+WHOLE_TITLE = 60  # characters that surely fit the width; a longer title is written smaller
 
 
 def new_figure() -> Figure:
@@ -57,7 +58,8 @@ def titles(figure: Figure, title: str, subtitle: str) -> None:
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
         engine.set(rect=(0.0, 0.0, 1.0, 0.885))
-    figure.text(0.013, 0.945, title, fontsize=13, fontweight="bold", color=INK)
+    size = 13 * min(1.0, WHOLE_TITLE / max(len(title), 1))
+    figure.text(0.013, 0.945, title, fontsize=size, fontweight="bold", color=INK)
     figure.text(0.013, 0.896, subtitle, fontsize=9.5, color=GREY)
 
 
@@ -287,8 +289,8 @@ def asked_finding(
 ) -> str:
     """Return in one line what achieved returns `means` (n,) say about following `asked` (n,).
 
-    A difference between the first and the last that `halves` (n,), of their intervals, leave open is
-    not called one.
+    A difference between the first and the last that their intervals leave open is not called one;
+    `halves` (n,) are half of each interval.
     """
     order = np.argsort(np.asarray(asked, np.float64))
     wanted = np.asarray(asked, np.float64)[order]

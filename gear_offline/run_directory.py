@@ -141,7 +141,7 @@ class RunDirectory(HeldDirectory):
                 "RUN_EXISTS",
                 "there is a run already",
                 where=str(self.path),
-                remedy="go on with --resume, or train into another directory: --out, name= or seed=",
+                remedy="go on with --resume, or train into another directory (--out, name=, seed=)",
             )
 
     @property

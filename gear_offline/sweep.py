@@ -199,7 +199,8 @@ class Sweep:
         with display:
             display.begin(
                 {name: steps for name, steps in wanted.items() if name not in left}
-                | {point.name: steps_done(place(point)) for point in points}
+                | {point.name: steps_done(place(point)) for point in points},
+                complete=wanted.keys() - left,
             )
             if serial:
                 self._in_series(points, place, ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from datetime import timedelta
 
 from rich.progress import BarColumn, TextColumn
@@ -42,9 +43,10 @@ class SweepDisplay(BarDisplay):
         self._first: int | None = None
         self._began = self._drawn = self._printed = time.monotonic()
 
-    def begin(self, done: dict[str, int]) -> None:
+    def begin(self, done: dict[str, int], *, complete: Collection[str] = ()) -> None:
         """Begin to measure; runs that went on from before have `done` steps."""
         self._done.update(done)
+        self._ended.update(complete)
         self._first = sum(self._done.values())
         self._began = time.monotonic()
         self._draw()

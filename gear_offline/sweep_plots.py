@@ -69,6 +69,8 @@ def plot_sweep_curves(
         if len(order) > 1
         else name
     )
+    if len(order) > 1 and kinds:
+        title += _caution([curves[label][kinds[-1]] for label in shown[:2]])
     if len(order) == 1 and kinds:
         last = curves[shown[0]][kinds[-1]][-1]
         title = f"Mean {kinds[-1]} {short(last['mean'])} after {count_text(last['step'], 'step')}"
@@ -76,6 +78,16 @@ def plot_sweep_curves(
     titles(figure, title, f"{name}: {count_text(runs, 'run')}{note}; mean and 95 % interval")
     figure.align_ylabels(list(panels))
     return save_figure(figure, path)
+
+
+def _caution(pair: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Return what to add where the last intervals of two curves do not tell them apart."""
+    (low, high), (other_low, other_high) = (
+        curve[-1]["ci95"] if curve else (np.nan, np.nan) for curve in pair
+    )
+    if np.isnan([low, high, other_low, other_high]).any():
+        return "; no intervals"
+    return "; intervals overlap" if low <= other_high and other_low <= high else ""
 
 
 def _bands(

@@ -192,14 +192,17 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     console = Console() if console is None else console
     _, points, results = load_sweep(Path(path))
     rows = ranked(summarize(points, results))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{Path(path).name}, by setting")
-    table.add_column("setting", overflow="fold")
+    title = f"{Path(path).name}, by setting"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title)
+    widest = max((len(plain_label(row["label"])) for row in rows), default=0)
+    room = max(7, min(widest, console.width // 3))  # of the settings, before numbers are broken
+    table.add_column("setting", overflow="fold", width=room)
     table.add_column("seeds", justify="right")
     columns = shown_columns(rows)
     for name in columns:
         table.add_column(COLUMNS[name], justify="right")
     for row in rows:
-        cells = [_cell(row[name]) for name in columns]
+        cells = [_cell(row[name]).replace(" (", "\n(") for name in columns]
         table.add_row(escape(plain_label(row["label"])), str(row["complete"]), *cells)
     console.print(table, highlight=False)
     console.print(f"In brackets: {INTERVAL}.", highlight=False)

@@ -126,6 +126,20 @@ def test_the_report_names_settings_runs_and_failures(sweep: Path) -> None:
     json.dumps(document, allow_nan=False)
 
 
+def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    """Values with decimals stay whole, and so do the numbers beside them."""
+    points = name_points(grid(recipe(), {"optimizer.learning_rate": [1e-3, 1e-4]}, seeds=[0, 1]))
+    with SweepDirectory(tmp_path / "rates", points, free=()) as directory:
+        directory.note(mode="serial")
+        for number, point in enumerate(points):
+            fill(directory.run_path(point), losses=[1.25 + number], returns=[-1000.0 - number])
+    console = Console(record=True, width=80)
+    print_sweep(tmp_path / "rates", console=console)
+    printed = console.export_text()
+    for text in ("learning_rate=0.001 ", "learning_rate=0.0001 ", "-1,000 ", " 1.75"):
+        assert text in printed, printed
+
+
 def test_one_seed_has_no_interval_and_no_evaluation_no_column(tmp_path: Path) -> None:
     path = tmp_path / "alone"
     points = name_points([recipe()])
@@ -193,3 +207,6 @@ def test_the_display_tells_runs_steps_and_the_time_left(
     display.end("b", "failed")  # what it does not do any more needs no time
     assert "1 of 3 runs  160 of 260 steps" in display.facts()
     assert "left 0:00:25" in display.facts()
+    later = SweepDisplay("mine", {"a": 100, "b": 100}, quiet=True)
+    later.begin({"a": 100}, complete={"a"})
+    assert later.facts() == "1 of 2 runs  100 of 200 steps"
