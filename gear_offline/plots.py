@@ -289,8 +289,8 @@ def asked_finding(
 ) -> str:
     """Return in one line what achieved returns `means` (n,) say about following `asked` (n,).
 
-    A difference between the first and the last that their intervals leave open is not called one;
-    `halves` (n,) are half of each interval.
+    A difference between the first and the last that their intervals leave open, or of less than a
+    hundredth of what was asked, is not called one; `halves` (n,) are half of each interval.
     """
     order = np.argsort(np.asarray(asked, np.float64))
     wanted = np.asarray(asked, np.float64)[order]
@@ -299,7 +299,8 @@ def asked_finding(
     if wanted.size < 2:
         return f"Asked for {short(wanted[0])}, it achieves {short(got[0])}"
     span = f"{short(got[0])} to {short(got[-1])} for {short(wanted[0])} to {short(wanted[-1])}"
-    if 0 < abs(got[-1] - got[0]) <= np.hypot(half[0], half[-1]):
+    least = max(float(np.hypot(half[0], half[-1])), 0.01 * float(wanted[-1] - wanted[0]))
+    if 0 < abs(got[-1] - got[0]) <= least:
         return f"Asked for more or less, no clear difference: {span}"
     if (np.diff(got) > 0).all():
         return f"Asked for more, it achieves more: {span}"

@@ -24,6 +24,7 @@ from gear_offline.models.multitask import ModelTask
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
 from gear_offline.task_recipes import environments_of, tasks_in
+from gear_offline.wording import count_text
 
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
@@ -220,7 +221,9 @@ def tasks_table(report: TasksReport) -> Group:
                 f"100 is {result.best:,.6g}"
             )
         tables.append(table)
-    return Group(*tables, f"mean score of {len(tables)} tasks: {score_text(report.score)}")
+    return Group(
+        *tables, f"mean score of {count_text(len(tables), 'task')}: {score_text(report.score)}"
+    )
 
 
 def outcome(document: Mapping[str, Any]) -> tuple[str, str]:

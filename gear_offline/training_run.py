@@ -396,7 +396,7 @@ class LeadingRun(Run):
         write_report(self.path)
         say(
             f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
-            f"{self.steps_per_second:,.4g} steps/s, {self.learner.meter.text()}; "
+            f"{self.learner.meter.text()} while stepping; "
             f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches, "
             f"{summary['save_wait_share']:.1%} for checkpoints; {report}",
             quiet=self.quiet,

@@ -125,6 +125,7 @@ def test_title_says_whether_the_asked_return_is_followed() -> None:
     assert asked_finding([1, 2, 3], [5, 9, 8]).startswith("It follows the asked return in part")
     assert asked_finding([1, 2], [5, 5]).startswith("It does not follow the asked return")
     assert asked_finding([1, 2], [5, 4]).startswith("It does not follow the asked return")
+    assert "no clear difference: -911 to -911 for" in asked_finding([-1388, -765], [-911.2, -911.1])
     open_ = asked_finding([1, 2], [5, 5.5], [0.5, 0.5])
     assert open_ == "Asked for more or less, no clear difference: 5 to 5.5 for 1 to 2"
     assert asked_finding([1, 2], [5, 6], [0.5, 0.5]).startswith("Asked for more, it achieves more")

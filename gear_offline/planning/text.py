@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gear_offline.throughput import speed_text
 from gear_offline.wording import size_text
 
 ASSUMED = (
@@ -55,7 +56,7 @@ def _size_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_bytes(placement['gpu_bytes'])}, "
             f"of it {_bytes(model['memory_bytes'])} for the model",
         ),
-        ("model", f"{model['parameters']:,} parameters, {model['flops'] / 1e12:,.3f} TFLOP a step"),
+        ("model", f"{model['parameters']:,} parameters, {model['flops'] / 1e12:,.3g} TFLOP a step"),
         (
             "batch",
             f"{document['batch']['global']:,} segments of {_bytes(data['window_bytes'])}, "
@@ -89,7 +90,7 @@ def _time_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "rate",
             f"{step['segments_per_second']:,.0f} segments/s, "
-            f"{document['model']['tflops_per_second']:,.0f} TFLOP/s a GPU",
+            f"{speed_text(document['model']['tflops_per_second'], None)} a GPU",
         ),
         (
             "start",
@@ -102,7 +103,7 @@ def _time_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "run",
             f"{_time(run['seconds'])} for {run['steps']:,} steps, "
-            f"{run['passes']:,.2g} times the data",
+            f"{run['passes']:,.{0 if run['passes'] >= 100 else 2}f} times the data",
         ),
     ]
     return rows
