@@ -10,6 +10,7 @@ wrong becomes one `InputError` with the dotted path of the option.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -142,13 +143,17 @@ class Recipe(Section):
         for key, value in options.items():
             *sections, leaf = key.split("__")
             place = changed
-            for section in sections:
+            for section in sections:  # one that is not there, `parse` refuses by its name
+                below = place.get(section)
+                place[section] = below if isinstance(below, dict) else {}
                 place = place[section]
             place[leaf] = value
         return Recipe.parse(changed)
 
 
-def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    name_or_path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Recipe:
     """Read a recipe by name or from a file, apply its bases, then ``key=value`` overrides.
 
     Parameters
@@ -158,13 +163,17 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         ``recipe.yaml``).
     overrides
         Dotted options and YAML values, e.g. ``"train.steps=3000"``,
-        ``"evaluate.targets=[3600, 1800]"``.
+        ``"evaluate.targets=[3600, 1800]"``; or ``{"train.steps": 3000}``.
 
     Raises
     ------
     InputError
         ``RECIPE_*``, naming the file and the dotted option.
     """
+    if isinstance(overrides, Mapping):
+        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+    elif isinstance(overrides, str):
+        overrides = [overrides]
     merged, where = read_merged(name_or_path, overrides)
     return Recipe.parse(merged, where=where)
 

@@ -59,7 +59,11 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
 
 
 def train(
-    recipe: Recipe, *, out: Path | None = None, resume: bool = False, quiet: bool = False
+    recipe: Recipe | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Train, evaluate and write a run directory.
 
@@ -69,7 +73,7 @@ def train(
     Parameters
     ----------
     recipe
-        From `gear_offline.recipe.load_recipe`.
+        From `gear_offline.recipe.load_recipe`, or what that takes: a name or a file.
     out
         Run directory; default ``runs/NAME-sSEED``.
     resume
@@ -93,8 +97,14 @@ def train(
     GearError
         ``LOSS_NONFINITE``; ``RANK_LOST`` and ``RANK_FAILED`` for what happened on other ranks.
     """
+    whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    path = default_run_path(whole) if out is None else Path(out)
+    _train(whole, path, resume=resume, quiet=quiet)
+    return path
+
+
+def _train(recipe: Recipe, path: Path, *, resume: bool, quiet: bool) -> None:
     device = rank_device(resolve_device(recipe.train.device))
-    path = default_run_path(recipe) if out is None else Path(out)
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(recipe.loader.batch_size, world, recipe.train.accumulate)  # at once
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
@@ -118,7 +128,6 @@ def train(
             except OSError as error:  # of the run's own files: the data's errors have codes
                 sweep(directory.checkpoints_path)
                 raise write_error(error, str(path)) from error
-    return path
 
 
 def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:

@@ -168,6 +168,28 @@ def test_overrides_set_nested_values() -> None:
     assert load_recipe("paper", ["evaluate.targets=3600"]).evaluate.targets == (3600.0,)
 
 
+def test_overrides_may_be_one_text_or_a_mapping() -> None:
+    asked = {"train.steps": 20_000, "evaluate.targets": [1, 2.5], "evaluate.environment": None}
+    recipe = load_recipe("hopper-medium", asked)
+    assert recipe.train.steps == 20_000
+    assert (recipe.evaluate.targets, recipe.evaluate.environment) == ((1.0, 2.5), None)
+    assert load_recipe("hopper-medium", "train.steps=20000").train.steps == 20_000
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("trian__steps", "unknown option 'trian'"),
+        ("train__stepz", "did you mean 'train.steps'"),
+        ("seed__x", "seed must be a whole number"),
+        ("data__collect__steps", "'data.collect.environment' is missing"),
+    ],
+)
+def test_what_cannot_be_replaced_is_named(option: str, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        load_recipe("paper", ["data.path=x"]).replace(**{option: 3})
+
+
 def write(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
