@@ -158,6 +158,7 @@ def _check_values(name: str, given: dict[str, Any]) -> None:
 def _check_recipe(name: str, given: dict[str, Any]) -> None:
     recipe, overrides = given["recipe"], given["overrides"] or ()
     own = recipe.endswith(".yaml") and not (ROOT / recipe).exists()
+    own |= recipe.startswith("runs/")  # a run's own recipe
     recipe = "paper" if own or PLACEHOLDER.fullmatch(recipe) else recipe
     recipe = ROOT / recipe if recipe.endswith(".yaml") else recipe
     if name == "sweep":

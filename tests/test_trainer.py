@@ -272,7 +272,7 @@ def test_a_loaded_policy_acts_in_a_loop_of_ones_own_as_in_evaluation(
     while not done:
         (action,) = policy.act(observation[None])
         observation, reward, terminated, truncated, _ = environment.step(action)
-        policy.observe_reward(reward)
+        policy.observe_reward(float(reward))
         total, done = total + float(reward), terminated or truncated
     assert total == pytest.approx(report.results[0].returns[0], abs=1e-5) and total != 0.0
 
