@@ -6,9 +6,11 @@ import sys
 from typing import Self
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import BarColumn, Progress, ProgressColumn
 
 from gear_offline.progress import say
+
+ROOM_FOR_BAR = 80  # columns of a terminal; on a narrower one the numbers need all of them
 
 
 class BarDisplay:
@@ -40,7 +42,10 @@ class BarDisplay:
         self._name, self._quiet = name, quiet
         self._bar: Progress | None = None
         if bar and not quiet and sys.stderr.isatty():
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            console = Console(stderr=True)
+            narrow = console.width < ROOM_FOR_BAR
+            shown = [c for c in columns if not (narrow and isinstance(c, BarColumn))]
+            self._bar = Progress(*shown, console=console)
             self._task = self._bar.add_task(name, total=total, completed=done, facts="")
 
     def __enter__(self) -> Self:

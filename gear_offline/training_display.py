@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.table import Column
 
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
 from gear_offline.progress_bar import BarDisplay
@@ -27,11 +28,13 @@ class TrainingDisplay(BarDisplay):
     """
 
     def __init__(self, name: str, *, steps: int, done: int, quiet: bool) -> None:
-        text, facts = TextColumn("{task.description}"), TextColumn("{task.fields[facts]}")
-        columns = (text, BarColumn(), MofNCompleteColumn(), facts)
+        text = TextColumn("{task.description}")
+        facts = TextColumn("{task.fields[facts]}", table_column=Column())  # these give way
+        columns = (text, BarColumn(), MofNCompleteColumn(table_column=Column(no_wrap=True)), facts)
         super().__init__(name, *columns, total=steps, done=done, quiet=quiet)
         self._steps, self._first = steps, done
         self._started = self._drawn = self._printed = time.monotonic()
+        self._done = done
         self._loss: float | None = None
         self._score: str | None = None
         self._paused_seconds = 0.0
@@ -42,7 +45,7 @@ class TrainingDisplay(BarDisplay):
             return
         now = time.monotonic()
         if now - self._drawn >= REDRAW_SECONDS:
-            self._drawn = now
+            self._drawn, self._done = now, done
             self._bar.update(self._task, completed=done, facts=self._facts(done))
 
     def log(self, done: int, loss: float) -> None:
@@ -51,6 +54,7 @@ class TrainingDisplay(BarDisplay):
         now = time.monotonic()
         last = done >= self._steps
         if self._bar is not None:
+            self._drawn, self._done = now, done
             self._bar.update(self._task, completed=done, facts=self._facts(done))
         elif last or now - self._printed >= PLAIN_INTERVAL_SECONDS:
             self._printed = now
@@ -67,9 +71,12 @@ class TrainingDisplay(BarDisplay):
     def score(self, text: str) -> None:
         """Show the last evaluation."""
         self._score = text
+        if self._bar is not None:  # no step may follow
+            self._bar.update(self._task, facts=self._facts(self._done, self._drawn))
 
-    def _facts(self, done: int) -> str:
-        busy = time.monotonic() - self._started - self._paused_seconds
+    def _facts(self, done: int, at: float | None = None) -> str:
+        now = time.monotonic() if at is None else at
+        busy = now - self._started - self._paused_seconds
         rate = (done - self._first) / busy if busy > 0 else 0.0
         facts = [f"{rate:,.1f} steps/s"] if done > self._first else []
         if self._loss is not None:

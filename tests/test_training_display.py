@@ -43,9 +43,11 @@ def test_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [100, 60])
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """On a narrow one the numbers stay whole and the bar is left out."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(columns))
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
@@ -58,6 +60,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("step 1,500: asked [3,600]", "1000/2000", "2000/2000", "loss 0.0625"):
         assert part in said
     assert "return 41" in said
+    assert ("\u2501" in said) == (columns == 100)
 
 
 def test_the_first_signal_is_a_request_the_second_is_final() -> None:
