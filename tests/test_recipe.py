@@ -115,6 +115,9 @@ def test_the_papers_hyper_parameters() -> None:
         ("loader.normalize_states=1", "RECIPE_TYPE", "must be true or false"),
         ("train.steps=0", "RECIPE_VALUE", "train.steps must be greater than or equal to 1"),
         ("loader.context_length=0", "RECIPE_VALUE", "loader.context_length"),
+        # a million narrow blocks would fit the memory, and never be made
+        ("model.layers=1e6", "RECIPE_VALUE", "model.layers must be less than or equal to 10000"),
+        ("train.threads=1e5", "RECIPE_VALUE", "train.threads must be less than or equal to 4096"),
         ("model.dropout=1", "RECIPE_VALUE", "model.dropout must be less than 1"),
         ("optimizer.learning_rate=.nan", "RECIPE_VALUE", "a finite number"),
         ("optimizer.betas=[1,2,3]", "RECIPE_VALUE", "a list of at most 2 items"),
