@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from gear_offline.errors import InputError
 from gear_offline.recipe import (
@@ -21,10 +18,8 @@ from gear_offline.recipe import (
     load_recipe,
     validate_recipe,
 )
-from gear_offline.recipe_errors import dotted_fields, entry_model, section_model
 from gear_offline.recipe_files import RECIPES, recipe_paths
 from gear_offline.strict_yaml import parse_yaml
-from gear_offline.task_recipes import task_recipe
 from gear_offline.trainer import train
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
@@ -328,148 +323,6 @@ def test_a_recipe_is_frozen() -> None:
         recipe.train.steps = 3
     changed = recipe.replace(train__steps=20_000, seed=3)
     assert (changed.train.steps, changed.seed, recipe.train.steps) == (20_000, 3, 100_000)
-
-
-def option_rows() -> list[str]:
-    """Return the lines of docs/recipes.md's tables, made from the typed options."""
-    rows: list[str] = []
-    entries: list[tuple[type[BaseModel], str]] = []
-    defaults = Recipe(name="x").to_dict()
-
-    def add(model: type[BaseModel], prefix: str, values: dict[str, Any]) -> None:
-        for name, field in model.model_fields.items():
-            section = section_model(field.annotation)
-            if section is not None:
-                rows.append(
-                    f"\n### {prefix}{name}\n\n| option | default | meaning |\n|---|---|---|"
-                )
-                add(section, f"{prefix}{name}.", values.get(name) or {})
-                continue
-            entry = entry_model(field.annotation)
-            if entry is not None:
-                of_each = ".NAME" if "dict" in str(field.annotation) else ""
-                entries.append((entry, f"{prefix}{name}{of_each}"))
-            default = values.get(name, field.default)
-            shown = "required" if field.is_required() else f"`{json.dumps(default)}`"
-            rows.append(f"| `{name}` | {shown} | {field.description} |")
-
-    add(Recipe, "", defaults)
-    for model, title in entries:
-        rows.append(f"\n### {title}\n\n| option | default | meaning |\n|---|---|---|")
-        for name, field in model.model_fields.items():
-            shown = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-            rows.append(f"| `{name}` | {shown} | {field.description} |")
-    return rows
-
-
-def test_every_option_is_documented() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-    assert len(option_rows()) > 50
-    for row in option_rows():
-        assert row in page, f"docs/recipes.md lacks {row}"
-
-
-TASKS = """
-base: paper
-name: several
-data:
-  tasks:
-    one:
-      path: a
-      weight: 2
-      selection: {strategy: top_k, k: 5}
-      collect: {environment: Pendulum-v1}
-    two: {path: b, returns_scale: 10}
-  schedule: [{step: 0, weights: {one: 1, two: 0}}, {step: 10, weights: {one: 1, two: 1}}]
-evaluate: {episodes: 5}
-"""
-
-
-def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
-    path = write(tmp_path / "several.yaml", TASKS)
-    recipe = validate_recipe(path, ["data.tasks.two.weight=3"])
-    assert recipe.data.tasks is not None and recipe.data.schedule is not None
-    assert recipe.data.tasks["two"].weight == 3.0
-    single = task_recipe(recipe, "one")
-    assert (single.data.path, single.selection.options) == ("a", {"k": 5})
-    assert single.data.tasks is None and single.evaluate.episodes == 5
-    assert task_recipe(recipe, "two").loader.returns_scale == 10.0
-    assert single.loader.returns_scale == 1000.0
-    child = write(tmp_path / "child.yaml", "base: several.yaml\ndata: {tasks: {one: {path: c}}}")
-    tasks = load_recipe(child).data.tasks
-    assert tasks is not None and (tasks["one"].path, tasks["one"].weight) == ("c", 2.0)
-    fewer = load_recipe(child, ["data.tasks.two=null", "data.schedule=null"]).data.tasks
-    assert fewer is not None and list(fewer) == ["one"], "null leaves one of the base out"
-    assert Recipe.parse(parse_yaml(recipe.to_yaml(), where="x")) == recipe
-    with pytest.raises(InputError, match="no task 'three'"):
-        task_recipe(recipe, "three")
-
-
-@pytest.mark.parametrize(
-    ("override", "code", "said"),
-    [
-        ("data.tasks.two.wieght=3", "RECIPE_UNKNOWN_KEY", "did you mean 'data.tasks.two.weight'"),
-        ("data.tasks.two=3", "RECIPE_TYPE", "data.tasks.two must be a section"),
-        ("data.tasks.two.path=null", "RECIPE_TYPE", "data.tasks.two.path must be text"),
-        ("data.tasks.two.weight=-1", "RECIPE_VALUE", "data.tasks.two.weight"),
-        ("data.tasks.two.path=a", "RECIPE_VALUE", "data.tasks.two.path is that of one"),
-        ("data.tasks.two.targets=[]", "RECIPE_VALUE", "data.tasks.two.targets"),
-        ("data.tasks.one.source=x", "RECIPE_VALUE", "exclude each other"),
-        ("data.tasks.two=null", "RECIPE_VALUE", "weights must name every task once"),
-        ("data.path=x", "RECIPE_VALUE", "data.path and data.tasks exclude each other"),
-        ("evaluate.targets=[3]", "RECIPE_VALUE", "say targets in each task"),
-        ("data.schedule=[]", "RECIPE_VALUE", "at least one point"),
-        ("data.schedule=[{step: 0, weights: {one: 1}}]", "RECIPE_VALUE", "tasks: one, two"),
-        ("data.schedule=[{step: 0, weights: {one: 0, two: 0}}]", "RECIPE_VALUE", "all zero"),
-        ("data.schedule=[{step: 0, wights: {}}]", "RECIPE_UNKNOWN_KEY", "data.schedule.0.weights"),
-        ("data.tasks.one.selection.strategy=top", "SELECTION_UNKNOWN", "task one"),
-        ("data.tasks.one.collect.environment=Pendulun-v1", "ENVIRONMENT_UNKNOWN", "task one"),
-    ],
-)
-def test_mistakes_in_tasks_are_one_error(
-    tmp_path: Path, override: str, code: str, said: str
-) -> None:
-    path = write(tmp_path / "several.yaml", TASKS)
-    with pytest.raises(InputError) as caught:
-        validate_recipe(path, [override])
-    assert (caught.value.code, "\n" in str(caught.value)) == (code, False), str(caught.value)
-    assert said in str(caught.value)
-
-
-def test_every_option_has_a_text() -> None:
-    def check(model: type[BaseModel]) -> int:
-        count = 0
-        for name, field in model.model_fields.items():
-            section = section_model(field.annotation)
-            assert section or field.description, f"{model.__name__}.{name} has no text"
-            count += 1 if section is None else check(section)
-        return count
-
-    assert check(Recipe) == len(list(dotted_fields(Recipe)))
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.dictionaries(
-        st.sampled_from(list(dotted_fields(Recipe))),
-        st.integers() | st.text(max_size=5) | st.floats(),
-        max_size=3,
-    )
-)
-def test_any_values_are_accepted_or_refused_with_a_code(values: dict[str, Any]) -> None:
-    nested: dict[str, Any] = {"name": "x"}
-    for option, value in values.items():
-        place = nested
-        *sections, leaf = option.split(".")
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = value
-    try:
-        recipe = Recipe.parse(nested)
-    except InputError as error:
-        assert error.code.startswith("RECIPE_")
-    else:
-        assert Recipe.parse(parse_yaml(recipe.to_yaml(), where="x")) == recipe
 
 
 def test_options_may_stand_beside_their_strategy(tmp_path: Path) -> None:
