@@ -4,6 +4,7 @@
 VENV ?= .venv
 export VENV
 BIN := $(VENV)/bin
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: help demo test test-long test-gpu test-rdma sanitize fuzz trust soak lint format bench clean
 
@@ -25,17 +26,18 @@ demo:
 	@.ci/setup demo
 	@$(BIN)/python -m gear_offline.demo
 
+# Bytecode is kept: hundreds of processes import the package, and containers often ask for none.
 # One thread a process: two processes share two cores, and threads that wait for each other's core
 # made the tests of training several times slower.  Tests of threads set their own number.
 test: export OMP_NUM_THREADS = 1
 test:
 	@.ci/setup test
-	@$(BIN)/python -m pytest -n 2 -m "not long" --durations 30
+	@$(PYTEST) -n 2 -m "not long" --durations 30
 
 test-long: export OMP_NUM_THREADS = 1
 test-long:
 	@.ci/setup test
-	@$(BIN)/python -m pytest -n 2 -m long
+	@$(PYTEST) -n 2 -m long
 
 test-gpu:
 	@python3 -m pytest -m gpu
