@@ -70,6 +70,7 @@ def test_compiled_kernels_are_refused() -> None:
     assert caught.value.code == "RECIPE_VALUE"
 
 
+@pytest.mark.long
 def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
     """A rank killed at step 14 and restarted from 10 learns what undisturbed ranks learn.
 

@@ -106,6 +106,7 @@ def check_names(sharded: Path, alone: Path) -> None:
         assert shapes == {n: t.shape for n, t in theirs.items()}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     """Four steps alone, four on two ranks and on three, two alone: the losses of one process."""

@@ -27,7 +27,8 @@ def masses_of(weights: Float64Array) -> UInt64Array:
     """Return integer masses in proportion to `weights` that sum to ``2**64``.
 
     A positive weight gets at least 1, a zero weight gets 0.  The ratio of two masses differs from
-    that of the weights by a relative error of about ``2**-51``, and each mass by 3 at most besides.
+    that of the weights by a relative error of about ``2**-51``, and each mass by 6 at most besides:
+    4 for the scaled weight's fraction, which is cut off, and 2 for those of the two passes.
 
     Parameters
     ----------
