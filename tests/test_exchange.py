@@ -189,7 +189,8 @@ def test_reads_outside_the_destination_are_refused(team: Team, transport: str, r
 
 def test_nothing_is_left_behind(team: Team) -> None:
     for before, after in team.run(plays.resources_after, SMALL, [EVERYONE], ROWS, 3):
-        assert after == before
+        for kind, count in after.items():  # connections of earlier exchanges may still go
+            assert count <= before[kind], (kind, before, after)
 
 
 def test_closing_waits_for_the_peers(team: Team) -> None:
