@@ -261,6 +261,19 @@ class PolicyParts(NamedTuple):
     context_length: int
     recipe: Recipe
 
+    def policy(self, device: torch.device | str = "cpu") -> Policy:
+        """Return what acts, on `device`."""
+        from gear_offline.models.policy import Policy
+
+        return Policy(
+            self.model,
+            state_mean=self.state_mean,
+            state_std=self.state_std,
+            returns_scale=self.returns_scale,
+            context_length=self.context_length,
+            device=device,
+        )
+
 
 def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) -> PolicyParts:
     """Read the model of a checkpoint, or of the newest whole checkpoint of a run directory.
@@ -320,18 +333,9 @@ def load_policy(
         ``DEVICE``.
     """
     from gear_offline.loaders.loader import resolve_device
-    from gear_offline.models.policy import Policy
 
     where = resolve_device(device)
-    model, mean, std, returns_scale, context_length, _ = load_policy_parts(run_or_checkpoint, task)
-    return Policy(
-        model,
-        state_mean=mean,
-        state_std=std,
-        returns_scale=returns_scale,
-        context_length=context_length,
-        device=where,
-    )
+    return load_policy_parts(run_or_checkpoint, task).policy(where)
 
 
 def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:

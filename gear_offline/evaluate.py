@@ -194,26 +194,19 @@ def evaluate(
     """
     from gear_offline.checkpoint import load_policy_parts, read_state
     from gear_offline.loaders.loader import resolve_device
-    from gear_offline.models.policy import Policy
     from gear_offline.report import write_report
 
     if out is not None:
         check_new_file(Path(out))
     folder = find_checkpoint(Path(run), checkpoint)
-    model, state_mean, state_std, returns_scale, context_length, recipe = load_policy_parts(folder)
+    parts = load_policy_parts(folder)
+    recipe = parts.recipe
     settings, where = recipe.evaluate, resolve_device(device)
     environment_id = _chosen(
         environment, settings.environment, "environment", "say it: --environment Hopper-v5"
     )
-    check_sizes(model, environment_id)
-    policy = Policy(
-        model,
-        state_mean=state_mean,
-        state_std=state_std,
-        returns_scale=returns_scale,
-        context_length=context_length,
-        device=where,
-    )
+    check_sizes(parts.model, environment_id)
+    policy = parts.policy(where)
     with torch_threads(recipe.train.threads):
         report = evaluate_policy(
             policy,

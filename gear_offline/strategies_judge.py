@@ -166,20 +166,13 @@ def judge(sitting: Sitting) -> dict[str, Any]:
 
     from gear_offline.checkpoint import load_policy_parts
     from gear_offline.evaluate import evaluate_policy
-    from gear_offline.models.policy import Policy
 
     began = time.perf_counter()
     parts = load_policy_parts(sitting.checkpoint)
     probes = dict(_probe_losses(parts.model, sitting))
     found: dict[str, Any] = {"score": None, "normalized": None, "targets": []}
     if sitting.environment is not None and sitting.episodes > 0:
-        policy = Policy(
-            parts.model,
-            state_mean=parts.state_mean,
-            state_std=parts.state_std,
-            returns_scale=parts.returns_scale,
-            context_length=parts.context_length,
-        )
+        policy = parts.policy()
         with torch.random.fork_rng(devices=[]):
             report = evaluate_policy(
                 policy,

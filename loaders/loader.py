@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
@@ -56,7 +56,7 @@ class Gather(Protocol):
         ...
 
 
-class GearLoader(Iterator[Batch]):
+class GearLoader(Closing, Iterator[Batch]):
     """Batches of segments of a dataset, without end.
 
     The batch of a step depends on the dataset, the seed, the step and the options here; not on
@@ -349,17 +349,6 @@ class GearLoader(Iterator[Batch]):
         if self.spread is not None:
             self.spread.close()
             self._ready = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""

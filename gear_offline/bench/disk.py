@@ -29,12 +29,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.disk_files import ShardFiles, aligned_buffer
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[tuple[int, ...], type[np.generic], int]] = {
 }
 
 
-class MadeSource:
+class MadeSource(Closing):
     """Random rows of any number, from a small pool: nothing is kept."""
 
     def __init__(self, kind: str, nbytes: int) -> None:
@@ -89,17 +89,6 @@ class MadeSource:
         return 1
 
     def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
         pass
 
 
