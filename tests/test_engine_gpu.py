@@ -233,11 +233,14 @@ def test_many_short_windows(dataset: Any, padding: Padding, layout: str, span: i
         same(gpu.batch_at(1), cpu.batch_at(1))
 
 
-def test_off_copies_and_other_laws_say_so(dataset: Any) -> None:
+def test_without_an_engine_batches_are_copied_and_a_batch_on_the_gpu_is_refused(
+    dataset: Any,
+) -> None:
     off = GearLoader(dataset, batch_size=4, device="cuda", engine="off")
     assert off.engine is None
-    with pytest.raises(UnavailableError, match="does not gather on the GPU"):
+    with pytest.raises(UnavailableError, match="the GPU alone does not gather") as caught:
         off.device_batches()
+    assert caught.value.code == "ENGINE_OFF" and "engine='on'" in caught.value.remedy
     gpu, _ = loaders(dataset, batch_size=20)
     same(next(GearLoader(dataset, batch_size=20, context_length=8, seed=2**63 + 5,
                          device="cuda", engine="off")), next(gpu))  # fmt: skip

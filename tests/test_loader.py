@@ -330,6 +330,9 @@ def test_engine_on_fails_where_there_is_no_gpu(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="needs a CUDA device") as caught:
         GearLoader(dataset, batch_size=2, device="cpu", engine="on")
     assert caught.value.code == "ENGINE_OFF"
+    with pytest.raises(UnavailableError, match="the GPU alone does not gather") as caught:
+        GearLoader(dataset, batch_size=2, device="cpu").device_batches()
+    assert caught.value.code == "ENGINE_OFF"
 
 
 def test_numpy_integers_are_integers(dataset: Dataset) -> None:
