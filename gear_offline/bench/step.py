@@ -1,6 +1,7 @@
 """A training step of large models: milliseconds, TFLOP/s, memory, and how long it waits for data.
 
     gear-offline bench step
+    gear-offline bench step rows=2,1
     torchrun --nproc-per-node 4 -m gear_offline bench step
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
@@ -16,7 +17,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 
 from gear_offline.bench.loader import _hopper_like
 from gear_offline.dataset import Dataset
-from gear_offline.errors import UnavailableError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
 from gear_offline.preparation import ModelSizes
@@ -58,12 +59,25 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_87m, DDP": ("dt_87m", ("train.parallel=ddp",)),
     "dt_1b, FSDP": ("dt_1b", ("train.parallel=fsdp",)),
     "dt_1b, DDP": ("dt_1b", ("train.parallel=ddp",)),
+    "dt_87m, DDP, float32 weights": ("dt_87m", ("train.parallel=ddp", *AUTOCAST)),
+    "dt_87m, one graph, float32 weights": ("dt_87m", ("train.graph=on", *AUTOCAST)),
 }
 QUICK = 2  # rows
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """Measure; about six minutes on one GPU, most of them compiling."""
+def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
+    """Measure; about six minutes on one GPU, most of them compiling.
+
+    Parameters
+    ----------
+    rows
+        Which rows, from 1, in the order to be measured; default: all, or the first `QUICK`.
+
+    Raises
+    ------
+    InputError
+        ``BENCH_SIZE`` for a row that is not there.
+    """
     if not torch.cuda.is_available():
         raise UnavailableError(
             "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
@@ -71,20 +85,32 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     device = rank_device("cuda")
     with open_world(device) as world, _hopper_like(100_000, 219) as (dataset, _):
         variants = ALONE if world.size == 1 else SEVERAL
-        names = list(variants)[: QUICK if quick else None]
-        rows = []
+        names = chosen(list(variants), rows, quick=quick)
+        results = []
         with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
             for name in names:
-                rows.append(measure(name, *variants[name], dataset, device, world, quick=quick))
-                say(f"{rows[-1]}", quiet=not world.is_first)
+                results.append(measure(name, *variants[name], dataset, device, world, quick=quick))
+                say(f"{results[-1]}", quiet=not world.is_first)
                 advance(1)
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": world.size,
         "formula": FORMULA,
         "peak_tflops": peak_tflops(device, half=True),
-        "results": rows,
+        "results": results,
     }
+
+
+def chosen(names: list[str], rows: Sequence[int], *, quick: bool = False) -> list[str]:
+    """Return the names of these rows, counted from 1; raises as `run`."""
+    if not rows:
+        return names[: QUICK if quick else None]
+    if max(rows) > len(names):
+        known = ", ".join(f"{number} ({name})" for number, name in enumerate(names, start=1))
+        raise InputError(
+            "BENCH_SIZE", f"benchmark 'step' has no row {max(rows)}", remedy=f"give some of {known}"
+        )
+    return [names[row - 1] for row in rows]
 
 
 def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -153,6 +179,7 @@ def measure(
         free = size_text(torch.cuda.mem_get_info()[1])
         return {"name": name, "error": f"does not fit in {free}"}
     finally:
+        learner.release()
         learner.close()
     tflops = learner.meter.flops / seconds / 1e12
     peak, batch = learner.meter.peak, recipe.loader.batch_size
@@ -196,10 +223,14 @@ def _seconds(advance: Callable[[], object], world: World, *, turns: int) -> floa
 
 @contextmanager
 def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
-    """Give the same steps on one batch in place of a stream; nothing where they are captured anew.
+    """Give the same steps on one batch in place of a stream; None where there is no such way.
 
-    A captured step's batch is filled by the graph itself, so that one is captured again without.
+    A captured step's batch is filled by the graph itself, so that one is captured again without;
+    not one of several ranks, which would have to take turns at it.
     """
+    if not learner.graph_reason and learner.world.size > 1:
+        yield None
+        return
     batch = _copy(next(iter(learner.loader)))
     if learner.graph_reason:
         stream = learner._batches
