@@ -120,7 +120,8 @@ def test_graphs_learn_what_steps_learn(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12]).path
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "tests.captured_ranks_child", str(data)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         command,
         env=environment,

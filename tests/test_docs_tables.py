@@ -99,6 +99,14 @@ def step_table() -> Iterator[list[float | None]]:
         yield [*(found[key] for key in keys), *shares]
 
 
+def sizes_table() -> Iterator[list[float | None]]:
+    for name in ("dt_1m", "dt_15m", "dt_200m", "dt_87m, launched one by one"):
+        found = row("step-sizes", name=name)
+        keys = ("milliseconds", "segments_per_second", "tflops")
+        shares = [found["mfu"] * 100, found["memory_bytes"] / GIB, found["stall"] * 100]
+        yield [*(found[key] for key in keys), *shares]
+
+
 def several_table() -> Iterator[list[float | None]]:
     for name, gpus in (("dt_87m", (1, 2, 4)), ("dt_1b", (1, 4)), ("dt_1b, FSDP", (4,))):
         for count in gpus:
@@ -163,6 +171,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Iterator[list[float | None]]]]
     "parity": ("docs/benchmarks/README.md", "95 % interval of the difference", parity_table),
     "exchange": ("docs/benchmarks/README.md", "4,096 reads", requests_table),
     "step": ("docs/large-models.md", "against a fixed batch", step_table),
+    "step-sizes": ("docs/large-models.md", "stall", sizes_table),
     "step-several": ("docs/large-models.md", "of linear", several_table),
     "traffic": ("docs/clusters.md", "crosses nodes", traffic_table),
     "recovery": ("docs/clusters.md", "detection", recovery_table),
