@@ -6,7 +6,7 @@ export VENV
 BIN := $(VENV)/bin
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help demo test test-long test-gpu test-rdma sanitize fuzz trust soak lint format bench clean
+.PHONY: help demo api test test-long test-gpu test-rdma sanitize fuzz trust soak lint format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
@@ -19,12 +19,22 @@ help:
 	@echo "make trust     bad input, bit flips, kills, leaks: the figures of docs/reliability.md"
 	@echo "make soak      loader and training for 30 minutes: memory and descriptors"
 	@echo "make lint      ruff and mypy --strict"
+	@echo "make api       reference of the public names, from their docstrings: build/api/index.html"
 	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
 
 demo:
 	@.ci/setup demo
 	@$(BIN)/python -m gear_offline.demo
+
+# What users import; the parts behind it are read in their sources.
+API = gear_offline $(addprefix gear_offline.,convert collect evaluate inspection sources sweep \
+	sweep_points strategies selection laws loaders.loader models.policy)
+api: export PDOC_ALLOW_EXEC = 1
+api:
+	@.ci/setup docs
+	@$(BIN)/python -m pdoc -d numpy -o build/api $(API)
+	@echo "build/api/index.html"
 
 # Bytecode is kept: hundreds of processes import the package, and containers often ask for none.
 # One thread a process: two processes share two cores, and threads that wait for each other's core
