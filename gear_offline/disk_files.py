@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import resource
 import tempfile
@@ -28,6 +27,7 @@ import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
+from gear_offline.huge_memory import huge_memory
 from gear_offline.read_queue import Int64Array, ReadQueue
 from gear_offline.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
 
@@ -38,8 +38,11 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 def aligned_buffer(nbytes: int) -> UInt8Array:
-    """Return (nbytes,) uint8 at a page of its own."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
+    """Return (nbytes,) uint8 at a page of its own, in large pages if there are any.
+
+    Into those a disk reads twice as fast: see docs/log.md.
+    """
+    return huge_memory(nbytes)
 
 
 class DiskFile:

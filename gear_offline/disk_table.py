@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -23,7 +23,8 @@ import numpy as np
 from gear_offline.dataset import Dataset
 from gear_offline.disk_files import UInt8Array, no_scratch, scratch_file, write_all
 from gear_offline.fields import ACTIONS, REWARDS, STATES, Array
-from gear_offline.host_memory import HostBlock, pages
+from gear_offline.host_memory import check_available, pages
+from gear_offline.huge_memory import huge_memory
 from gear_offline.joint import tasks_of
 from gear_offline.joint_disk import copy_column, folder_of, scales_of
 from gear_offline.read_plan import Int64Array
@@ -78,16 +79,17 @@ def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[St
     sizes = [
         count * plan.width * plan.dtype.itemsize for count, plan in zip(rows, plans, strict=True)
     ]
-    block = HostBlock.create(sum(map(pages, sizes)), name="gear-disk")
-    stores = [
+    begins = [0, *accumulate(map(pages, sizes))]
+    check_available(begins[-1])
+    # Large pages: windows come from and go to places far apart.
+    memory = huge_memory(begins[-1])
+    return [
         Store(
             fields=tuple(plan.fields.values()),
-            rows=block.allocate((count, plan.width), plan.dtype),
+            rows=memory[begin : begin + size].view(plan.dtype).reshape(count, plan.width),
         )
-        for count, plan in zip(rows, plans, strict=True)
+        for begin, size, count, plan in zip(begins, sizes, rows, plans, strict=False)
     ]
-    block.close()
-    return stores
 
 
 def lead_of(plan: StorePlan) -> int:

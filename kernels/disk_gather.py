@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from gear_offline.dataset import Dataset
@@ -31,7 +32,7 @@ from gear_offline.disk_table import (
 )
 from gear_offline.joint import tasks_of
 from gear_offline.joint_disk import open_shards
-from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows
 from gear_offline.kernels.gather_ahead import GatherAhead
 from gear_offline.read_plan import Int64Array, Needs, ReadPlan
 from gear_offline.selection import Segments, Selection
@@ -82,11 +83,20 @@ class SlotGather(CpuGather):
     at: Int64Array
 
     def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
-        """Copy windows from their slots, whatever their steps."""
+        """Copy windows from their slots, whatever their steps.
+
+        In one call without the interpreter's lock.  Threads that share the work, each asking for
+        the lock between its runs, would wait for the reading threads longer than this takes.
+        """
+        slots = _slots(store, self.context_length)
+        if store.is_final:
+            into = out.flatten(1).view(torch.uint8).numpy().view(slots.dtype).reshape(-1)
+            slots.take(self.at, out=into, mode="clip")  # "raise" would copy once more
+            return
+        values = slots.take(self.at, mode="clip").view(store.dtype)
         # What a slot holds besides its window may be any bits, until it is overwritten with zeros.
         with np.errstate(invalid="ignore"):
-            span = self.context_length + store.lead
-            super()._owned(store, out, view, self.at * span - self.table.margin)
+            convert_rows(store, values.reshape(*out.shape[:2], store.width), out)
 
 
 class DiskGather:
@@ -237,7 +247,8 @@ class DiskGather:
         self._reader.check()
         found = self._ahead.take(first_step, steps)
         self._windows_given += found.segments[..., 0].numel()
-        self._bytes_given += int(found.attention_mask.sum()) * self._row_bytes
+        # Not torch's sum: its threads would wait for the next one, turning.
+        self._bytes_given += int(found.attention_mask.numpy().sum()) * self._row_bytes
         return found
 
     def fill(self, segments: Segments) -> Windows:

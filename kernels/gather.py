@@ -226,7 +226,7 @@ class CpuGather:
             words = torch.empty((first.size, view.shape[1]), dtype=view.dtype)
             _select(view, rows, words)
             values = words.view(torch_dtype(store.dtype)).view(*out.shape[:2], store.width)
-            _convert(store, values.numpy(), out)
+            convert_rows(store, values.numpy(), out)
 
     def _mapped(
         self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, high: Int64Array
@@ -248,7 +248,7 @@ class CpuGather:
             mine = np.flatnonzero(piece_of == number)
             found[mine] = piece[rows[mine] - store.firsts[number]]
         if not store.is_final:
-            _convert(store, found.view(store.dtype), out)
+            convert_rows(store, found.view(store.dtype), out)
 
 
 def filled(
@@ -293,7 +293,7 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
             job.result()
 
 
-def _convert(store: Store, values: Array, out: Tensor) -> None:
+def convert_rows(store: Store, values: Array, out: Tensor) -> None:
     """Cast or normalise (n, K, W) values of a store's only field into `out`."""
     field = store.fields[0]
     final = convert(values.reshape(*values.shape[:2], *field.shape), field)
