@@ -119,43 +119,67 @@ class DiskFile:
         os.close(self._handle)
 
 
-def read_ranges(
-    files: Sequence[DiskFile],
-    ranges: Ranges,
-    buffer: UInt8Array,
-    queue: ReadQueue | None,
-) -> int:
-    """Read many ranges of several files into one buffer; return how many bytes were read.
+class RangesRead:
+    """Many ranges of several files that are on their way into one buffer.
 
     Parameters
     ----------
+    files, ranges
+        What to read; the files stay open until `finish`.
     buffer
         As for `DiskFile.read`.
     queue
-        Of this thread, or ``None`` to read one after the other.
-
-    Raises
-    ------
-    InputError
-        ``FILE_SIZE`` when a file ends early, ``DATASET_READ`` when the disk fails.
+        That has nothing else to do until `finish`, or ``None`` to read one after the other then.
     """
-    found = np.full(len(ranges.file), -1, np.int64)
-    if queue is not None and all(file.direct for file in files):
+
+    def __init__(
+        self,
+        files: Sequence[DiskFile],
+        ranges: Ranges,
+        buffer: UInt8Array,
+        queue: ReadQueue | None,
+    ) -> None:
+        self._files, self._ranges, self._buffer = files, ranges, buffer
+        self._queue: ReadQueue | None = None
+        if queue is None or not all(file.direct for file in files):
+            return
         handles = np.array([file.fileno() for file in files], np.int64)
-        begin = ranges.begin
         # Whole pages; the last one of a file may end early.
-        nbytes = ranges.end - begin + -ranges.end % DIRECT_BYTES
+        nbytes = ranges.end - ranges.begin + -ranges.end % DIRECT_BYTES
         address = int(buffer.__array_interface__["data"][0]) + ranges.place
         # A refusal of the call: everything is read the other way, which says what is wrong.
         with suppress(OSError):
-            found = queue.read(handles[ranges.file], begin, nbytes, address)
-    late = np.flatnonzero(found < ranges.end - ranges.begin)
-    for at in late.tolist():
-        offset = int(ranges.begin[at])
-        wanted = int(ranges.end[at]) - offset
-        file = files[int(ranges.file[at])]
-        _, found[at] = file.read(offset, wanted, buffer[int(ranges.place[at]) :])
-    return int(found.sum())
+            queue.begin(handles[ranges.file], ranges.begin, nbytes, address)
+            self._queue = queue
+
+    def finish(self) -> int:
+        """Wait until everything is there; return how many bytes were read.
+
+        Raises
+        ------
+        InputError
+            ``FILE_SIZE`` when a file ends early, ``DATASET_READ`` when the disk fails.
+        """
+        ranges = self._ranges
+        found = np.full(len(ranges.file), -1, np.int64)
+        if self._queue is not None:
+            with suppress(OSError):
+                done = self._queue.finish()
+                found[: len(done)] = done  # nothing if it was dropped
+        late = np.flatnonzero(found < ranges.end - ranges.begin)
+        for at in late.tolist():
+            offset = int(ranges.begin[at])
+            wanted = int(ranges.end[at]) - offset
+            file = self._files[int(ranges.file[at])]
+            _, found[at] = file.read(offset, wanted, self._buffer[int(ranges.place[at]) :])
+        return int(found.sum())
+
+
+def read_ranges(
+    files: Sequence[DiskFile], ranges: Ranges, buffer: UInt8Array, queue: ReadQueue | None
+) -> int:
+    """Read many ranges and wait for them, as `RangesRead`; return how many bytes were read."""
+    return RangesRead(files, ranges, buffer, queue).finish()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

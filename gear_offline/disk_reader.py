@@ -11,12 +11,13 @@ them all and is raised where batches are asked for.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gear_offline.errors import GearError
 from gear_offline.read_plan import Int64Array, Job, ReadPlan, Stretch
-from gear_offline.window_reader import Array, ReadBuffer, WindowReader
+from gear_offline.window_reader import Array, ReadBuffer, Reading, WindowReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,8 @@ class DiskReader:
         What to read; from here on used under this object's lock only.
     targets
         As `WindowReader.read`.
-    threads
-        That read.
+    threads, buffers
+        That read, and jobs that each has under way.
     release
         Called once when all threads have ended.
     """
@@ -64,10 +65,11 @@ class DiskReader:
         targets: Sequence[Array],
         *,
         threads: int,
+        buffers: int,
         release: Callable[[], None],
     ) -> None:
         self._windows, self._plan, self._targets = windows, plan, tuple(targets)
-        self._release = release
+        self._release, self._buffers = release, buffers
         # One lock.  A thread that has read looks for more itself; another one is woken when the
         # plan has moved on, and wakes the next if it finds something.
         lock = threading.RLock()
@@ -144,32 +146,56 @@ class DiskReader:
             raise self._error
 
     def _work(self) -> None:
+        buffers = list[ReadBuffer]()
         try:
-            buffer = self._windows.buffer()
-            try:
-                while (task := self._next()) is not None:
-                    if isinstance(task, Job):
-                        self._read(task, buffer)
-                    else:
-                        generation, first_step, steps = task
-                        stretch = self._plan.select(first_step, steps)
-                        self._extend(generation, stretch)
-            finally:
-                buffer.close()
+            buffers += [self._windows.buffer() for _ in range(self._buffers)]
+            self._go_on(buffers)
         except BaseException as error:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
                 self._arrived.notify_all()
+        finally:
+            for buffer in buffers:
+                buffer.close()
 
-    def _next(self) -> Job | tuple[int, int, int] | None:
-        """Wait for something to do; None at the end."""
+    def _go_on(self, buffers: Sequence[ReadBuffer]) -> None:
+        """Do what there is to do, until the end.
+
+        While the windows of one job are copied, or somebody else has the processor or the lock,
+        the disk works on the jobs that were begun behind it.
+        """
+        free, begun = deque(buffers), deque[tuple[Job, Reading]]()
+        try:
+            while True:
+                task = self._next(wait=not begun) if free else None
+                if isinstance(task, Job):
+                    begun.append((task, self._windows.begin(task, free[0])))
+                    free.popleft()
+                elif task is not None:
+                    generation, first_step, steps = task
+                    self._extend(generation, self._plan.select(first_step, steps))
+                elif begun:
+                    job, reading = begun[0]
+                    self._finish(job, reading)
+                    begun.popleft()
+                    free.append(reading.buffer)
+                else:
+                    return
+        finally:
+            for _, reading in begun:
+                reading.close()
+
+    def _next(self, *, wait: bool) -> Job | tuple[int, int, int] | None:
+        """Return something to do; None at the end, or if there is nothing now and no `wait`."""
         with self._changed:
             while not self._stopped and self._error is None:
                 task = self._plan.wanted() or self._plan.next_job(self._windows.chunks)
                 if task is not None:
                     self._changed.notify()
                     return task
+                if not wait:
+                    break
                 self._changed.wait()
             return None
 
@@ -178,8 +204,8 @@ class DiskReader:
             self._plan.extend(generation, stretch)
             self._changed.notify()
 
-    def _read(self, job: Job, buffer: ReadBuffer) -> None:
-        count, calls = self._windows.read(job, self._targets, buffer)
+    def _finish(self, job: Job, reading: Reading) -> None:
+        count, calls = self._windows.finish(reading, self._targets)
         with self._changed:
             self._plan.finish(job)
             self._read_bytes += count

@@ -4,7 +4,7 @@ It is done once, when the loader is made:
 
 - slots, each for one window of K steps of every column in its source dtype;
 - the plan: 4 references a slot, and the index of episodes;
-- a buffer for each reading thread;
+- a buffer for each job that is under way;
 - columns so thin that they are kept whole;
 - outputs: the block of batches that is handed out, and those that may be held.
 
@@ -22,11 +22,12 @@ from gear_offline.pinning import format_bytes
 from gear_offline.read_plan import REFERENCE_BYTES
 
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
-ROUND_BYTES = 16 << 20  # that a thread reads at once, at most
+ROUND_BYTES = 16 << 20  # of a job, at most
 READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
-THREADS = 3  # that read, at most; more wait for the interpreter's lock
+# Threads that read, and jobs that each has under way; more threads wait for the interpreter's lock.
+READERS = ((2, 2), (1, 2), (1, 1))
 READ_SHARE = 16  # their buffers take at most the budget over this
-MAX_CHUNKS = 256  # that a thread reads at once
+MAX_CHUNKS = 256  # of a job
 RESIDENT_SHARE = 16  # columns take at most the budget over this to be kept in memory whole
 HORIZON = 4  # references known for each slot
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
@@ -46,9 +47,9 @@ class DiskSizes:
     slots
         Windows that are kept, S.
     chunk_steps, chunks
-        Steps of a chunk, and how many a thread reads at once.
-    threads
-        That read.
+        Steps of a chunk, and how many are read at once, in a job.
+    threads, buffers
+        That read, and jobs that each has under way.
     output_bytes
         Of one block of batches.
     depth, horizon
@@ -61,6 +62,7 @@ class DiskSizes:
     chunk_steps: int
     chunks: int
     threads: int
+    buffers: int
     output_bytes: int
     depth: int
     horizon: int
@@ -71,7 +73,7 @@ class DiskSizes:
         return min(segments, self.depth // 2), min(nbytes, self.output_bytes)
 
 
-_Choice = tuple[float, int, int, tuple[bool, ...], int, int, int]
+_Choice = tuple[float, tuple[int, int], int, tuple[bool, ...], int, int, int]
 
 
 def chunk_bytes(row_bytes: Sequence[int], spans: Sequence[int], chunk_steps: int) -> int:
@@ -126,33 +128,36 @@ def share_out(
     copies = 2 * margin_bytes(row_bytes, spans) + max(COPY_BYTES, *window)
     needed = 0
 
-    def best(threads: int, output_bytes: int, resident: Sequence[bool]) -> _Choice | None:
+    def best(
+        readers: tuple[int, int], output_bytes: int, resident: Sequence[bool]
+    ) -> _Choice | None:
         """Return the chunks of least cost, if there is room for any."""
         nonlocal needed
+        jobs = readers[0] * readers[1]
         read = [c for c, stays in enumerate(resident) if not stays]
         rows, long = [row_bytes[c] for c in read], [spans[c] for c in read]
-        fixed = rest + OUTPUT_BLOCKS * output_bytes + threads * copies
+        fixed = rest + OUTPUT_BLOCKS * output_bytes + jobs * copies
         fixed += int(CONVERSION_FACTOR * converted_share * output_bytes)
         fixed += (sum(row_bytes) - sum(rows)) * kept_rows
         needed = fixed + chunk_bytes(rows, long, 1) + 2 * batch * slot_bytes
         found = []
         for chunk_steps in _chunk_choices(steps, sum(rows)):
             each = chunk_bytes(rows, long, chunk_steps)
-            room = min(budget_bytes // READ_SHARE // threads - copies, ROUND_BYTES)
-            chunks = max(min(room // each, MAX_CHUNKS), 1 if threads == 1 else 0)
-            slots = (budget_bytes - fixed - threads * chunks * each) // slot_bytes
+            room = min(budget_bytes // READ_SHARE // jobs - copies, ROUND_BYTES)
+            chunks = max(min(room // each, MAX_CHUNKS), 1 if jobs == 1 else 0)
+            slots = (budget_bytes - fixed - jobs * chunks * each) // slot_bytes
             if slots >= 2 * batch and chunks:
                 cost = _cost(slots, steps, chunk_steps, rows, long)
-                sizes = (threads, output_bytes, tuple(resident), chunk_steps, chunks, slots)
+                sizes = (readers, output_bytes, tuple(resident), chunk_steps, chunks, slots)
                 found.append((cost, *sizes))
         return min(found) if found else None
 
     comfort = _residents(row_bytes, kept_rows, budget_bytes // RESIDENT_SHARE)
     block = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
-    choices = [c for t in (THREADS, 2, 1) if (c := best(t, block, comfort)) is not None]
-    # Threads have buffers of their own: with many of them chunks may have to be small.
+    choices = [c for r in READERS if (c := best(r, block, comfort)) is not None]
+    # Each job has a buffer of its own: with many of them chunks may have to be small.
     choice = next((c for c in choices if c[0] <= 1.25 * min(choices)[0]), None)
-    choice = choice or best(1, batch_bytes, [False] * len(row_bytes))
+    choice = choice or best((1, 1), batch_bytes, [False] * len(row_bytes))
     if choice is None:
         raise InputError(
             "HOST_BUDGET",
@@ -161,17 +166,18 @@ def share_out(
             remedy=f"give at least {pages(needed)} bytes ({format_bytes(needed)}), or make "
             "batch_size or context_length smaller",
         )
-    _, threads, output_bytes, resident, chunk_steps, chunks, slots = choice
+    _, (threads, buffers), output_bytes, resident, chunk_steps, chunks, slots = choice
     slots = min(slots, max(16 * batch, 2 * -(-steps // span)))  # beyond that nothing is gained
     coverage = _coverage(slots, steps / chunk_steps)
-    # Twice what the threads have under way at once, if windows came evenly.
-    ahead = 2 * threads * chunks * (1 + coverage * chunk_steps // steps)
+    # Twice what is under way at once, if windows came evenly.
+    ahead = 2 * threads * buffers * chunks * (1 + coverage * chunk_steps // steps)
     depth = min(max(4 * batch, slots // 32, min(ahead, slots // 8)), slots)
     return DiskSizes(
         slots=slots,
         chunk_steps=chunk_steps,
         chunks=chunks,
         threads=threads,
+        buffers=buffers,
         output_bytes=output_bytes,
         depth=depth,
         horizon=max(min(coverage, HORIZON * slots), depth),

@@ -1,7 +1,8 @@
 """Many reads with a few system calls: the kernel's asynchronous I/O, called directly.
 
-A thread hands over arrays of reads (file, offset, size, address) and waits for all of them without
-the interpreter's lock.  So what Python does no longer grows with the number of reads.  The calls
+A thread hands over arrays of reads (file, offset, size, address), does something else, and waits
+for all of them without the interpreter's lock.  So what Python does no longer grows with the number
+of reads.  The calls
 (``io_submit`` and its kin) are part of every Linux since 2.5; with ``O_DIRECT`` the disk works on
 all reads at once, which one ``preadv`` after the other would not let it.
 
@@ -58,40 +59,79 @@ class ReadQueue:
         self._context = ctypes.c_ulong(context)
         _, self._destroy, self._submit, self._wait = (ctypes.c_long(call) for call in calls)
         self._events = np.zeros(DEPTH, EVENT)
+        # What was begun: descriptions of the reads and their addresses, which the kernel refers to,
+        # and what became of each.
+        self._reads, self._pointers = np.zeros(0, READ), np.zeros(0, np.uint64)
+        self._results = np.zeros(0, np.int64)
+        self._sent = self._done = 0
 
-    def read(
+    def begin(
         self, handles: Int64Array, offsets: Int64Array, nbytes: Int64Array, addresses: Int64Array
-    ) -> Int64Array:
-        """Do all reads; return (n,) int64, the bytes of each, or minus the error's number.
+    ) -> None:
+        """Hand the first `DEPTH` reads over and return; `finish` must follow before the next.
 
         Parameters
         ----------
         handles, offsets, nbytes, addresses
-            (n,) int64: open files, where in them, how much, and where to.  The memory stays
-            until this returns.
+            (n,) int64: open files, where in them, how much, and where to.  Files and memory stay
+            until `finish` or `close` returns.
 
         Raises
         ------
         OSError
-            If the kernel refuses the calls themselves; nothing is under way then.
+            If the kernel refuses the call itself; nothing is under way then.
         """
+        assert self._done == len(self._reads), "what was begun was finished"
         count = len(handles)
         reads = np.zeros(count, READ)
         reads["data"], reads["handle"] = np.arange(count), handles
         reads["offset"], reads["nbytes"], reads["address"] = offsets, nbytes, addresses
-        pointers = (_address(reads) + READ.itemsize * np.arange(count)).astype(np.uint64)
-        results = np.full(count, -errno.EIO, np.int64)
-        sent = done = 0
+        self._pointers = (_address(reads) + READ.itemsize * np.arange(count)).astype(np.uint64)
+        self._reads, self._results = reads, np.full(count, -errno.EIO, np.int64)
+        self._sent = self._done = 0
         try:
-            while done < count:
-                sent += self._send(pointers[sent : done + DEPTH], sent - done)
-                under_way = sent - done
+            self._sent = self._send(self._pointers[:DEPTH], 0)
+        except OSError:
+            self.drop()
+            raise
+
+    def finish(self) -> Int64Array:
+        """Wait for everything that was begun; return (n,) int64, the bytes of each read, or minus
+        the error's number.
+
+        Raises
+        ------
+        OSError
+            As `begin`.
+        """
+        count, results = len(self._reads), self._results
+        try:
+            while self._done < count:
+                under_way = self._sent - self._done
                 # The disk has something to do while the next ones are handed over.
-                done += self._take(results, under_way if sent == count else -(-under_way // 2))
+                self._take(under_way if self._sent == count else -(-under_way // 2))
+                part = self._pointers[self._sent : self._done + DEPTH]
+                self._sent += self._send(part, self._sent - self._done)
         finally:
-            while done < sent:  # the memory must not go before the kernel is done with it
-                done += self._take(results, sent - done)
+            self.drop()
         return results
+
+    def read(
+        self, handles: Int64Array, offsets: Int64Array, nbytes: Int64Array, addresses: Int64Array
+    ) -> Int64Array:
+        """Do all reads: `begin` and `finish`."""
+        self.begin(handles, offsets, nbytes, addresses)
+        return self.finish()
+
+    def drop(self) -> None:
+        """Wait for what is under way, and forget what was begun.
+
+        The memory must not go before the kernel is done with it.
+        """
+        while self._done < self._sent:
+            self._take(self._sent - self._done)
+        self._reads, self._pointers = self._reads[:0], self._pointers[:0]
+        self._sent = self._done = 0
 
     def _send(self, pointers: npt.NDArray[Any], under_way: int) -> int:
         """Hand reads over; return how many, at least one unless some are under way."""
@@ -104,8 +144,8 @@ class ReadQueue:
             return 0
         raise OSError(-count, os.strerror(-count))
 
-    def _take(self, results: Int64Array, least: int) -> int:
-        """Wait for at least so many reads; return how many have ended."""
+    def _take(self, least: int) -> None:
+        """Wait for at least so many reads, and note what became of them."""
         while True:
             count = self._call(self._wait, least, len(self._events), self._events, None)
             if count > 0 or (count == 0 and not least):
@@ -113,8 +153,8 @@ class ReadQueue:
             if count != -errno.EINTR and count:
                 raise OSError(-count, os.strerror(-count))
         ended = self._events[:count]
-        results[ended["data"].astype(np.int64)] = ended["result"]
-        return count
+        self._results[ended["data"].astype(np.int64)] = ended["result"]
+        self._done += count
 
     def _call(self, call: ctypes.c_long, *arguments: Any) -> int:
         """Call the kernel; return what it says, or minus the error's number."""
@@ -130,7 +170,8 @@ class ReadQueue:
         return found if found >= 0 else -ctypes.get_errno()
 
     def close(self) -> None:
-        """Give the context back."""
+        """Wait for what is under way, and give the context back."""
+        self.drop()
         self._call(self._destroy)
 
 

@@ -10,6 +10,7 @@ Shape legend: n windows, g ranges of a file, K steps of a window, S slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,13 +21,14 @@ from gear_offline.disk_files import (
     DIRECT_BYTES,
     DiskFile,
     Ranges,
+    RangesRead,
     ShardFiles,
     UInt8Array,
     aligned_buffer,
-    read_ranges,
 )
 from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, margin_bytes
 from gear_offline.disk_table import DiskColumn
+from gear_offline.errors import InputError
 from gear_offline.joint_disk import CopiedShards
 from gear_offline.read_plan import Int64Array
 from gear_offline.read_queue import ReadQueue, open_queue
@@ -64,7 +66,7 @@ class Chosen:
 
 
 class ReadBuffer:
-    """What one thread reads into, and its queue; close it in the end.
+    """What one call reads into, and its queue; close it in the end.
 
     Attributes
     ----------
@@ -79,9 +81,41 @@ class ReadBuffer:
         self.queue: ReadQueue | None = open_queue() if direct else None
 
     def close(self) -> None:
+        """Wait for reads that are under way, and give the queue back."""
         if self.queue is not None:
             self.queue.close()
             self.queue = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reading:
+    """Windows on their way into a buffer; from `WindowReader.begin`.
+
+    Attributes
+    ----------
+    windows, buffer
+        Which, and where to.
+    starts
+        Per column, where in the buffer step 0 of each window's file would be, (n,) int64.
+    ranges, calls
+        The parts of files, and how many; ``None`` if all columns are in memory.
+    files
+        What to leave when they are there.
+    """
+
+    windows: Places
+    buffer: ReadBuffer
+    starts: dict[int, Int64Array]
+    ranges: RangesRead | None
+    calls: int
+    files: ExitStack
+
+    def close(self) -> None:
+        """Wait for the reads, and leave the files, without a look at either; can be repeated."""
+        if self.buffer.queue is not None:
+            self.buffer.queue.drop()
+        with suppress(InputError):
+            self.files.close()
 
 
 class WindowReader:
@@ -151,22 +185,21 @@ class WindowReader:
     def read(
         self, windows: Places, targets: Sequence[Array], buffer: ReadBuffer
     ) -> tuple[int, int]:
-        """Read windows that begin in at most `chunks` chunks into their slots.
+        """Read windows into their slots: `begin` and `finish`."""
+        return self.finish(self.begin(windows, buffer), targets)
+
+    def begin(self, windows: Places, buffer: ReadBuffer) -> Reading:
+        """Begin to read windows that begin in at most `chunks` chunks; returns at once.
 
         Parameters
         ----------
-        targets
-            Per column (S,) of void, each a slot of K rows and the column's lead.
-
-        Returns
-        -------
-        tuple
-            Bytes that were read, and parts of files.
+        buffer
+            Used for nothing else until `finish`.
 
         Raises
         ------
         InputError
-            ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+            ``DATASET_CHANGED``; what opening a shard raises.
         """
         low, real = windows.low, windows.real
         shard = self._first_steps.searchsorted(low, side="right") - 1
@@ -193,28 +226,56 @@ class WindowReader:
                 file = np.searchsorted(numbers, home)
                 file = np.full_like(file, len(numbers)) if column.derived else file
                 ranges.append(Ranges(file=file, begin=begin, end=end, place=place))
-                # Where in the buffer step 0 of each window's file would be.
                 starts[number] = np.repeat(origin + place - begin, counts)
         assert at + self._margin <= len(buffer.memory), "the parts of so few chunks have room"
-        total = calls = 0
-        with self._files.opened(*numbers.tolist()) as files:
+        together = None
+        with ExitStack() as files:
+            opened = files.enter_context(self._files.opened(*numbers.tolist()))
+            if self._scratch is not None:
+                opened = [*opened, self._scratch]
             if ranges:
-                together = _joined(ranges)
-                if self._scratch is not None:
-                    files = [*files, self._scratch]
-                total = read_ranges(files, together, buffer.memory, buffer.queue)
-                calls = len(together.file)
+                together = RangesRead(opened, _joined(ranges), buffer.memory, buffer.queue)
+            return Reading(
+                windows=windows,
+                buffer=buffer,
+                starts=starts,
+                ranges=together,
+                calls=sum(len(part.file) for part in ranges),
+                files=files.pop_all(),
+            )
+
+    def finish(self, reading: Reading, targets: Sequence[Array]) -> tuple[int, int]:
+        """Wait for what was begun, and copy the windows to their slots.
+
+        Parameters
+        ----------
+        targets
+            Per column (S,) of void, each a slot of K rows and the column's lead.
+
+        Returns
+        -------
+        tuple
+            Bytes that were read, and parts of files.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+        """
+        windows, memory = reading.windows, reading.buffer.memory
+        with reading.files:  # compares the shards with what they were
+            total = 0 if reading.ranges is None else reading.ranges.finish()
         for number, (column, target) in enumerate(zip(self._columns, targets, strict=True)):
-            row = low - column.lead
-            if self._left:
-                row = low + real - (self._span + column.lead)  # ends with the last real step
+            row = windows.low - column.lead
+            if self._left:  # ends with the last real step
+                row = windows.low + windows.real - (self._span + column.lead)
             if column.rows is None:
-                places = starts[number] + row * column.row_bytes
-                _copy(buffer.memory, places, windows.slots, target)
+                places = reading.starts[number] + row * column.row_bytes
+                _copy(memory, places, windows.slots, target)
             else:
                 places = (row + column.margin) * column.row_bytes
                 _copy(column.rows.reshape(-1), places, windows.slots, target)
-        return total, calls
+        return total, reading.calls
 
 
 def _joined(parts: Sequence[Ranges]) -> Ranges:

@@ -227,6 +227,7 @@ class DiskGather:
             plan,
             [_slots(store, context_length) for store in stores],
             threads=self.sizes.threads,
+            buffers=self.sizes.buffers,
             release=release,
         )
         self._ahead = GatherAhead(partial(_gathered, stream, self._gather, self._reader))

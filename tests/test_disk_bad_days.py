@@ -97,9 +97,10 @@ def test_damage_of_the_rewards_is_found_when_the_loader_is_made(tmp_path: Path) 
     assert failing_code(lambda: on_disk(dataset, **OPTIONS)) == "SHARD_DIGEST"
 
 
-def refused(queue: ReadQueue, handles: Int64Array, *_: Int64Array) -> Int64Array:
-    """Answer as a disk that fails."""
-    return np.full(len(handles), -errno.EIO, np.int64)
+def refused(queue: ReadQueue, *_: Int64Array) -> Int64Array:
+    """Answer as a disk that fails, whose reads were begun."""
+    queue.drop()
+    return np.full(1, -errno.EIO, np.int64)
 
 
 def test_a_failing_disk_is_one_error_and_ends_the_threads(
@@ -112,7 +113,7 @@ def test_a_failing_disk_is_one_error_and_ends_the_threads(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fail)
-    monkeypatch.setattr(ReadQueue, "read", refused)
+    monkeypatch.setattr(ReadQueue, "finish", refused)
     loader.skip(1000)
     assert failing_code(lambda: next(loader)) == "DATASET_READ"
     assert failing_code(lambda: next(loader)) == "DATASET_READ"
@@ -136,13 +137,13 @@ def test_ctrl_c_while_waiting_for_the_disk(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = on_disk(dataset, **OPTIONS)
-    held, real = threading.Event(), WindowReader.read
+    held, real = threading.Event(), WindowReader.finish
 
     def slow(*arguments: Any) -> tuple[int, int]:
         held.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(WindowReader, "read", slow)
+    monkeypatch.setattr(WindowReader, "finish", slow)
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))

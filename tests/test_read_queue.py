@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from gear_offline import read_queue
-from gear_offline.disk_files import DIRECT_BYTES, DiskFile, Ranges, aligned_buffer, read_ranges
+from gear_offline.disk_files import (
+    DIRECT_BYTES,
+    DiskFile,
+    Ranges,
+    RangesRead,
+    aligned_buffer,
+    read_ranges,
+)
 from gear_offline.read_queue import DEPTH, ReadQueue, open_queue
 from tests.support import failing_code
 
@@ -99,13 +106,32 @@ def test_what_the_call_refuses_is_read_the_other_way(
     def refuse(*_: object) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(ReadQueue, "read", refuse)
+    monkeypatch.setattr(ReadQueue, "begin", refuse)
     file = DiskFile(os.open(path, os.O_RDONLY), "data")
     buffer = aligned_buffer(len(PAGES) * DIRECT_BYTES)
     assert read_ranges([file], ranges(PAGES), buffer, queue) == buffer.size
     first = path.read_bytes()[3 * DIRECT_BYTES :][:DIRECT_BYTES]
     assert buffer[:DIRECT_BYTES].tobytes() == first
     file.close()
+
+
+def test_the_memory_stays_until_what_was_begun_has_ended(queue: ReadQueue, path: Path) -> None:
+    """Whether it is finished, dropped, or the queue is closed; and the queue can be used again."""
+    pages = np.random.default_rng(2).integers(0, 50, 3 * DEPTH).tolist()
+    file = DiskFile(os.open(path, os.O_RDONLY), "data")
+    buffer = aligned_buffer(len(pages) * DIRECT_BYTES)
+    begun = RangesRead([file], ranges(pages), buffer, queue)
+    queue.drop()
+    buffer[:] = 7
+    assert begun.finish() == buffer.size, "what was dropped is read one by one"
+    again = RangesRead([file], ranges(pages), buffer, queue)
+    assert again.finish() == buffer.size
+    data = path.read_bytes()
+    for number, page in enumerate(pages):
+        expected = data[page * DIRECT_BYTES : (page + 1) * DIRECT_BYTES]
+        assert buffer[number * DIRECT_BYTES :][:DIRECT_BYTES].tobytes() == expected
+    RangesRead([file], ranges(pages), buffer, queue)
+    file.close()  # the fixture closes the queue
 
 
 def test_where_there_are_no_queues(monkeypatch: pytest.MonkeyPatch) -> None:
