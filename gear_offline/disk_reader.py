@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gear_offline.errors import GearError
-from gear_offline.read_plan import Int64Array, Job, ReadPlan, Stretch
+from gear_offline.read_plan import Held, Job, ReadPlan, Stretch
 from gear_offline.window_reader import Array, ReadBuffer, Reading, WindowReader
 
 
@@ -84,8 +84,8 @@ class DiskReader:
         ]
         self._started = False
 
-    def take(self, first_step: int, steps: int) -> Int64Array:
-        """Wait until the windows of these steps are here; return their slots, (steps * B,).
+    def take(self, first_step: int, steps: int) -> Held:
+        """Wait until the windows of these steps are here, and return them, (steps * B,).
 
         They stay until `move`.
 
@@ -103,10 +103,10 @@ class DiskReader:
             if self._plan.base_step != first_step:
                 self._plan.move(first_step)
                 self._changed.notify()
-            while (slots := self._plan.slots_of(first_step, steps)) is None:
+            while (held := self._plan.held(first_step, steps)) is None:
                 self._arrived.wait()
                 self._raise()
-            return slots
+            return held
 
     def move(self, step: int) -> None:
         """Say that what lies before `step` was used."""

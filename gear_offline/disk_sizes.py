@@ -23,7 +23,7 @@ from gear_offline.read_plan import REFERENCE_BYTES
 
 CHUNK_BYTES = 2 << 20  # of all columns together, at most
 ROUND_BYTES = 16 << 20  # of a job, at most
-READ_BYTES = 32 << 10  # a read takes about as long as this many bytes more
+READ_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/log.md
 # Threads that read, and jobs that each has under way; more threads wait for the interpreter's lock.
 READERS = ((2, 2), (1, 2), (1, 1))
 READ_SHARE = 16  # their buffers take at most the budget over this
@@ -204,13 +204,34 @@ def _residents(row_bytes: Sequence[int], rows: int, share_bytes: int) -> list[bo
     return resident
 
 
+def gap_steps(row_bytes: Sequence[int]) -> int:
+    """Return how many steps that no window needs are read rather than skipped.
+
+    Skipping must save more than another read costs, and the whole pages at its ends.
+    """
+    return max(READ_BYTES // sum(row_bytes), 2 * PAGE_BYTES // min(row_bytes))
+
+
 def _cost(
     slots: int, steps: int, chunk_steps: int, rows: Sequence[int], spans: Sequence[int]
 ) -> float:
-    """Return bytes read for each window, a read counting as `READ_BYTES` more."""
+    """Return bytes read for each window, a read counting as `READ_BYTES` more.
+
+    Of a chunk only what its windows need is read.  When it is, it has m of them: the one that is
+    due, and those of the coming references.  Between two that begin at random in c steps lie more
+    than x steps with probability ``(1 - x / c)**m``.
+    """
     chunks = steps / chunk_steps
-    reads = chunks / (_coverage(slots, chunks) + chunks)
-    return reads * (READ_BYTES * len(rows) + chunk_bytes(rows, spans, chunk_steps))
+    coverage = _coverage(slots, chunks)
+    each = 1 + coverage / chunks
+    span, gap = max(spans), gap_steps(rows)
+    apart = max(1 - (span + gap) / chunk_steps, 0)
+    reads = 1 + (each - 1) * apart**each
+    # The mean of a distance, counted up to span + gap; where it is longer the gap is skipped.
+    distance = chunk_steps * (1 - apart ** (each + 1)) / (each + 1) - gap * apart**each
+    read_steps = span + (each - 1) * max(distance, 0)
+    pieces = reads * len(rows) * (READ_BYTES + PAGE_BYTES)
+    return (pieces + read_steps * sum(rows)) * chunks / (coverage + chunks)
 
 
 def _coverage(slots: int, chunks: float) -> int:

@@ -21,7 +21,7 @@ order of q is the order of use.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +41,36 @@ class Needs:
 
     Attributes
     ----------
-    low, real
-        First step of the window in the table, and how many of its steps exist.
+    episode, low, real
+        Its episode, first step of the window in the table, and how many steps it has.
     chunk
-        The chunk in which it begins.
+        The chunk in which it begins; of two windows, the one that begins first has no later chunk.
     before
         Steps of the episode in front of the window that are wanted too; for stacks of frames.
     """
 
+    episode: Int64Array
     low: Int64Array
     real: Int64Array
     chunk: Int64Array
     before: Int64Array
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """Windows that are here, in the order of use, (n,) int64 each.
+
+    Attributes
+    ----------
+    slots
+        Where.
+    episode, low
+        As `Needs`.
+    """
+
+    slots: Int64Array
+    episode: Int64Array
+    low: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,25 +97,25 @@ class Job:
 
 
 class Stretch:
-    """Some consecutive steps of the stream, sorted by chunk."""
+    """Some consecutive steps of the stream, sorted by where their windows begin."""
 
     def __init__(self, first: int, needs: Needs) -> None:
         count = len(needs.low)
         self.first, self.last = first, first + count
         self.low, self.real, self.chunk = needs.low, needs.real.astype(np.int32), needs.chunk
-        self.before = needs.before.astype(np.int16)
+        self.before, self.episode = needs.before.astype(np.int16), needs.episode.astype(np.int32)
         self.slot = np.full(count, -1, np.int32)
         self.ready = np.zeros(count, bool)
         self.residents = 0  # ready ones
-        # Stable: within a chunk the order of use stays.
-        self._order = np.argsort(needs.chunk, kind="stable").astype(np.int32)
-        self._chunks, starts = np.unique(needs.chunk[self._order], return_index=True)
-        self._bounds = np.append(starts, count)
+        self._order = np.argsort(needs.low).astype(np.int32)
+        chunks = needs.chunk[self._order]
+        starts = np.append(0, np.flatnonzero(np.diff(chunks)) + 1)
+        self._chunks, self._bounds = chunks[starts], np.append(starts, count)
 
     def missing_in(self, chunks: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return which of `chunks`, and the reference, of each window of theirs without a slot.
 
-        The references of one chunk come in the order of use.
+        In the order of the chunks, and of the windows' first steps within a chunk.
         """
         place = np.minimum(self._chunks.searchsorted(chunks), len(self._chunks) - 1)
         known = np.flatnonzero(self._chunks[place] == chunks)
@@ -215,16 +233,16 @@ class ReadPlan:
         chunks = self._due_chunks(most)
         if not len(chunks):
             return None
-        parts = [stretch.missing_in(chunks) for stretch in self._stretches]
+        ranked = np.argsort(chunks)  # then the windows of each stretch come as they lie on disk
+        parts = [stretch.missing_in(chunks[ranked]) for stretch in self._stretches]
         which, missing = (np.concatenate(part) for part in zip(*parts, strict=True))
         known = (missing >= self._base) & (missing < self._base + self._horizon)
-        which, missing = self._spread(chunks, which[known], missing[known])
+        which, missing = self._spread(chunks, ranked[which[known]], missing[known])
         if len(missing) <= self._free_count:
-            missing.sort()
             return self._job(chunks, missing, self._assign(missing))
         references, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for number in range(len(chunks)):
-            admitted = self._admit(missing[which == number])
+            admitted = self._admit(np.sort(missing[which == number]))
             if not len(admitted):
                 chunks = chunks[:number]
                 break
@@ -307,25 +325,30 @@ class ReadPlan:
         return admitted
 
     def _assign(self, references: Int64Array) -> Int64Array:
-        """Give sorted `references` their slots, and return these."""
+        """Give `references`, sorted by stretch, their slots, and return these."""
         left = self._free_count - len(references)
         slots = self._free[left : self._free_count].copy()
         self._free_count = left
-        for stretch in self._stretches:
-            begin, end = references.searchsorted([stretch.first, stretch.last])
-            stretch.slot[references[begin:end] - stretch.first] = slots[begin:end]
+        for stretch, part in self._parts(references):
+            stretch.slot[references[part] - stretch.first] = slots[part]
         return slots
 
-    def _job(self, chunks: Int64Array, references: Int64Array, slots: Int64Array) -> Job:
-        """Return sorted `references` as a job."""
-        about = np.empty((3, len(references)), np.int64)
+    def _parts(self, references: Int64Array) -> Iterator[tuple[Stretch, slice]]:
+        """Yield each stretch and its part of `references`, which are sorted by stretch."""
+        end = 0
         for stretch in self._stretches:
-            begin, end = references.searchsorted([stretch.first, stretch.last])
-            places = references[begin:end] - stretch.first
+            begin, end = end, int(np.count_nonzero(references < stretch.last))
+            yield stretch, slice(begin, end)
+
+    def _job(self, chunks: Int64Array, references: Int64Array, slots: Int64Array) -> Job:
+        """Return `references`, sorted by stretch, as a job."""
+        about = np.empty((3, len(references)), np.int64)
+        for stretch, part in self._parts(references):
+            places = references[part] - stretch.first
             known: list[npt.NDArray[Any]] = [stretch.low, stretch.real, stretch.before]
             for row, values in zip(about, known, strict=True):
-                row[begin:end] = values[places]
-        order = np.argsort(about[0], kind="stable")
+                row[part] = values[places]
+        order = np.argsort(about[0], kind="stable")  # quick where runs of it are in order already
         low, real, before = about[:, order]
         return Job(
             chunks=chunks,
@@ -349,18 +372,20 @@ class ReadPlan:
             stretch.ready[mine - stretch.first] = True
             stretch.residents += len(mine)
 
-    def slots_of(self, first_step: int, steps: int) -> Int64Array | None:
-        """Return the slots of these steps' windows, (steps * B,), or None while one is missing."""
+    def held(self, first_step: int, steps: int) -> Held | None:
+        """Return these steps' windows, (steps * B,), or None while one is missing."""
         begin, end = first_step * self._batch, (first_step + steps) * self._batch
         assert begin == self._base and end - begin <= self._depth, "only what is read ahead comes"
-        found = []
+        found: list[tuple[npt.NDArray[Any], ...]] = []
         for stretch in self._stretches:
             part = slice(max(begin - stretch.first, 0), max(end - stretch.first, 0))
             if not stretch.ready[part].all():
                 return None
-            found.append(stretch.slot[part])
-        slots = np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
-        return slots if len(slots) == end - begin else None
+            found.append((stretch.slot[part], stretch.episode[part], stretch.low[part]))
+        if sum(len(slots) for slots, *_ in found) < end - begin:
+            return None
+        joined = [np.concatenate(part, dtype=np.int64) for part in zip(*found, strict=True)]
+        return Held(slots=joined[0], episode=joined[1], low=joined[2])
 
     def _drop(self, stretch: Stretch, places: Int64Array) -> None:
         """Let go of ready windows of a stretch."""

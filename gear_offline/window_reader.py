@@ -1,7 +1,7 @@
 """Bring windows from shards into slots: many at a time, each array handled in one go.
 
 All parts of the files that a call needs are read at once into one buffer, column after column.
-Windows whose rows lie closer than `GAP_BYTES` in one chunk are read together with what is between
+Windows whose rows lie closer than `gap_steps` in one chunk are read together with what is between
 them.  Then each window is copied from the buffer to its slot.
 
 Shape legend: n windows, g ranges of a file, K steps of a window, S slots.
@@ -26,14 +26,13 @@ from gear_offline.disk_files import (
     UInt8Array,
     aligned_buffer,
 )
-from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, margin_bytes
+from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, gap_steps, margin_bytes
 from gear_offline.disk_table import DiskColumn
 from gear_offline.errors import InputError
 from gear_offline.joint_disk import CopiedShards
 from gear_offline.read_plan import Int64Array
 from gear_offline.read_queue import ReadQueue, open_queue
 
-GAP_BYTES = 32 << 10  # reading this much more costs less than reading once more
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 
 Array = npt.NDArray[Any]
@@ -165,9 +164,7 @@ class WindowReader:
             sizes.chunk_steps,
         )
         self._leads = any(column.lead for column in read)
-        # Skipping rows must save more than the whole pages at both ends of another part cost.
-        widths = [column.row_bytes for column in read]
-        self._gap_steps = max(GAP_BYTES // sum(widths), 2 * DIRECT_BYTES // min(widths))
+        self._gap_steps = gap_steps([column.row_bytes for column in read])
         self._buffer_bytes = 2 * self._margin + sizes.chunks * each
         self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // sizes.chunk_steps))])
 

@@ -230,7 +230,7 @@ class DiskGather:
             buffers=self.sizes.buffers,
             release=release,
         )
-        self._ahead = GatherAhead(partial(_gathered, stream, self._gather, self._reader))
+        self._ahead = GatherAhead(partial(_gathered, stream.share, self._gather, self._reader))
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, _stop, self._reader, self._ahead)
 
@@ -307,11 +307,18 @@ class DiskGather:
 
 
 def _gathered(
-    stream: Stream, gather: SlotGather, reader: DiskReader, first_step: int, steps: int
+    share: int, gather: SlotGather, reader: DiskReader, first_step: int, steps: int
 ) -> Windows:
     """Gather steps from their slots, and let go of these."""
-    segments = stream.segments(first_step, steps)
-    gather.at = reader.take(first_step, steps)
+    held = reader.take(first_step, steps)
+    gather.at = held.slots
+    shape, index = (steps, share), gather.table.episodes
+    # As they were drawn when the plan was made; no gather asks for the probability.
+    segments = Segments(
+        episodes=held.episode.reshape(shape),
+        starts=(held.low - index.offsets[held.episode]).reshape(shape),
+        probability=np.broadcast_to(np.float64(0), shape),
+    )
     found = gather.fill(segments)
     reader.move(first_step + steps)
     return found
@@ -334,7 +341,8 @@ def _needs(
         low = offsets[episodes] + starts
         real = np.minimum(lengths[episodes] - starts, span)
         before = np.minimum(starts, lead)
-        return Needs(low=low, real=real, chunk=windows.chunk_of(low), before=before)
+        chunk = windows.chunk_of(low)
+        return Needs(episode=episodes, low=low, real=real, chunk=chunk, before=before)
 
     return needs
 

@@ -30,7 +30,6 @@ def little_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_sizes, "READ_BYTES", 64)
     monkeypatch.setattr(disk_sizes, "COPY_BYTES", 1024)
     monkeypatch.setattr(disk_sizes, "RESIDENT_SHARE", 1 << 60)
-    monkeypatch.setattr(window_reader, "GAP_BYTES", 256)
     monkeypatch.setattr(window_reader, "COPY_BYTES", 1024)
     monkeypatch.setattr(window_reader, "SLICE_BYTES", 500)
 

@@ -23,6 +23,9 @@ def test_the_data_do_not_depend_on_how_they_are_read(kind: str, tmp_path: Path) 
     assert len(np.unique(found[::97].reshape(len(found[::97]), -1), axis=0)) > 10
     rate = bench.read_in_order(dataset, threads=2, seconds=0.05)
     assert np.isfinite(rate) and rate > 0
+    for nbytes in (5000, 4 << 20):  # more than a shard has, too
+        rate = bench.read_at_random(dataset, nbytes=nbytes, threads=2, buffers=2, seconds=0.05)
+        assert np.isfinite(rate) and rate > 0
 
 
 def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:

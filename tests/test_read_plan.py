@@ -25,7 +25,7 @@ def make(batch: int, slots: int, depth: int, horizon: int, chunk: int) -> ReadPl
     def needs(first_step: int, steps: int) -> Needs:
         low = np.array([low_of(s, batch) for s in range(first_step, first_step + steps)]).ravel()
         real = np.minimum(SPAN, STEPS - low)
-        return Needs(low=low, real=real, chunk=low // chunk, before=low % 3)
+        return Needs(episode=low // 5, low=low, real=real, chunk=low // chunk, before=low % 3)
 
     return ReadPlan(needs, batch=batch, slots=slots, depth=depth, horizon=horizon)
 
@@ -122,11 +122,11 @@ def test_jobs_are_those_of_the_oracle(
     step, content = 0, dict[int, int]()  # slot to the reference that was read into it
     extend(plan)
     for choice in choices:
-        if plan.slots_of(step, 1) is not None and choice == 0:
-            found = plan.slots_of(step, 1)
-            assert found is not None
+        if choice == 0 and (found := plan.held(step, 1)) is not None:
             expected = [step * batch + i for i in range(batch)]
-            assert [content[slot] for slot in found.tolist()] == expected
+            assert [content[slot] for slot in found.slots.tolist()] == expected
+            assert found.low.tolist() == low_of(step, batch)
+            assert found.episode.tolist() == [low // 5 for low in low_of(step, batch)]
             step += 1
             plan.move(step)
             oracle.move(step)
@@ -175,7 +175,7 @@ def test_it_always_goes_on(
                 extend(plan)
                 while len(under_way) < parallel and (job := plan.next_job(most)) is not None:
                     under_way.append(job)
-                if plan.slots_of(step, 1) is not None:
+                if plan.held(step, 1) is not None:
                     break
                 assert under_way, "nothing is being read and the step is not there"
                 plan.finish(under_way.pop(0))
@@ -208,7 +208,7 @@ def test_one_read_serves_all_windows_of_its_chunk() -> None:
     plan = make(batch, slots, 8, 340, chunk)
     jobs = 0
     for step in range(1000):
-        while plan.slots_of(step, 1) is None:
+        while plan.held(step, 1) is None:
             extend(plan)
             job = plan.next_job(1)
             assert job is not None

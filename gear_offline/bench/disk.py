@@ -5,7 +5,10 @@ a quarter of what batches need of it (observations, actions, rewards, returns-to
 batches as fast as they come.
 
 - *sequential*: bytes a second when eight threads read the same files from their first byte to
-  their last, 2 MiB at a time, past the page cache (``O_DIRECT``), with the loader idle.
+  their last, 2 MiB at a time, past the page cache (``O_DIRECT``) into the same kind of memory, with
+  the loader idle.
+- *random*: bytes a second of reads as large as the loader's are on average, at random places, with
+  as many threads and jobs under way, and nothing else: what the disk allows for reads of that size.
 - *disk rate*: bytes a second that the loader reads, the same way, while batches are asked for.
 - *useful rate*: bytes a second of the windows handed out, padding apart, in the source's dtypes.
 - *amplification*: disk bytes for each useful byte; below 1 where one read serves several windows.
@@ -13,9 +16,9 @@ batches as fast as they come.
 - *memory*: ``(peak of the loader's process - peak of one that only imports) / budget``, from
   ``VmHWM``; the goal is 1.05.
 
-The loader warms up until it has handed out as many windows as it keeps, so that it is not measured
-while it fills its memory.  Both rates are medians over rounds that take turns; the ratio is the
-median of the rounds' ratios.
+The loader warms up for twice the horizon of its plan, so that it is not measured while it fills its
+memory.  Rates are medians over rounds that take turns; the ratios, to *sequential* and to *random*,
+are the medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -37,14 +41,24 @@ import numpy.typing as npt
 from gear_offline.closing import Closing
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.disk_files import ShardFiles, aligned_buffer
+from gear_offline.disk_files import (
+    DIRECT_BYTES,
+    Ranges,
+    RangesRead,
+    ShardFiles,
+    aligned_buffer,
+)
+from gear_offline.disk_sizes import ROUND_BYTES
+from gear_offline.host_memory import pages
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
+from gear_offline.window_reader import ReadBuffer
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
 SHARD_BYTES = 256 << 20
 SECONDS, QUICK_SECONDS = 2.5, 1.0  # of a round, for either
 THREADS = 8  # that read in order
+WARM_HORIZONS = 2
 OVER = 4  # how many times the budget the data are
 PIECE_BYTES = 2 << 20
 EPISODE_STEPS = 500
@@ -103,7 +117,7 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
     done, lock, place = [0], threading.Lock(), [0]
     end = time.perf_counter() + seconds
 
-    def work() -> None:
+    def work(_: int) -> None:
         buffer = aligned_buffer(PIECE_BYTES + 8192)
         while time.perf_counter() < end:
             with lock:
@@ -114,15 +128,61 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
             with lock:
                 done[0] += count
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]
+    taken = _together(work, threads)
+    files.close()
+    return done[0] / taken
+
+
+def read_at_random(
+    dataset: Dataset, *, nbytes: int, threads: int, buffers: int, seconds: float
+) -> float:
+    """Return bytes a second of reads of `nbytes` at random places, and nothing else: the bound.
+
+    Each thread has as many jobs under way as `buffers`, like those of the loader.
+    """
+    files, sizes = ShardFiles(dataset), np.array([s.bytes for s in dataset.manifest.shards])
+    nbytes = min(pages(nbytes), int(sizes.min()) // DIRECT_BYTES * DIRECT_BYTES)
+    count = max(ROUND_BYTES // nbytes, 1)
+    done = [0] * threads
+    end = time.perf_counter() + seconds
+
+    def work(thread: int) -> None:
+        generator = np.random.default_rng(thread)
+        free = [ReadBuffer(count * nbytes + DIRECT_BYTES, direct=True) for _ in range(buffers)]
+        begun = deque[tuple[RangesRead, ReadBuffer]]()
+        with files.opened(*range(len(sizes))) as opened:
+            while time.perf_counter() < end:
+                file = generator.choice(len(sizes), count, p=sizes / sizes.sum())
+                begin = generator.integers(0, (sizes[file] - nbytes) // DIRECT_BYTES + 1)
+                begin *= DIRECT_BYTES
+                place = nbytes * np.arange(count)
+                ranges = Ranges(file=file, begin=begin, end=begin + nbytes, place=place)
+                buffer = free.pop()
+                begun.append((RangesRead(opened, ranges, buffer.memory, buffer.queue), buffer))
+                if not free:
+                    first, buffer = begun.popleft()
+                    done[thread] += first.finish()
+                    free.append(buffer)
+            for first, buffer in begun:
+                done[thread] += first.finish()
+                free.append(buffer)
+        for buffer in free:
+            buffer.close()
+
+    taken = _together(work, threads)
+    files.close()
+    return sum(done) / taken
+
+
+def _together(work: Callable[[int], None], threads: int) -> float:
+    """Run `work` in threads, each with its number; return the seconds."""
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     began = time.perf_counter()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    taken = time.perf_counter() - began
-    files.close()
-    return done[0] / taken
+    return time.perf_counter() - began
 
 
 def _peak_bytes() -> int:
@@ -155,9 +215,15 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
     )
     disk = loader.disk
     assert disk is not None, "it was asked for"
-    while disk.counts().windows < disk.sizes.slots:
+    while disk.counts().windows < WARM_HORIZONS * disk.sizes.horizon:
         next(loader)
-    answer(slots=disk.sizes.slots, threads=disk.sizes.threads, chunk_steps=disk.sizes.chunk_steps)
+    sizes = disk.sizes
+    answer(
+        slots=sizes.slots,
+        threads=sizes.threads,
+        buffers=sizes.buffers,
+        chunk_steps=sizes.chunk_steps,
+    )
     for request in requests:
         before, began, batches = disk.counts(), time.perf_counter(), 0
         worked = time.process_time()
@@ -216,6 +282,14 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
             print(seconds, file=process.stdin, flush=True)
             for key, value in _answer(process).items():
                 found.setdefault(key, []).append(value)
+            rate = read_at_random(
+                dataset,
+                nbytes=int(found["read_bytes"][-1]),
+                threads=sizes["threads"],
+                buffers=sizes["buffers"],
+                seconds=seconds,
+            )
+            found.setdefault("random", []).append(rate)
         process.stdin.close()
     ratios = [ours / peer for ours, peer in zip(found["disk"], found["sequential"], strict=True)]
     return {
@@ -223,8 +297,11 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
         "data_bytes": needed,
         "budget_bytes": budget,
         **sizes,
-        "bytes_per_second": {key: found[key] for key in ("sequential", "disk", "useful")},
+        "bytes_per_second": {key: found[key] for key in ("sequential", "random", "disk", "useful")},
         "ratio": median(ratios),
+        "ratio_to_random": median(
+            ours / peer for ours, peer in zip(found["disk"], found["random"], strict=True)
+        ),
         "amplification": median(
             read / useful for read, useful in zip(found["disk"], found["useful"], strict=True)
         ),
@@ -256,8 +333,10 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
             "rows",
             "GB",
             "sequential",
+            "random",
             "disk",
             "ratio",
+            "of random",
             "useful",
             "amplification",
             "processor s/GiB",
@@ -271,8 +350,10 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
                 result["kind"],
                 f"{result['data_bytes'] / 1e9:.2f}",
                 rates["sequential"],
+                rates["random"],
                 rates["disk"],
                 f"{result['ratio']:.2f}",
+                f"{result['ratio_to_random']:.2f}",
                 rates["useful"],
                 f"{result['amplification']:.2f}",
                 f"{result['processor_seconds_per_gib']:.2f}",
