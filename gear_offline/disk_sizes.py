@@ -225,12 +225,12 @@ def _cost(
     coverage = _coverage(slots, chunks)
     each = 1 + coverage / chunks
     span, gap = max(spans), gap_steps(rows)
-    apart = max(1 - (span + gap) / chunk_steps, 0)
+    apart = max(1 - (span + gap) / chunk_steps, 0.0)
     reads = 1 + (each - 1) * apart**each
     # The mean of a distance, counted up to span + gap; where it is longer the gap is skipped.
     distance = chunk_steps * (1 - apart ** (each + 1)) / (each + 1) - gap * apart**each
-    read_steps = span + (each - 1) * max(distance, 0)
-    pieces = reads * len(rows) * (READ_BYTES + PAGE_BYTES)
+    read_steps: float = span + (each - 1) * max(distance, 0)
+    pieces: float = reads * len(rows) * (READ_BYTES + PAGE_BYTES)
     return (pieces + read_steps * sum(rows)) * chunks / (coverage + chunks)
 
 
