@@ -148,7 +148,8 @@ class DiskReader:
     def _work(self) -> None:
         buffers = list[ReadBuffer]()
         try:
-            buffers += [self._windows.buffer() for _ in range(self._buffers)]
+            for _ in range(self._buffers):
+                buffers.append(self._windows.buffer())
             self._go_on(buffers)
         except BaseException as error:
             with self._changed:

@@ -2,9 +2,9 @@
 
 A thread hands over arrays of reads (file, offset, size, address), does something else, and waits
 for all of them without the interpreter's lock.  So what Python does no longer grows with the number
-of reads.  The calls
-(``io_submit`` and its kin) are part of every Linux since 2.5; with ``O_DIRECT`` the disk works on
-all reads at once, which one ``preadv`` after the other would not let it.
+of reads.  The calls (``io_submit`` and its kin) are part of every Linux since 2.5; with
+``O_DIRECT`` the disk works on all reads at once, which one ``preadv`` after the other would not
+let it.
 
 Where they are missing (another processor, a sandbox, no more contexts in ``fs.aio-max-nr``),
 `open_queue` returns ``None`` and the caller reads one by one.
