@@ -8,10 +8,11 @@ convert``): the package attribute of that name is the module.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes as long as the rest
 if TYPE_CHECKING:
+    from typing import Any
+
     from gear_offline.checkpoint import load_policy as load_policy
     from gear_offline.dataset import Dataset as Dataset
     from gear_offline.dataset import open_dataset as open_dataset
@@ -73,13 +74,20 @@ _IN_MODULES = {
 
 __all__ = [*sorted(_HOMES), "__version__"]
 
-try:
-    __version__ = version("gear-offline")
-except PackageNotFoundError:  # a checkout that was never installed
-    __version__ = "0.0.0+checkout"
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow to load
+
+    try:
+        return version("gear-offline")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "0.0.0+checkout"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = _version()
+        return globals()[name]
     if name not in _HOMES:
         what = f"module 'gear_offline' has no attribute {name!r}"
         if name in _IN_MODULES:

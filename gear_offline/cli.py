@@ -26,6 +26,7 @@ from gear_offline.cli_values import (
     parse_shares,
     parse_size,
 )
+from gear_offline.command import INTERRUPTED_BY_USER
 
 app = typer.Typer(
     name="gear-offline",
@@ -43,7 +44,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing target.")]
 WHOLE = "<int>"  # read by `parse_count`, which takes 1e5 too
-INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 
 
 def _print_json(document: Any) -> None:
@@ -374,6 +374,3 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         return tell(error, debug)
 
-
-if __name__ == "__main__":
-    sys.exit(main())

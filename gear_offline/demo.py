@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gear_offline import cli
+from gear_offline.command import INTERRUPTED_BY_USER
 from gear_offline.errors import GearError, InputError
 from gear_offline.manifest import Manifest
 from gear_offline.plots import short
@@ -291,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("error[INTERRUPTED]: stopped; run it again to go on from here", file=sys.stderr)
-        return 1
+        return INTERRUPTED_BY_USER
     return 0
 
 
