@@ -373,4 +373,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:
         return tell(error, debug)
-
