@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from gear_offline.episode_runner import Float64Array
 from gear_offline.run_directory import write_whole
 from gear_offline.schema import BoolArray, Int64Array
 from gear_offline.scores import ReferenceScores, normalized_score
+from gear_offline.split_table import SplitTable
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 
@@ -217,23 +216,28 @@ def mean_interval(values: Float64Array) -> tuple[float, float]:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def evaluation_table(report: EvaluationReport) -> Table:
+def evaluation_table(report: EvaluationReport) -> SplitTable:
     """Return the report as a table for the terminal, one row a target."""
     place = f" at step {report.step:,}" if report.step is not None else ""
-    remark = report.reference.note if report.reference is not None else None
-    table = Table(title=f"{report.run or 'policy'}{place} in {report.environment}", caption=remark)
-    for heading in ("asked return", "achieved", "95 % interval", "std", "score", "length", "n"):
-        table.add_column(heading, justify="right")
+    rows = []
     for result in report.results:
         low, high = result.ci95
         score = report.normalized(result)
-        table.add_row(
-            f"{result.target:,.6g}",
-            f"{result.mean:,.1f}",
-            "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
-            "-" if math.isnan(result.std) else f"{result.std:,.1f}",
-            "-" if score is None else f"{score:.1f}",
-            f"{result.lengths.mean():,.0f}",
-            str(result.returns.size),
+        rows.append(
+            (
+                f"{result.target:,.6g}",
+                f"{result.mean:,.1f}",
+                "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
+                "-" if math.isnan(result.std) else f"{result.std:,.1f}",
+                "-" if score is None else f"{score:.1f}",
+                f"{result.lengths.mean():,.0f}",
+                str(result.returns.size),
+            )
         )
-    return table
+    headings = ("asked return", "achieved", "95 % interval", "std", "score", "length", "n")
+    return SplitTable(
+        columns=[(heading, [row[index] for row in rows]) for index, heading in enumerate(headings)],
+        title=f"{report.run or 'policy'}{place} in {report.environment}",
+        caption=report.reference.note if report.reference is not None else None,
+        numbers=True,
+    )

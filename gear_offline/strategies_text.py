@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+
+from gear_offline.split_table import SplitTable
 
 Row = Mapping[str, Any]
 LABEL_WIDTH = 26
@@ -145,30 +145,10 @@ def print_comparison(document: Row, *, console: Console | None = None) -> None:
 
 def print_columns(console: Console, columns: Sequence[Column], rows: Sequence[Row]) -> None:
     """Print columns of rows with a ``label``, as many side by side as there is room for."""
-    labels = min(max([len(row["label"]) for row in rows], default=0), LABEL_WIDTH)
-    group: list[tuple[Column, int]] = []
-    room = 0
-    for column in columns if rows else ():
-        width = max(len(word) for word in column.title.split())
-        width = max(width, *(len(column.text(row)) for row in rows))
-        if room < width + 3:
-            _print(console, group, rows, labels)
-            group, room = [], console.width - labels - 4
-        room -= width + 3
-        group.append((column, width))
-    _print(console, group, rows, labels)
-
-
-def _print(
-    console: Console, group: Sequence[tuple[Column, int]], rows: Sequence[Row], labels: int
-) -> None:
-    """Print a table of some columns, if there are any."""
-    if not group:
+    if not rows:
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("strategy", width=labels, overflow="fold")
-    for column, width in group:
-        table.add_column(column.title, justify="right", width=width)
-    for row in rows:
-        table.add_row(escape(row["label"]), *(column.text(row) for column, _ in group))
-    console.print(table, highlight=False)
+    cells = [(column.title, [column.text(row) for row in rows]) for column in columns]
+    labels = ("strategy", [str(row["label"]) for row in rows])
+    console.print()
+    console.print(SplitTable(columns=[labels, *cells], widest_label=LABEL_WIDTH), highlight=False)
+    console.print()

@@ -23,6 +23,7 @@ from gear_offline.evaluation_report import EvaluationReport, evaluation_table
 from gear_offline.models.multitask import ModelTask
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
+from gear_offline.split_table import SplitTable
 from gear_offline.task_recipes import environments_of, tasks_in
 from gear_offline.wording import count_text
 
@@ -211,18 +212,20 @@ def chosen_tasks(recipe: Recipe, environment: str | None, targets: object) -> tu
 
 def tasks_table(report: TasksReport) -> Group:
     """Return the report for the terminal: a table a task, and the mean score."""
-    tables = []
+    tables: list[SplitTable | str] = []
     for name, result in report.tasks.items():
         table = evaluation_table(result.report)
-        table.title = f"{name}: {table.title}"
+        table = replace(table, title=f"{name}: {table.title}")
         if result.scale == BY_DATA and result.score is not None:
-            table.caption = (
+            caption = (
                 f"score {result.score:.1f} on the {BY_DATA}: 0 is {result.worst:,.6g}, "
                 f"100 is {result.best:,.6g}"
             )
-        tables.append(table)
+            table = replace(table, caption=caption)
+        tables += [table, ""]
     return Group(
-        *tables, f"mean score of {count_text(len(tables), 'task')}: {score_text(report.score)}"
+        *tables,
+        f"mean score of {count_text(len(report.tasks), 'task')}: {score_text(report.score)}",
     )
 
 

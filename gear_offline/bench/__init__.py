@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from gear_offline.errors import InputError
+from gear_offline.split_table import SplitTable
 
 BENCHES = {
     "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",
@@ -127,9 +127,6 @@ def print_document(document: dict[str, Any]) -> None:
     """Print a benchmark's rows as a table: a header row, then one row a measurement."""
     module = import_module(f"gear_offline.bench.{document['benchmark']}")
     header, *rows = module.table(document)
-    table = Table(title=f"{document['command']}, {document['machine']['cpu']}")
-    for index, cell in enumerate(header):
-        table.add_column(str(cell), justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*[str(cell) for cell in row])
-    Console().print(table)
+    columns = [(str(name), [str(row[k]) for row in rows]) for k, name in enumerate(header)]
+    title = f"{document['command']}, {document['machine']['cpu']}"
+    Console().print(SplitTable(columns=columns, title=title), highlight=False)
