@@ -21,10 +21,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from safetensors import SafetensorError
@@ -46,6 +44,7 @@ from gear_offline.checkpoint_saving import (
 from gear_offline.checkpoint_saving import TrainingState as TrainingState
 from gear_offline.checkpoint_saving import save_checkpoint as save_checkpoint
 from gear_offline.errors import InputError
+from gear_offline.policy_parts import PolicyParts as PolicyParts
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import read_regular
 from gear_offline.shard_index import INDEX, read_index
@@ -251,28 +250,16 @@ def newest_checkpoint(
     return None
 
 
-class PolicyParts(NamedTuple):
-    """What it takes to act: the model in evaluation mode and how its inputs were scaled."""
+def policy_parts(checkpoint: Checkpoint, task: str | None = None) -> PolicyParts:
+    """Return what it takes to act with a checkpoint that was read; see `load_policy_parts`."""
+    state, recipe = checkpoint.state, checkpoint.state.recipe
+    model = restore_model(checkpoint)
+    if task is not None or recipe.data.tasks:
+        from gear_offline.task_policy import task_parts
 
-    model: DecisionTransformer
-    state_mean: npt.NDArray[np.float64] | None
-    state_std: npt.NDArray[np.float64] | None
-    returns_scale: float
-    context_length: int
-    recipe: Recipe
-
-    def policy(self, device: torch.device | str = "cpu") -> Policy:
-        """Return what acts, on `device`."""
-        from gear_offline.models.policy import Policy
-
-        return Policy(
-            self.model,
-            state_mean=self.state_mean,
-            state_std=self.state_std,
-            returns_scale=self.returns_scale,
-            context_length=self.context_length,
-            device=device,
-        )
+        return task_parts(model, task, recipe)
+    scales = recipe.loader.returns_scale, recipe.loader.context_length
+    return PolicyParts(model, state.state_mean, state.state_std, *scales, recipe)
 
 
 def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) -> PolicyParts:
@@ -303,14 +290,7 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
         newest = read_checkpoint(path.resolve())
-    state, model, recipe = newest.state, restore_model(newest), newest.state.recipe
-    scales = recipe.loader.returns_scale, recipe.loader.context_length
-    parts = model, state.state_mean, state.state_std, *scales
-    if task is not None or recipe.data.tasks:
-        from gear_offline.task_policy import task_parts
-
-        parts = task_parts(model, task, recipe)
-    return PolicyParts(*parts, recipe)
+    return policy_parts(newest, task)
 
 
 def load_policy(

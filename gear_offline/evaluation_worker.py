@@ -115,23 +115,13 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     """
     import torch
 
-    from gear_offline.checkpoint import read_checkpoint, restore_model
-    from gear_offline.models.policy import Policy
+    from gear_offline.checkpoint import policy_parts, read_checkpoint, restore_model
 
     with torch_threads(request.threads), torch.random.fork_rng(devices=[]):
         found = read_checkpoint(Path(request.checkpoint), training=False)
-        loader, model = found.state.recipe.loader, restore_model(found)
         if not request.environment:
-            return play_tasks(model, found.state.recipe, request)
-        policy = Policy(
-            model,
-            state_mean=found.state.state_mean,
-            state_std=found.state.state_std,
-            returns_scale=loader.returns_scale,
-            context_length=loader.context_length,
-            device=request.device,
-        )
-        return play(policy, request)
+            return play_tasks(restore_model(found), found.state.recipe, request)
+        return play(policy_parts(found).policy(request.device), request)
 
 
 def answer(line: str) -> dict[str, Any]:

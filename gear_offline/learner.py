@@ -35,6 +35,7 @@ from gear_offline.parallel import (
     shard_model,
     working_copy,
 )
+from gear_offline.policy_parts import PolicyParts
 from gear_offline.precision import resolve_precision as resolve_precision
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
@@ -317,6 +318,7 @@ class Learner:
             if self.world.is_first:
                 with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
                     self._acting = DecisionTransformer(self.model.config)
+                self._acting.attention = self.model.attention
                 self._acting.load_state_dict(tensors)
 
     @property
@@ -331,14 +333,12 @@ class Learner:
         """
         if task is not None:
             return task_policy(self.acting, task, self.recipe, self.device)
-        return Policy(
-            self.acting,
-            state_mean=self.state_mean,
-            state_std=self.state_std,
-            returns_scale=self.recipe.loader.returns_scale,
-            context_length=self.recipe.loader.context_length,
-            device=self.device,
-        )
+        return self.policy_parts().policy(self.device)
+
+    def policy_parts(self) -> PolicyParts:
+        """Return what `policy` is built from, of a recipe of one task."""
+        scales = self.recipe.loader.returns_scale, self.recipe.loader.context_length
+        return PolicyParts(self.acting, self.state_mean, self.state_std, *scales, self.recipe)
 
     def close(self) -> None:
         """Give back what the loader holds open; all ranks together."""

@@ -119,14 +119,21 @@ class RunEvaluations:
         """
         if self._metrics.evaluated(step) or step in self.outstanding:
             return False
-        if self._choice.otherwise is not None and not self.outstanding:
-            self._decide(self._choice.otherwise)
-        if self._beside is None:
+        if self.plays_in_place(step):
             return self._in_place(step)
+        assert self._beside is not None, "else it is played in place"
         if self._beside.is_full:
             self._make_room()
         self._beside.submit(self._request(step))
         return True
+
+    def plays_in_place(self, step: int) -> bool:
+        """Return whether `evaluate` will play the learner's own weights, in this process."""
+        if self._metrics.evaluated(step) or step in self.outstanding:
+            return False
+        if self._choice.otherwise is not None and not self.outstanding:
+            self._decide(self._choice.otherwise)
+        return self._beside is None
 
     def _decide(self, otherwise: EvaluationChoice) -> None:
         """At the first evaluation with ``auto``: stay in place where cores could not keep up."""
@@ -178,22 +185,14 @@ class RunEvaluations:
 
     def _policy(self) -> Policy:
         """Return the learner's policy, or a copy of it where it acts on another device."""
-        policy, device = self._learner.policy(), self._choice.device
-        if same_device(device, policy.device):
-            return policy
+        parts, device = self._learner.policy_parts(), self._choice.device
+        if same_device(device, self._learner.device):
+            return parts.policy(self._learner.device)
         with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
-            model = type(policy.model)(policy.model.config)
-        model.attention = policy.model.attention
-        model.load_state_dict(policy.model.state_dict())
-        loader = self._learner.recipe.loader
-        return Policy(
-            model,
-            state_mean=self._learner.state_mean,
-            state_std=self._learner.state_std,
-            returns_scale=loader.returns_scale,
-            context_length=loader.context_length,
-            device=device,
-        )
+            model = type(parts.model)(parts.model.config)
+        model.attention = parts.model.attention
+        model.load_state_dict(parts.model.state_dict())
+        return parts._replace(model=model).policy(device)
 
     def _request(self, step: int) -> PlayRequest:
         settings, choice = self._settings, self._choice

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from gear_offline.training_run import LeadingRun
+    from gear_offline.leading_run import LeadingRun
 
 
 def summary_of(run: LeadingRun) -> dict[str, Any]:

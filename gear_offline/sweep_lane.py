@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from gear_offline.determinism import deterministic
+from gear_offline.leading_run import LeadingRun
 from gear_offline.sweep_points import SweepPoint
 from gear_offline.sweep_track import Track
 from gear_offline.torch_threads import torch_threads
-from gear_offline.training_run import LeadingRun
 
 CHUNK = 8  # steps of a run that are launched together
 DEEP = 4  # chunks of a run on their way, at most

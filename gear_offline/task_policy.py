@@ -10,14 +10,12 @@ import torch
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.multitask import single_task, task_number, tasks_of_config
 from gear_offline.models.policy import Policy
+from gear_offline.policy_parts import PolicyParts
 from gear_offline.recipe import Recipe
-from gear_offline.statistics import Float64Array
-
-Parts = tuple[DecisionTransformer, Float64Array | None, Float64Array | None, float, int]
 
 
-def task_parts(model: DecisionTransformer, name: str | None, recipe: Recipe) -> Parts:
-    """Return what it takes to act in one task; see `gear_offline.checkpoint.PolicyParts`.
+def task_parts(model: DecisionTransformer, name: str | None, recipe: Recipe) -> PolicyParts:
+    """Return what it takes to act in one task.
 
     Parameters
     ----------
@@ -34,7 +32,8 @@ def task_parts(model: DecisionTransformer, name: str | None, recipe: Recipe) -> 
     moments = (task.state_mean, task.state_std)
     mean, std = (None if value is None else np.array(value) for value in moments)
     alone = single_task(model, task.name)
-    return alone, mean, std, task.returns_scale, recipe.loader.context_length
+    scales = task.returns_scale, recipe.loader.context_length
+    return PolicyParts(alone, mean, std, *scales, recipe)
 
 
 def task_policy(
@@ -47,15 +46,8 @@ def task_policy(
     InputError
         ``TASK_UNKNOWN``
     """
-    alone, mean, std, scale, context_length = task_parts(model, name, recipe)
+    parts = task_parts(model, name, recipe)
     here, there = next(model.parameters()).device, torch.device(device)
     if here.type != there.type or there.index not in (None, here.index):
-        alone = deepcopy(alone)  # moving it would take the model's blocks along
-    return Policy(
-        alone,
-        state_mean=mean,
-        state_std=std,
-        returns_scale=scale,
-        context_length=context_length,
-        device=device,
-    )
+        parts = parts._replace(model=deepcopy(parts.model))  # or the model's blocks would go along
+    return parts.policy(device)

@@ -1,7 +1,7 @@
 """Train from a recipe to a run directory, on one process or on all that ``torchrun`` started.
 
 What one step does is in `gear_offline.learner`, what happens between steps in
-`gear_offline.training_run`.
+`gear_offline.training_run` and, on the first rank, `gear_offline.leading_run`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gear_offline.data_parallel import check_micro_batches
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.determinism import deterministic
 from gear_offline.errors import InputError
+from gear_offline.leading_run import LeadingRun
 from gear_offline.learner import Learner
 from gear_offline.loaders.loader import resolve_device
 from gear_offline.preparation import open_recipe_dataset, prepare_dataset, resolve
@@ -27,7 +28,7 @@ from gear_offline.run_directory import RunDirectory, default_run_path
 from gear_offline.staging import write_error
 from gear_offline.task_recipes import open_tasks
 from gear_offline.torch_threads import torch_threads
-from gear_offline.training_run import LeadingRun, Run, TrainingInterrupted
+from gear_offline.training_run import Run, TrainingInterrupted
 from gear_offline.world import World, current, open_world, rank_device
 
 __all__ = ["RESUMABLE", "TrainingInterrupted", "check_same_run", "train"]

@@ -374,10 +374,13 @@ def test_cores_that_could_not_keep_up_leave_evaluations_in_place(
             beside=True, reason="", device=CPU, most_seconds=seconds, otherwise=here
         )
 
+    collected: list[int] = []  # where a sharded model's weights would be, for this process to act
+    monkeypatch.setattr(Learner, "prepare_policy", lambda self: collected.append(self.step))
     for seconds, workers in ((1e9, 0), (1e-9, 1)):
         FakeWorker.made.clear()
-        monkeypatch.setattr("gear_offline.training_run.choose_evaluation", undecided(seconds))
+        monkeypatch.setattr("gear_offline.leading_run.choose_evaluation", undecided(seconds))
         run = train(tiny_recipe(data), out=tmp_path / str(workers))
         assert played(run) == played(in_place) and len(fake.made) == workers
         said = capfd.readouterr().err.count("evaluate.beside=on insists")
         assert said == (0 if workers else 1)
+    assert collected == [7, 14, 20], "of the run that plays in place alone"
