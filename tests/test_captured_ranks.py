@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +17,8 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.rank_gradients import RankGradients
 from gear_offline.roll_call import RollCall
 from gear_offline.world import World
+from tests.ranks_support import launch
 from tests.support import make_dataset
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def batch_of(mask: Tensor) -> Batch:
@@ -118,19 +114,6 @@ def test_a_gpu_that_waits_for_ever_ends_the_process(
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
 def test_graphs_learn_what_steps_learn(tmp_path: Path) -> None:
     data = make_dataset(tmp_path, [30, 7, 44, 12]).path
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.captured_ranks_child", str(data)]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = launch(2, "-m", "tests.captured_ranks_child", str(data), timeout=150)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["ranks"] == 2 and document["loss_relative"] < 2e-4

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +17,10 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import World
+from tests.ranks_support import launch
 from tests.support import make_dataset
 
 dist: Any = torch.distributed
-ROOT = Path(__file__).resolve().parents[1]
 BATCH, CONTEXT, STEPS = 12, 6, 3
 
 
@@ -128,18 +124,8 @@ def test_the_first_rank_of_each_group_feeds(
 
 def test_the_example_trains_groups_on_one_batch_each(dataset: Dataset) -> None:
     """Four ranks in pairs: each pair works on its half of the global batches."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "4", "examples/model_parallel.py", str(dataset.path)]
-    done = subprocess.run(
-        [*command, "--steps", str(STEPS), "--batch-size", str(BATCH)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("--steps", str(STEPS), "--batch-size", str(BATCH))
+    done = launch(4, "examples/model_parallel.py", str(dataset.path), *words)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     ranks = sorted(lines, key=lambda line: int(line["rank"]))
     assert [line["feeds"] for line in ranks] == [True, False, True, False]

@@ -19,15 +19,10 @@ from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError
 from gear_offline.trainer import train
 from tests.support import write_hdf5
-from tests.training_support import learnt, tiny_data, tiny_recipe
+from tests.training_support import learnt, tiny_recipe
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -38,18 +38,12 @@ from tests.training_support import (
     FakeWorker,
     learnt,
     register_importable,
-    tiny_data,
     tiny_recipe,
 )
 from tests.trust.leaks import session_processes, wait_until_gone
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)

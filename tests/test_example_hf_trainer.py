@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,10 @@ from examples.hf_trainer import POSITION, GearTrainer, load_policy, make_model, 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import joined_world
+from tests.ranks_support import launch
 from tests.support import hopper_columns, make_dataset
 
 BATCH, STEPS, SAVED = 4, 6, 3
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +90,8 @@ def test_resumed_run_equals_the_uninterrupted_one(dataset: Dataset, tmp_path: Pa
 def test_two_ranks_learn_what_one_learns(dataset: Dataset, tmp_path: Path) -> None:
     """They share each batch, and padding weighs as it would alone; then one resumes alone."""
     make_trainer(dataset, tmp_path / "alone", dropout=0.0).train()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.test_example_hf_trainer"]
-    done = subprocess.run(
-        [*command, str(dataset.path), str(tmp_path / "ranks")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = (str(dataset.path), str(tmp_path / "ranks"))
+    launch(2, "-m", "tests.test_example_hf_trainer", *words)
     last = f"checkpoint-{STEPS}"
     alone, ranks = (
         load_file(tmp_path / name / last / "model.safetensors") for name in ("alone", "ranks")

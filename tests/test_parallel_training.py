@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from gear_offline.recipe import load_recipe
 from gear_offline.trainer import train
 from gear_offline.world import World, peers
 from tests.network import permitted
+from tests.ranks_support import ROOT, environment, launch, torchrun
 from tests.support import make_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
 covered = pytest.mark.skipif(
     permitted(), reason="tests/test_nodes.py does more, on nodes of their own"
 )
@@ -86,19 +84,9 @@ def test_only_errors_of_the_group_become_a_lost_rank() -> None:
         raise RuntimeError("shapes do not fit")
 
 
-def launch(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", "1", "--standalone"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command, "-m", "tests.parallel_child", *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+def trained(ranks: int, *arguments: str) -> str:
+    """Run the child with so many ranks; return what they said."""
+    return launch(ranks, "-m", "tests.parallel_child", *arguments, restarts=1).stderr
 
 
 @covered
@@ -112,14 +100,12 @@ def test_two_nodes_that_hold_half_each(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    arguments = ["-m", "tests.parallel_child", str(recipe), str(tmp_path / "run"), "20", "0"]
+    options = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))
+    arguments = ("-m", "tests.parallel_child", str(recipe), str(tmp_path / "run"), "20", "0")
     nodes = [
         subprocess.Popen(
-            [*command, "--node-rank", str(node), *arguments],
-            env=environment,
+            torchrun(1, *options, "--node-rank", str(node), *arguments),
+            env=environment(),
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -148,9 +134,8 @@ def test_ranks_learn_what_one_process_learns(dataset: Dataset, tmp_path: Path) -
     recipe.write_text(RECIPE.format(data=dataset.path))
     alone = train(load_recipe(str(recipe), ["train.steps=30"]), out=tmp_path / "alone", quiet=True)
     for ranks, steps, kill_at in ((2, 20, 14), (3, 30, 0)):
-        done = launch(ranks, str(recipe), str(run), str(steps), str(kill_at))
-        assert done.returncode == 0, done.stderr
-        assert ("resuming after step 10" in done.stderr) == (ranks == 2)
+        said = trained(ranks, str(recipe), str(run), str(steps), str(kill_at))
+        assert ("resuming after step 10" in said) == (ranks == 2)
     one, several = measured(alone), measured(run)
     assert [record["step"] for record in several] == [5, 10, 15, 20, 25, 30]
     for mine, theirs in zip(several, one, strict=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ from gear_offline.recipe import load_recipe
 from gear_offline.shard_index import INDEX, read_index
 from gear_offline.sharded_checkpoint import load_shards
 from gear_offline.trainer import train
+from tests.ranks_support import launch
 from tests.sharded_child import whole_tensors
 from tests.support import make_dataset
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 name: sharded
 data: {{path: {data}}}
@@ -40,20 +38,9 @@ evaluate: {{episodes: 0}}
 """
 
 
-def launch(ranks: int, *arguments: str) -> str:
+def launched(ranks: int, *arguments: str) -> str:
     """Run the child with so many ranks; return what they said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "tests.sharded_child", *arguments]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch(ranks, "-m", "tests.sharded_child", *arguments, timeout=240)
     assert "acts like the whole model" in done.stdout
     return done.stderr
 
@@ -117,7 +104,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     alone = train(load_recipe(recipe), out=tmp_path / "alone", quiet=True)
     train(load_recipe(recipe, ["train.steps=4"]), out=run, quiet=True)
     arguments = (str(recipe), str(run), str(pieces))
-    said = launch(2, *arguments)
+    said = launched(2, *arguments)
     for line in (
         "2 ranks (FSDP, as the recipe says)",
         "checkpoints: a shard of each rank",
@@ -130,7 +117,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     check_names(
         run / "checkpoints" / checkpoint_name(8), alone / "checkpoints" / checkpoint_name(8)
     )
-    said = launch(3, *arguments)
+    said = launched(3, *arguments)
     for line in (
         "checkpoints: collected by the first rank",
         "resuming after step 8",

@@ -18,20 +18,9 @@ from gear_offline.sweep import run_sweep
 from tests.law_support import facts
 from tests.strategies_support import recipe_of
 from tests.support import failing_code
-from tests.training_support import learnt, tiny_data
+from tests.training_support import learnt
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_reports() -> Any:
-    """Reports of single runs, with their plots, take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
+pytestmark = pytest.mark.usefixtures("no_reports")
 
 
 def train(data: Path, out: Path, names: str, *overrides: str, **options: Any) -> dict[str, Any]:

@@ -27,12 +27,6 @@ from gear_offline.strategies_plan import make_plan, run_in_turn, run_together
 from gear_offline.strategies_train import _work, train_strategies
 from tests.strategies_support import plan_of, recipe_of, run
 from tests.support import failing_code
-from tests.training_support import tiny_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def test_the_sweep_engine_gets_the_points(

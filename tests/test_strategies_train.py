@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -38,20 +38,9 @@ from gear_offline.trainer import TrainingInterrupted
 from tests.strategies_support import NAMES, recipe_of, run
 from tests.support import failing_code
 from tests.test_strategies import Page
-from tests.training_support import learnt, register_environment, tiny_data
+from tests.training_support import learnt, register_environment
 
-
-@pytest.fixture(scope="module", autouse=True)
-def no_reports() -> Iterator[None]:
-    """Reports of single runs, with their plots, take most of the time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
-        yield
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
+pytestmark = pytest.mark.usefixtures("no_reports")
 
 
 @pytest.fixture(scope="module")

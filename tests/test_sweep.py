@@ -28,15 +28,10 @@ from gear_offline.sweep_turns import Turns
 from gear_offline.torch_threads import torch_threads
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
-from tests.training_support import learnt, tiny_data, tiny_recipe
+from tests.training_support import learnt, tiny_recipe
 
 CPU = torch.device("cpu")
 RATES = [1e-2, 1e-3]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(autouse=True)

@@ -31,16 +31,10 @@ from tests.training_support import (
     STATE_DIM,
     STEP_LIMIT,
     learnt,
-    tiny_data,
     tiny_recipe,
 )
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

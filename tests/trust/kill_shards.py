@@ -11,13 +11,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from gear_offline.checkpoint_folder import list_checkpoints
+from tests.ranks_support import launch
 
 STEPS = 8
 MOST_CALLS = 60  # a rank makes more than that, the second one a third of it
@@ -42,15 +42,9 @@ def train_as_rank(data: str, run: str, victim: str, call: str) -> None:
 
 def trained(data: Path, run: Path, victim: int, call: int) -> dict[str, bytes]:
     """Run two ranks to the end; return the files of the last checkpoint but ``state.json``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "--max-restarts", "1", "-m", "tests.trust.kill_shards", "--as-rank"]
-    subprocess.run(
-        [*command, str(data), str(run), str(victim), str(call)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=300,
-        check=True,
-    )
+    words = ("-m", "tests.trust.kill_shards", "--as-rank")
+    arguments = (str(data), str(run), str(victim), str(call))
+    launch(2, *words, *arguments, restarts=1, timeout=300)
     step, last = list_checkpoints(run / "checkpoints")[-1]
     assert step == STEPS, f"the run ended after step {step}"
     assert not list((run / "checkpoints").glob(".*")), "something half written stayed"
