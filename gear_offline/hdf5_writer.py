@@ -15,13 +15,13 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.staging import write_error
 
@@ -92,7 +92,7 @@ class _Output:
         """Nothing is held back."""
 
 
-class Hdf5Writer:
+class Hdf5Writer(Closing):
     """Writes rows of columns, part after part; a context manager.
 
     Leaving the context without `complete` and `publish` removes everything.
@@ -230,18 +230,13 @@ class Hdf5Writer:
             )
 
     def _remove(self) -> None:
-        self._temporary.unlink(missing_ok=True)
-        os.close(self._lock)
+        if self._lock >= 0:
+            self._temporary.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove what is not published; may be called again."""
         if self._file:
             self._file.close()
         self._remove()

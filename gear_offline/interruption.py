@@ -6,15 +6,17 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
+
+from gear_offline.closing import Closing
 
 
 class Aborted(Exception):
     """Raised inside `StopRequest.abortable` when a stop is requested."""
 
 
-class StopRequest:
+class StopRequest(Closing):
     """While entered, SIGINT and SIGTERM set `signal_name` instead of ending the process.
 
     A second signal raises `KeyboardInterrupt` at once.  Off the main thread, where Python lets
@@ -37,12 +39,8 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let signals do what they did before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

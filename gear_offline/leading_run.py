@@ -125,7 +125,7 @@ class LeadingRun(Run):
     def _end(self) -> None:
         self.evaluations.close()
         super()._end()
-        self.display.__exit__(None, None, None)
+        self.display.close()
         self.metrics.close()
 
     def _announce(self) -> None:

@@ -8,12 +8,13 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn
 
+from gear_offline.closing import Closing
 from gear_offline.progress import say
 
 ROOM_FOR_BAR = 80  # columns of a terminal; on a narrower one the numbers need all of them
 
 
-class BarDisplay:
+class BarDisplay(Closing):
     """Shows one bar on stderr if that is a terminal; a context manager.
 
     Parameters
@@ -53,7 +54,8 @@ class BarDisplay:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def close(self) -> None:
+        """Leave the bar as it stands; may be called again."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -17,12 +17,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.closing import Closing
 from gear_offline.errors import GearError, InputError
 from gear_offline.manifest import ShardRecord, shard_name
 from gear_offline.schema import ColumnSpec, Int64Array
@@ -73,7 +73,7 @@ class ShardResult:
     returns: Float64Array
 
 
-class _Stage:
+class _Stage(Closing):
     """One thread that works through calls in order; `submit` waits while `DEPTH` are pending."""
 
     def __init__(self) -> None:
@@ -89,15 +89,8 @@ class _Stage:
         while self._pending:
             self._pending.popleft().result()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Wait for the thread; what has not begun is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
 

@@ -10,12 +10,12 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from gear_offline.closing import Closing
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
 from gear_offline.strategies_judge import Judges
 from gear_offline.strategies_plan import TrainingPlan
@@ -38,7 +38,7 @@ def last_step(metrics: Path) -> int:
         return 0
 
 
-class Outlook:
+class Outlook(Closing):
     """A line, or a bar on a terminal, of what is done and what is left.
 
     Parameters
@@ -146,17 +146,15 @@ class Outlook:
             self._printed = time.monotonic()
             say(self.line())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Show the end, once, if anything was shown."""
+        if self._thread is None:
+            return
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
+        self._thread = None
         if self._bar is not None:
             self._draw()
             self._bar.stop()
-        elif not self._quiet:
+        else:
             say(self.line())

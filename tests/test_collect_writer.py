@@ -214,3 +214,11 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert found.stdout.startswith("OUTPUT_SPACE "), found.stderr
     assert len(found.stdout) < 300 and found.stdout.count("\n") == 1
     assert found.stderr == "" and names(tmp_path) == []
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    writer = D4rlWriter(tmp_path / "a.hdf5")
+    assert len(list(tmp_path.iterdir())) == 1
+    for _ in range(2):
+        writer.close()
+        assert list(tmp_path.iterdir()) == []
