@@ -46,9 +46,9 @@ from gear_offline.shards import (
     unique_keys,
 )
 from gear_offline.statistics import ColumnStatistics, Distribution
+from gear_offline.wording import count_text
 
-FORMAT = "gear-offline"
-FORMAT_VERSION = 1
+FORMAT, FORMAT_VERSION = "gear-offline", 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 64, 1 << 30
@@ -91,7 +91,7 @@ class ShardRecord:
     bytes: int
     header_bytes: int
     header_digest: str
-    digests: Mapping[str, tuple[str, ...]]
+    digests: Mapping[str, tuple[str, ...]] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         joined = {name: "".join(parts) for name, parts in self.digests.items()}
@@ -201,6 +201,12 @@ class Manifest:
     reference_scores: Mapping[str, Any] | None
     source: SourceRecord
     format_version: int = FORMAT_VERSION
+
+    def __repr__(self) -> str:
+        counts = (self.spec.episodes, self.spec.steps, len(self.shards))
+        facts = ", ".join(map(count_text, counts, ("episode", "step", "shard")))
+        columns = ", ".join(column.name for column in self.spec)
+        return f"Manifest({self.source.uri!r}: {facts}, columns {columns})"
 
     @property
     def total_bytes(self) -> int:
@@ -330,7 +336,7 @@ class Manifest:
             *("statistics", "returns", "lengths", "endings", "environment", "source", "shards"),
         )
         values = dict(zip(keys, fields(value, (*keys, "digest")), strict=False))
-        if values["format"] != FORMAT or values["format_version"] != FORMAT_VERSION:
+        if (values["format"], values["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise ValueError(f"format is {values['format']!r} {values['format_version']!r}")
         columns = tuple(column_from_json(c) for c in as_list(values["columns"]))
         spec = TableSpec(

@@ -56,6 +56,15 @@ def test_round_trip(raw: bytes) -> None:
     assert Manifest.decode(seal(json.loads(raw))).to_json() == manifest.to_json()
 
 
+def test_its_repr_is_one_short_line(raw: bytes) -> None:
+    manifest = Manifest.decode(raw)
+    assert repr(manifest) == (
+        f"Manifest('memory': 3 episodes, 9 steps, {len(manifest.shards)} shards, columns "
+        f"{', '.join(column.name for column in manifest.spec)})"
+    )
+    assert "shard-00000" in repr(manifest.shards[0]) and len(repr(manifest.shards[0])) < 200
+
+
 def test_nan_statistics_survive(tmp_path: Path) -> None:
     from gear_offline.convert import convert
 
