@@ -35,7 +35,8 @@ def test_there_are_many_cases_of_every_kind() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     groups = Counter(case.name.partition("/")[0] for case in CASES)
     assert groups.keys() == {
-        *("hdf5", "minari", "manifest", "shard", "recipe", "command", "checkpoint")
+        *("hdf5", "minari", "manifest", "shard", "recipe", "command", "checkpoint"),
+        *("folder", "source"),
     }
     assert min(groups.values()) >= 30
 
@@ -47,6 +48,14 @@ def test_each_case_is_one_line_and_leaves_nothing(groups: str) -> None:
     assert found["cases"] == sum(
         case.name.startswith(tuple(groups.split())) for case in CASES if not case.needs_torch
     )
+
+
+def test_a_sample_of_folders_and_shards_as_sources() -> None:
+    """Most are cases of a file or of a dataset, which all run above."""
+    found = run("run_corpus", "folder/", "source/", "--every", "5")
+    assert found["broken"] == {}
+    there = [case for case in CASES if case.name.startswith(("folder/", "source/"))]
+    assert found["cases"] == len(there[::5])
 
 
 def test_each_bad_checkpoint_is_one_line_and_leaves_nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.trust.corpus.case import Case
 from tests.trust.corpus.checkpoints import CASES as CHECKPOINTS
 from tests.trust.corpus.commands import CASES as COMMANDS
+from tests.trust.corpus.folders import CASES as FOLDERS
 from tests.trust.corpus.hdf5 import CASES as HDF5
 from tests.trust.corpus.manifests import CASES as MANIFESTS
 from tests.trust.corpus.minari import CASES as MINARI
@@ -23,4 +24,5 @@ CASES: tuple[Case, ...] = (
     *RECIPES,
     *COMMANDS,
     *CHECKPOINTS,
+    *FOLDERS,
 )
