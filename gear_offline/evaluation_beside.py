@@ -24,6 +24,7 @@ from typing import Any
 
 from gear_offline.errors import GearError
 from gear_offline.evaluation_worker import PlayRequest, play_checkpoint
+from gear_offline.processes import interrupts_kept_from_children
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play
@@ -53,13 +54,14 @@ class Worker:
         variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gear_offline.evaluation_worker", str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env={**os.environ, **variables},
-            )
+            with interrupts_kept_from_children():  # the trainer decides
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "gear_offline.evaluation_worker", str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    env={**os.environ, **variables},
+                )
         except OSError as error:
             self._errors.close()
             raise WorkerLost(f"it cannot be started: {error.strerror or error}") from error

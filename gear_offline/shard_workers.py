@@ -22,7 +22,7 @@ import numpy as np
 
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.manifest import ShardRecord
-from gear_offline.processes import die_with_parent
+from gear_offline.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.shard_job import Advance, Settings, ShardJob, ShardResult, write_shard
 from gear_offline.shards import byte_view, digest, open_directory
 from gear_offline.sources.base import Source
@@ -89,15 +89,15 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     try:
         for _ in range(count):
-            started.append(
-                subprocess.Popen(
+            with interrupts_kept_from_children():
+                process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
                     env={**os.environ, "PYTHONPATH": path},
                 )
-            )
+                started.append(process)
         yield started
     finally:
         for process in started:

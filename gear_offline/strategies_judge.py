@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from math import prod
@@ -30,7 +29,7 @@ from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.metrics import JsonLines, finite, read_records
-from gear_offline.processes import die_with_parent
+from gear_offline.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
 from gear_offline.strategies_plan import Point, TrainingPlan
@@ -296,7 +295,7 @@ class Judges:
                 initializer=_begin,
                 initargs=(os.getpid(),),
             ) as pool,
-            _interrupts_kept_from_children(),
+            interrupts_kept_from_children(),
         ):
             while True:
                 last = trained.is_set()
@@ -333,19 +332,6 @@ class Judges:
         finally:
             file.close()
         self.done[sitting.run, sitting.step] = record["seconds"]
-
-
-@contextmanager
-def _interrupts_kept_from_children() -> Iterator[None]:
-    """Block SIGINT in this thread, and so in processes that it starts, from their first moment.
-
-    Ctrl-C goes to them as well, and would end them with a traceback while they import.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(parent: int) -> None:

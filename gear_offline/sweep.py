@@ -93,7 +93,7 @@ def run_sweep(
         ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``, and
         those of checking recipes and preparing data, before any run begins.
     TrainingInterrupted
-        ``SWEEP_INTERRUPTED`` after Ctrl-C or SIGTERM; every run has saved a checkpoint.
+        ``SWEEP_INTERRUPTED`` after Ctrl-C or SIGTERM; what the runs have done is saved.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("USAGE", "a sweep runs in one process", remedy="start it without torchrun")
@@ -160,7 +160,7 @@ class Sweep:
                 except TrainingInterrupted as error:
                     raise TrainingInterrupted(
                         "SWEEP_INTERRUPTED",
-                        f"{error.what.split(' after step')[0]}, every run has saved a checkpoint",
+                        f"{error.what.split(' after step')[0]}, what the runs have done is saved",
                         where=str(self._out),
                         remedy="the same command goes on",
                     ) from error

@@ -54,7 +54,7 @@ class Worker:
             start_new_session=True,  # Ctrl-C reaches it through us, once
         )
         self.point: SweepPoint | None = None
-        self._received = b""
+        self._received, self._asked = b"", False
         self._send({"tables": tables})
 
     @property
@@ -96,6 +96,7 @@ class Worker:
 
     def interrupt(self) -> None:
         """Ask for a checkpoint and an end."""
+        self._asked = True
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 
@@ -116,6 +117,8 @@ class Worker:
 
     def _lost(self) -> GearError:
         code = self._process.wait()
+        if self._asked and code == -signal.SIGTERM:
+            return TrainingInterrupted("TRAIN_INTERRUPTED", "stopped before its first step")
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         how = f"exit code {code}" + (f": {lines[-1]}" if lines else "")
@@ -172,7 +175,7 @@ class Processes:
         Raises
         ------
         TrainingInterrupted
-            ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; every run has saved a checkpoint.
+            ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; what the runs have done is saved.
         """
         waiting, handles = deque(points), tables.handles()
         asked = False

@@ -81,7 +81,7 @@ class Turns:
         Raises
         ------
         TrainingInterrupted
-            ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; every run has saved a checkpoint.
+            ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; what the runs have done is saved.
         """
         waiting = deque(points)
         self._ended = ended

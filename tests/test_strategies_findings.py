@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gear_offline.significance import holm, paired
-from gear_offline.strategies_judge import _interrupts_kept_from_children
 from gear_offline.strategies_learning import compare_rows
 from gear_offline.strategies_learning_text import findings_lines
 from gear_offline.strategies_svg import STYLE
@@ -125,10 +123,3 @@ def test_contrast_in_both_themes() -> None:
                 assert contrast(theme[name], ground) >= 4.5, name
             for name in ("data", "mark", "base", "soft-mark"):
                 assert contrast(theme[name], ground) >= 3, name
-
-
-def test_interrupts_are_kept_from_processes_that_are_started_here() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with _interrupts_kept_from_children():
-        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before

@@ -19,7 +19,11 @@ from gear_offline.closing import Closing
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.collect.rollout import Episode, EpisodePlan, EpisodeScore, Player
 from gear_offline.errors import GearError
-from gear_offline.processes import die_with_parent
+from gear_offline.processes import (
+    die_with_parent,
+    interrupts_kept_from_children,
+    let_interrupts_end_this,
+)
 
 ResultT = TypeVar("ResultT")
 _player: Player | None = None  # one per worker process, made by `_start`
@@ -27,6 +31,7 @@ _player: Player | None = None  # one per worker process, made by `_start`
 
 def _start(environment_id: str, environments: int) -> None:
     global _player
+    let_interrupts_end_this()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
@@ -90,7 +95,8 @@ class Crew(Closing):
                     chunk = list(itertools.islice(waiting, self.environments))
                     if not chunk:
                         break
-                    running.append(self._pool.submit(_record, chunk))
+                    with interrupts_kept_from_children():  # submitting may start one
+                        running.append(self._pool.submit(_record, chunk))
                 if not running:
                     return
                 yield from _result(running.popleft())
@@ -103,7 +109,8 @@ class Crew(Closing):
         if self._pool is None:
             return self._player.score(plans)
         # One episode a task: lengths differ by a factor of 100, and the slowest worker counts.
-        futures = [self._pool.submit(_score, [plan]) for plan in plans]
+        with interrupts_kept_from_children():
+            futures = [self._pool.submit(_score, [plan]) for plan in plans]
         return [score for future in futures for score in _result(future)]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.processes import die_with_parent
+from gear_offline.processes import die_with_parent, interrupts_kept_from_children
 
 MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
 SECONDS = 3  # of processor time for a file of any size ...
@@ -133,13 +133,15 @@ def _spawned(opening: Opening, seconds: int) -> tuple[int, bytes]:
     request = json.dumps([opening, seconds, os.getpid()])
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    with subprocess.Popen(
-        # Safe path: a file named like a module of ours in the working directory is not imported.
-        [sys.executable, "-P", "-m", "gear_offline.sources.confined", request],
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-    ) as process:
+    with interrupts_kept_from_children():
+        started = subprocess.Popen(
+            # Safe path: a file named like one of our modules where we work is not imported.
+            [sys.executable, "-P", "-m", "gear_offline.sources.confined", request],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+    with started as process:
         try:
             reply = process.communicate()[0]
         finally:
