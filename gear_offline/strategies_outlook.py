@@ -69,6 +69,7 @@ class Outlook(Closing):
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._bar: Progress | None = None
+        self._said = ""
 
     def _trained(self) -> int:
         most = self._plan.recipe.train.steps
@@ -144,7 +145,14 @@ class Outlook(Closing):
             self._bar.update(self._task, completed=done, facts=self.line())
         elif time.monotonic() - self._printed >= PLAIN_INTERVAL_SECONDS:
             self._printed = time.monotonic()
-            say(self.line())
+            self._say()
+
+    def _say(self) -> None:
+        """Print where things stand, unless that was the last thing said."""
+        line = self.line()
+        if line != self._said:
+            self._said = line
+            say(line)
 
     def close(self) -> None:
         """Show the end, once, if anything was shown."""
@@ -157,4 +165,4 @@ class Outlook(Closing):
             self._draw()
             self._bar.stop()
         else:
-            say(self.line())
+            self._say()

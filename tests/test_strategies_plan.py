@@ -69,6 +69,20 @@ def test_time_left(data: Path, tmp_path: Path) -> None:
     assert "1 of 18 policies played" in outlook.line()
 
 
+def test_where_things_stand_is_said_once(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(data, tmp_path)
+    judges = Judges(plan, strategies_judge.Probes(path=tmp_path, digest=""), jobs=2)
+    monkeypatch.setattr("gear_offline.strategies_outlook.PLAIN_INTERVAL_SECONDS", 0.0)
+    with Outlook(plan, judges, beside=True, quiet=False) as outlook:
+        outlook._draw()
+        outlook._draw()
+    outlook.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "0 of 18 policies played" in line
+
+
 def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert last_step(path) == 0
