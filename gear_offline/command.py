@@ -10,9 +10,9 @@ import sys
 TYPE_CHECKING = False  # loading typing takes as long as all that is loaded before Ctrl-C is handled
 if TYPE_CHECKING:
     from types import FrameType
-    from typing import NoReturn
 
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
+_HERE = os.path.dirname(__file__)
 
 
 def main() -> int:
@@ -28,19 +28,34 @@ def main() -> int:
             os._exit(code)
 
     atexit.register(end)  # first in, so that it runs after what other modules register
-    before = signal.getsignal(signal.SIGINT)
-    quiet = before is signal.default_int_handler  # not where the caller ignores it, as nohup does
-    if quiet:
-        signal.signal(signal.SIGINT, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+        signal.signal(signal.SIGINT, _interrupt)
     from gear_offline.cli import main as run
 
-    if quiet:
-        signal.signal(signal.SIGINT, before)
     code = run()
     return code
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """End at once: nothing is open yet, and an exception amid an import tells of that import."""
-    os.write(2, b"error[INTERRUPTED]: stopped by the user\n")
-    os._exit(INTERRUPTED_BY_USER)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise `KeyboardInterrupt`, but end at once while a command loads what it runs.
+
+    Nothing is open then, and libraries make another error of an exception amid their import, or
+    pass over it.
+    """
+    if _is_loading(frame):
+        os.write(2, b"error[INTERRUPTED]: stopped by the user\n")
+        os._exit(INTERRUPTED_BY_USER)
+    raise KeyboardInterrupt
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Return whether this module or one of the command line's is importing another."""
+    name = ""
+    while frame is not None:
+        within, name = name, frame.f_code.co_filename
+        folder, file = os.path.split(name)
+        ours = folder == _HERE and (file == "command.py" or file.startswith("cli"))
+        if ours and within.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False

@@ -11,15 +11,33 @@ import pytest
 
 from gear_offline.demo import main as demo
 
-# An import hook raises the signal while `typer` is looked for, which the command line needs first.
+# An import hook raises the signal while a module is looked for: `typer`, which the command line
+# needs first, or what a command loads.  As libraries do, it makes another error of an exception.
 WHILE_LOADING = """
 import os, runpy, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "typer":
-            os.kill(os.getpid(), signal.SIGINT)
+        if name == "{module}":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("an extension failed") from None
 sys.meta_path.insert(0, Finder())
-sys.argv = ["gear-offline", "--version"]
+sys.argv = ["gear-offline", "recipes", "ls"]
+"""
+# Afterwards a command is interrupted as Python's programs are, to put away what it holds.
+WHILE_WORKING = """
+import os, signal, sys
+from gear_offline import cli
+from gear_offline.command import main
+def run():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("put away", file=sys.stderr)
+        return 130
+cli.main = run
+sys.exit(main())
 """
 # Python notes an interrupt that ends `exec`, and then ends by the signal whatever `sys.exit` says.
 WHILE_COMPILING = """
@@ -44,22 +62,28 @@ def ended(script: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "start",
+    ("start", "module"),
     [
-        "runpy.run_module('gear_offline', run_name='__main__')",
-        "from gear_offline.command import main; sys.exit(main())",
+        ("runpy.run_module('gear_offline', run_name='__main__')", "typer"),
+        ("from gear_offline.command import main; sys.exit(main())", "gear_offline.recipe"),
     ],
 )
-def test_while_modules_load(start: str) -> None:
-    assert ended(WHILE_LOADING + start) == (130, "error[INTERRUPTED]: stopped by the user\n")
+def test_while_modules_load(start: str, module: str) -> None:
+    script = WHILE_LOADING.format(module=module) + start
+    assert ended(script) == (130, "error[INTERRUPTED]: stopped by the user\n")
+
+
+def test_while_a_command_works() -> None:
+    assert ended(WHILE_WORKING) == (130, "put away\n")
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    script = WHILE_LOADING + ignored + "from gear_offline.command import main; sys.exit(main())"
+    script = WHILE_LOADING.format(module="typer") + ignored
+    script += "from gear_offline.command import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("gear-offline ")
+    assert "smoke" in done.stdout
 
 
 def test_the_exit_code_is_130_where_python_would_end_by_the_signal() -> None:
