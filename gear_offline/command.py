@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 _HERE = os.path.dirname(__file__)
+_AGAIN_SECONDS, _MOST_TRIES = 0.05, 100
+_tries = 0
 
 
 def main() -> int:
@@ -37,15 +39,38 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`, but end at once while a command loads what it runs.
+    """Raise `KeyboardInterrupt`, where it is not lost.
 
-    Nothing is open then, and libraries make another error of an exception amid their import, or
-    pass over it.
+    Libraries make another error of an exception amid their import, or pass over it.  While a
+    command loads what it runs nothing is open, and the process ends at once; later, and where
+    objects are given back, the exception waits, for 5 seconds at most.
     """
+    global _tries
     if _is_loading(frame):
         os.write(2, b"error[INTERRUPTED]: stopped by the user\n")
         os._exit(INTERRUPTED_BY_USER)
+    if _would_be_lost(frame) and _tries < _MOST_TRIES:
+        _tries += 1
+        signal.signal(signal.SIGALRM, _again)
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        return
+    _tries = 0
     raise KeyboardInterrupt
+
+
+def _again(number: int, frame: FrameType | None) -> None:
+    """Interrupt once more, as is the custom by then: training saves first."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported, or an object given back."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_loading(frame: FrameType | None) -> bool:

@@ -30,9 +30,12 @@ WHILE_WORKING = """
 import os, signal, sys
 from gear_offline import cli
 from gear_offline.command import main
+class Given:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
 def run():
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        {work}
     except KeyboardInterrupt:
         print("put away", file=sys.stderr)
         return 130
@@ -73,8 +76,18 @@ def test_while_modules_load(start: str, module: str) -> None:
     assert ended(script) == (130, "error[INTERRUPTED]: stopped by the user\n")
 
 
-def test_while_a_command_works() -> None:
-    assert ended(WHILE_WORKING) == (130, "put away\n")
+@pytest.mark.parametrize(
+    "work",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "Given(); time.sleep(60)",  # Python passes over what `__del__` raises
+        "sys.meta_path.insert(0, Finder()); import colorsys; time.sleep(60)",
+    ],
+)
+def test_while_a_command_works(work: str) -> None:
+    finder = WHILE_LOADING.partition("sys.meta_path")[0].format(module="colorsys")
+    script = finder + "import time\n" + WHILE_WORKING.format(work=work)
+    assert ended(script) == (130, "put away\n")
 
 
 def test_an_ignored_interrupt_stays_ignored() -> None:
