@@ -15,6 +15,7 @@ from gear_offline.demo import main as demo
 # needs first, or what a command loads.  As libraries do, it makes another error of an exception.
 WHILE_LOADING = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "{module}":

@@ -25,13 +25,8 @@ from tests.support import hopper_columns, make_dataset
 
 LENGTHS = [30, 1, 7, 55, 20, 3]
 FIELDS = (
-    "states",
-    "actions",
-    "rewards",
-    "returns_to_go",
-    "timesteps",
-    "attention_mask",
-    "segments",
+    *("states", "actions", "rewards", "returns_to_go"),
+    *("timesteps", "attention_mask", "segments"),
 )
 
 
