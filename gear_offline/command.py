@@ -30,12 +30,17 @@ def main() -> int:
             os._exit(code)
 
     atexit.register(end)  # first in, so that it runs after what other modules register
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
-        signal.signal(signal.SIGINT, _interrupt)
+    handle_interrupts()
     from gear_offline.cli import main as run
 
     code = run()
     return code
+
+
+def handle_interrupts() -> None:
+    """From here on Ctrl-C ends this process as a command is ended."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gear_offline import cli
-from gear_offline.command import INTERRUPTED_BY_USER
+from gear_offline.command import INTERRUPTED_BY_USER, handle_interrupts
 from gear_offline.errors import GearError, InputError
 from gear_offline.manifest import Manifest
 from gear_offline.plots import short
@@ -159,6 +159,8 @@ class Demo:
             return
         before = time.monotonic()
         code = self.run_command(command)
+        if code == INTERRUPTED_BY_USER:
+            raise KeyboardInterrupt
         if code != 0:
             raise GearError(
                 "DEMO_STEP",
@@ -291,10 +293,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error[{error.code}]: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
-        print("error[INTERRUPTED]: stopped; run it again to go on from here", file=sys.stderr)
+        print("run the demo again to go on from here", file=sys.stderr)
         return INTERRUPTED_BY_USER
     return 0
 
 
 if __name__ == "__main__":
+    handle_interrupts()
     sys.exit(main())

@@ -113,9 +113,11 @@ def test_the_installed_command_begins_there() -> None:
 def test_the_demo_ends_with_the_same_code(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(self: object) -> None:
+    def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gear_offline.demo.Demo.complete", interrupt)
+    monkeypatch.setattr("gear_offline.cli.app", interrupted)
     assert demo(["--out", str(tmp_path / "demo")]) == 130
-    assert capsys.readouterr().err.startswith("error[INTERRUPTED]: stopped; run it again")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error[INTERRUPTED]: stopped by the user"
+    assert second == "run the demo again to go on from here"
