@@ -27,6 +27,7 @@ from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardwa
 from gear_offline.planning.network import crossing_share, expected_excess
 from gear_offline.planning.plan import TIERS, Cluster, lay_out, plan
 from gear_offline.planning.workload import describe, make_workload
+from gear_offline.preparation import resolve
 from gear_offline.recipe import load_recipe
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
@@ -74,6 +75,16 @@ def test_parameters_are_those_of_the_real_model(tmp_path: Path) -> None:
     parameters, encoding = model_size(recipe, workload.sizes)
     assert parameters == sum(p.numel() for p in learner.model.parameters())
     assert encoding == 0.0
+
+
+def test_timesteps_are_those_of_the_data_where_the_recipe_does_not_say(tmp_path: Path) -> None:
+    data = tiny_data(tmp_path)
+    recipe = tiny_recipe(data, "model.max_timestep=null")
+    resolved, sizes = resolve(recipe, open_dataset(data), quiet=True)
+    learner = Learner(resolved, sizes, open_dataset(data), torch.device("cpu"))
+    found = plan(recipe, make_workload(recipe), Cluster(nodes=1, gpus=1, hardware=H200))
+    expected = sum(p.numel() for p in learner.model.parameters())
+    assert found["model"]["parameters"] == expected
 
 
 def test_flops_are_those_of_the_stated_formula() -> None:

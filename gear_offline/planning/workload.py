@@ -62,6 +62,8 @@ class Workload:
         Bytes of the shards on disk.
     sizes
         Of states and actions.
+    longest
+        Steps of the longest episode.
     """
 
     source: str
@@ -74,6 +76,7 @@ class Workload:
     reads: int
     disk_bytes: float
     sizes: ModelSizes
+    longest: int
 
     @property
     def table_bytes(self) -> float:
@@ -190,6 +193,7 @@ def _measure(
         reads=len(rows),
         disk_bytes=source.episodes.steps * scale * source.spec.step_bytes,
         sizes=_sizes(source),
+        longest=int(source.episodes.lengths.max()),
     )
 
 
