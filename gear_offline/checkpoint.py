@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
     from gear_offline.models.policy import Policy
 
+__all__ = ["PolicyParts", "load_policy", "load_policy_parts"]
+
 MAX_STATE_BYTES = 256 << 20
 MAY_BE_WHOLE = ("CHECKPOINT_VERSION", "CHECKPOINT_READ")  # errors of one that may be
 

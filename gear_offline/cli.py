@@ -28,6 +28,8 @@ from gear_offline.cli_values import (
 )
 from gear_offline.command import INTERRUPTED_BY_USER
 
+__all__ = ["main"]
+
 app = typer.Typer(
     name="gear-offline",
     help="Offline-RL datasets as GEAR shards, and Decision Transformers trained from them.",

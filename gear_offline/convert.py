@@ -44,6 +44,8 @@ from gear_offline.sources.base import Source, SourceInfo
 from gear_offline.staging import staging
 from gear_offline.statistics import Moments, distribution
 
+__all__ = ["convert"]
+
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 EPISODE_BYTES = 18  # per-episode tensors: lengths 8, returns 8, two flags

@@ -22,6 +22,8 @@ from gear_offline.world import TIMEOUT_SECONDS, World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+__all__ = ["data_world"]
+
 
 def data_world(
     mesh: DeviceMesh,

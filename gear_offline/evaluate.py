@@ -38,6 +38,8 @@ from gear_offline.staging import check_new_file, write_error
 from gear_offline.torch_threads import torch_threads
 from gear_offline.wording import count_text
 
+__all__ = ["EvaluationReport", "TargetResult", "evaluate", "evaluate_policy", "random_return"]
+
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 

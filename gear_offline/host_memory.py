@@ -34,6 +34,8 @@ import numpy.typing as npt
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.pinning import format_bytes
 
+__all__ = ["HostBlock", "HostHandle"]
+
 PAGE_BYTES = mmap.PAGESIZE
 RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
 FAULT_AROUND_BYTES = 64 << 10  # what Linux maps at a read fault, of pages that are there

@@ -11,6 +11,8 @@ from gear_offline.host_memory import HostBlock, HostHandle, pages
 from gear_offline.pinning import format_bytes
 from gear_offline.table import Layout, StorePlan, Table, build_table, plan_stores
 
+__all__ = ["host_table"]
+
 
 def host_table(
     source: TableSource,

@@ -20,6 +20,8 @@ from gear_offline.progress import progress
 from gear_offline.verification import verify_dataset
 from gear_offline.wording import count_text, size_text
 
+__all__ = ["describe", "inspect", "print_inspection"]
+
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
 MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all

@@ -30,6 +30,8 @@ from gear_offline.shard_reader import ShardReader
 from gear_offline.shards import digest
 from gear_offline.statistics import Float64Array, distribution
 
+__all__ = ["JointDataset", "Task", "join_datasets"]
+
 READ_ROWS_BYTES = 8 << 20  # of a task's rows that are padded at a time
 
 

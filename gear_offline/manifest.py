@@ -48,6 +48,8 @@ from gear_offline.shards import (
 from gear_offline.statistics import ColumnStatistics, Distribution
 from gear_offline.wording import count_text
 
+__all__ = ["Manifest", "ShardRecord", "SourceRecord"]
+
 FORMAT, FORMAT_VERSION = "gear-offline", 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from gear_offline.world import World
 
+__all__ = ["PlacedStore", "PlacedTable", "place_table"]
+
 HBM, HOST = 0, 1  # values of `PlacedStore.tiers`
 
 ALIGNMENT_BYTES = 256  # of each store in GPU memory, as CUDA's own allocations

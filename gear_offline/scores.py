@@ -16,6 +16,8 @@ from pathlib import PurePosixPath
 
 from gear_offline.errors import InputError
 
+__all__ = ["ReferenceScores", "dataset_names", "normalized_score", "reference_scores"]
+
 _ENGINE_NOTE = (
     "D4RL used the v2 environment on mujoco-py; another simulator version gives other returns, so "
     "the score is indicative only"

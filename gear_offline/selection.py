@@ -18,9 +18,9 @@ import gear_offline.laws.ordered as _ordered
 import gear_offline.laws.prioritized as _prioritized
 import gear_offline.laws.weighted as _weighted
 from gear_offline.errors import InputError
+from gear_offline.laws.base import _FACTORIES as _FACTORIES
+from gear_offline.laws.base import SELECTION_STREAM as SELECTION_STREAM
 from gear_offline.laws.base import (
-    _FACTORIES,
-    SELECTION_STREAM,
     Factory,
     Facts,
     HasDensity,
@@ -28,7 +28,6 @@ from gear_offline.laws.base import (
     Segments,
     Selection,
     SlotLaw,
-    StepLocator,
     check_range,
     make_selection,
     misfit,
@@ -36,13 +35,12 @@ from gear_offline.laws.base import (
     register,
     selection_names,
 )
+from gear_offline.laws.base import StepLocator as StepLocator
 from gear_offline.laws.prioritized import LearnsFromLosses, importance_weights, learner_of
 from gear_offline.laws.uniform import UniformEpisodes, UniformSteps
 from gear_offline.laws.weighted import WeightedEpisodes
 
 __all__ = [
-    "SELECTION_STREAM",
-    "_FACTORIES",
     "Factory",
     "Facts",
     "HasDensity",
@@ -51,7 +49,6 @@ __all__ = [
     "Segments",
     "Selection",
     "SlotLaw",
-    "StepLocator",
     "UniformEpisodes",
     "UniformSteps",
     "WeightedEpisodes",

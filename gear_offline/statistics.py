@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from gear_offline.schema import Int64Array
 
+__all__ = ["ColumnStatistics"]
+
 Float64Array = npt.NDArray[np.float64]
 
 BLOCK_ELEMENTS = 1 << 16  # 512 KiB of float64: stays in a core's second-level cache

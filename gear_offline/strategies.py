@@ -27,6 +27,8 @@ from gear_offline.selection import Segments, Selection
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.task_recipes import recipe_selection
 
+__all__ = ["compare", "write_comparison"]
+
 Float64Array = npt.NDArray[np.float64]
 
 MOST_DRAWS = 1_000_000  # of a strategy

@@ -14,6 +14,8 @@ from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.shards import digest
 from gear_offline.strict_yaml import dump_yaml, parse_yaml, whole_number
 
+__all__ = ["SweepPoint", "grid", "name_points", "parse_points"]
+
 MOST_POINTS = 10_000
 MOST_SEEDS = 10_000
 NAME_CHARS = 80

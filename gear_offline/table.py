@@ -46,6 +46,8 @@ from gear_offline.fields import (
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import ColumnSpec, EpisodeIndex
 
+__all__ = ["Store", "Table", "build_table"]
+
 Layout = Literal["auto", "records", "columns"]
 Mode = Literal["read", "mmap"]
 

@@ -31,7 +31,7 @@ from gear_offline.torch_threads import torch_threads
 from gear_offline.training_run import Run, TrainingInterrupted
 from gear_offline.world import World, current, open_world, rank_device
 
-__all__ = ["RESUMABLE", "TrainingInterrupted", "check_same_run", "train"]
+__all__ = ["TrainingInterrupted", "train"]
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",

@@ -26,6 +26,8 @@ from gear_offline.exchange.addresses import address_of
 from gear_offline.joining import private_store
 from gear_offline.roll_call import RollCall, missing_ranks
 
+__all__ = ["World", "joined_world", "open_world"]
+
 T = TypeVar("T")
 _untyped: Any = dist  # names that torch does not export for type checkers
 INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"

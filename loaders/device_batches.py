@@ -19,6 +19,8 @@ from gear_offline.selection import learner_of
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine, StaticFill
 
+__all__ = ["DeviceBatches"]
+
 # Fields of a `Batch` in its order: from the table, then from the windows.
 _FIELDS = ("states", "actions", "rewards", "returns_to_go")
 _NAMED = ("timesteps", "attention_mask", "segments")

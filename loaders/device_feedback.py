@@ -21,6 +21,8 @@ from gear_offline.loaders.feedback import SegmentFeedback
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
+__all__ = ["DeviceFeedback"]
+
 
 class DeviceFeedback(SegmentFeedback):
     """As `LossFeedback`, of batches that the GPU makes: nothing waits, so that it can be captured.

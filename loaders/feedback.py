@@ -20,6 +20,8 @@ from gear_offline.selection import LearnsFromLosses, Selection, learner_of
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
+__all__ = ["LossFeedback", "SegmentFeedback"]
+
 PREFIX = "selection/"  # of the selection's tensors in a checkpoint
 
 

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from gear_offline.errors import InputError
 
+__all__ = ["check_actions", "check_observations", "check_timesteps", "trainable_parameters"]
+
 UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient from the action loss
 TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+__all__ = ["TrainingBatch", "action_loss", "segment_losses", "step_losses"]
+
 Padding = Literal["any", "left", "right"]
 
 

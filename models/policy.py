@@ -20,6 +20,8 @@ from gear_offline.fields import STD_FLOOR
 from gear_offline.models.checks import check_observations
 from gear_offline.models.decision_transformer import DecisionTransformer
 
+__all__ = ["Policy"]
+
 FloatArray = npt.NDArray[np.floating[Any]]
 
 

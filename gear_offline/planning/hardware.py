@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gear_offline.errors import InputError
 from gear_offline.strict_yaml import parse_yaml
 
+__all__ = ["Hardware", "hardware_names", "load_hardware"]
+
 HARDWARE = Path(__file__).resolve().parent / "hardware.yaml"
 
 Rate = Annotated[float, Field(gt=0.0)]

@@ -26,6 +26,8 @@ from gear_offline.planning.workload import Workload
 from gear_offline.recipe import Recipe
 from gear_offline.sharding import share_shards
 
+__all__ = ["Cluster", "plan"]
+
 Int64Array = npt.NDArray[np.int64]
 HOST_RESERVE = 0.9  # of a node's memory that rows may take
 AHEAD_BYTES = 8 << 20  # batches of so many bytes are fetched a step ahead

@@ -29,6 +29,8 @@ from gear_offline.sharding import shard_weights
 from gear_offline.table import plan_stores
 from gear_offline.task_recipes import missing_data, open_tasks, recipe_selection
 
+__all__ = ["Described", "Workload", "describe", "make_workload"]
+
 Float64Array = npt.NDArray[np.float64]
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
