@@ -49,8 +49,8 @@ def read_statistics(value: Any, config: Mapping[str, Any]) -> Statistics:
     mean, std = (np.array(value[key], dtype=np.float64) for key in ("mean", "std"))
     if mean.shape != std.shape or mean.shape != (config.get("state_dim"),):
         raise ValueError(f"statistics of shape {mean.shape}")
-    if not np.isfinite(mean).all() or not np.isfinite(std).all() or not (std > 0).all():
-        raise ValueError("statistics that are not finite, or not above 0")
+    if not np.isfinite(mean).all() or not np.isfinite(std).all() or (std < 0).any():
+        raise ValueError("statistics that are not finite, or a deviation below 0")
     return mean, std
 
 
