@@ -27,9 +27,15 @@ demo:
 	@.ci/setup demo
 	@$(BIN)/python -m gear_offline.demo
 
-# What users import; the parts behind it are read in their sources.
-API = gear_offline $(addprefix gear_offline.,convert collect evaluate inspection sources sweep \
-	sweep_points strategies selection laws loaders.loader models.policy)
+# What users import, as the package's docstring lists it; the parts behind it are read in their
+# sources.  Last, what public classes inherit: pdoc shows it only from modules that it is given.
+API = gear_offline $(addprefix gear_offline.,sources convert inspection manifest statistics collect \
+	selection laws.options loaders.feedback loaders.device_batches loaders.device_feedback \
+	table placement host_memory host_table joint world data_ranks exchange \
+	models.decision_transformer models.loss models.checks models.policy \
+	recipe trainer checkpoint evaluate scores sweep sweep_points \
+	strategies planning.hardware planning.workload planning.plan cli \
+	dataset_facts dataset_episodes closing)
 api: export PDOC_ALLOW_EXEC = 1
 api:
 	@.ci/setup docs

@@ -1,8 +1,28 @@
 """gear_offline: offline-RL dataset engine with a Decision Transformer trainer.
 
-The public names load on first use; importing this package loads neither torch nor cupy.
-Functions that bear their module's name are imported from it (``from gear_offline.convert import
-convert``): the package attribute of that name is the module.
+The names below are imported from here and load on first use; importing this package loads neither
+torch nor cupy.  Functions that bear their module's name are imported from it
+(``from gear_offline.convert import convert``): the package attribute of that name is the module.
+
+What else is public, by module:
+
+- Data: `gear_offline.sources`, `gear_offline.convert`, `gear_offline.collect`,
+  `gear_offline.inspection`, `gear_offline.manifest`, `gear_offline.statistics`,
+  `gear_offline.joint` (several datasets as one), `gear_offline.scores`.
+- Batches: `gear_offline.selection` and `gear_offline.laws.options` (strategies, your own too),
+  `gear_offline.loaders.feedback` (losses for those that learn from them),
+  `gear_offline.loaders.device_batches` and `gear_offline.loaders.device_feedback` (CUDA graphs).
+- Where rows lie: `gear_offline.table`, `gear_offline.placement`, `gear_offline.host_memory`,
+  `gear_offline.host_table`.
+- Model: `gear_offline.models.decision_transformer`, `gear_offline.models.loss`,
+  `gear_offline.models.checks`, `gear_offline.models.policy`.
+- Runs: `gear_offline.recipe` (docs/recipes.md lists the options), `gear_offline.trainer`,
+  `gear_offline.checkpoint`, `gear_offline.evaluate`, `gear_offline.sweep`,
+  `gear_offline.sweep_points`, `gear_offline.strategies` (what strategies draw), `gear_offline.cli`.
+- Several processes: `gear_offline.world`, `gear_offline.data_ranks`, `gear_offline.exchange`,
+  `gear_offline.planning.plan`, `gear_offline.planning.workload`, `gear_offline.planning.hardware`.
+- Bases: `gear_offline.dataset_facts` and `gear_offline.dataset_episodes` of `Dataset`,
+  `gear_offline.closing` of what a ``with`` block closes.
 """
 
 from __future__ import annotations

@@ -302,17 +302,40 @@ def load_policy(
 
     Parameters
     ----------
-    run_or_checkpoint, task
-        As `load_policy_parts`.
+    run_or_checkpoint
+        Run directory (its newest whole checkpoint), a checkpoint of it, or its
+        ``checkpoints/best``.
+    task
+        Of a run of several tasks: the one to act in.
     device
-        ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        ``"auto"`` (CUDA if there is one), or a torch device: ``"cpu"``, ``"cuda:1"``.
+
+    Returns
+    -------
+    Policy
+        See `gear_offline.models.policy.Policy`: `reset`, then `act` and `observe_reward` by turns.
 
     Raises
     ------
     InputError
-        As `load_policy_parts`.
+        ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``, ``TASK_UNKNOWN``;
+        ``LOADER_OPTION`` for a device that torch does not know.
     UnavailableError
-        ``DEVICE``.
+        ``DEVICE`` if a CUDA device is asked for and there is none.
+
+    Examples
+    --------
+    `runs/tiny` is what the example of `gear_offline.train` makes.
+
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> policy = go.load_policy("runs/tiny", device="cpu")
+    >>> policy.reset([0, 1], [7.0, 5.0])
+    >>> policy.act(np.ones((2, 3), np.float32)).shape
+    (2, 1)
+    >>> policy.observe_reward([1.0, 1.0])
+    >>> policy.targets.tolist()
+    [6.0, 4.0]
     """
     from gear_offline.loaders.loader import resolve_device
 

@@ -113,6 +113,18 @@ def convert(
         ``SOURCE_ENDS``, ``SOURCE_CHANGED`` and the source's own errors.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> from gear_offline.convert import convert
+    >>> ones, steps = np.ones((12, 1), np.float32), np.arange(12, dtype=np.float32)
+    >>> columns = {"observations": steps[:, None] * [1, -1, 0] + ones, "actions": 0 * ones}
+    >>> columns |= {"rewards": ones[:, 0], "terminals": steps == 6, "timeouts": steps == 11}
+    >>> manifest = convert(go.from_arrays(columns), "tiny", quiet=True)
+    >>> manifest.spec.steps, manifest.spec.episodes
+    (12, 2)
     """
     if not isinstance(source, (str, Path, Source)):
         raise InputError(

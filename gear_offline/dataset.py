@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +45,6 @@ from gear_offline.verification import (
 from gear_offline.verification import verify_dataset as verify_dataset
 from gear_offline.wording import count_text
 
-if TYPE_CHECKING:
-    pass
-
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
 
 MAPPED_BYTES = 1 << 20  # of a column that is compared before it is mapped, at a time
@@ -59,12 +56,16 @@ Verify = bool | Literal["on_use"]
 class Dataset(ManifestFacts, HasEpisodeArrays):
     """A dataset on disk.  Holds no open file: it can be sent to other processes.
 
+    ``dataset[3]`` is an episode, column name to (T, *shape); ``len(dataset)`` counts episodes, and
+    a loop goes over them.  See also what it inherits.
+
     Attributes
     ----------
     path
         Dataset directory.
     manifest
-        What it says about itself.
+        What it says about itself; parts of it are `spec` (columns, steps, episodes), `statistics`
+        (of each column), `environment_id` and `reference_scores`.
     episodes
         Episode index over all steps.
     terminated, truncated
@@ -76,7 +77,7 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
     on_use
         Whether each block is compared with its digest before anything of it is handed out.
     stamps
-        Per shard, `gear_offline.shards.file_stamp` from before both.
+        Size and times of each shard's file, from before both.
     """
 
     path: Path
@@ -116,7 +117,7 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
         Raises
         ------
         InputError
-            As `verify_dataset`, and ``DATASET_CHANGED``.
+            ``SHARD_DIGEST``, ``SHARD_HEADER``, ``FILE_*``, ``DATASET_CHANGED``.
         """
         if self.verified:
             return self
@@ -338,8 +339,22 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
     Raises
     ------
     InputError
-        As `verify_dataset`; also ``DATASET_CONTENT`` when per-episode tensors contradict the
-        manifest.
+        ``DATASET_*``; ``MANIFEST_*``, ``FORMAT_VERSION``, ``FILE_*``, ``SHARD_HEADER``,
+        ``SHARD_DIGEST`` (names file, tensor and block) at the first damage; ``DATASET_CONTENT``
+        when per-episode tensors contradict the manifest.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert.convert` makes.
+
+    >>> import gear_offline as go
+    >>> dataset = go.open_dataset("tiny")
+    >>> len(dataset), dataset.episodes.lengths.tolist(), dataset.returns.tolist()
+    (2, [7, 5], [7.0, 5.0])
+    >>> dataset[1]["observations"].shape
+    (5, 3)
+    >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
+    (dtype('float32'), [6.5, -4.5, 1.0])
     """
     if verify not in (True, False, "on_use"):
         raise InputError(

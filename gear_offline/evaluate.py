@@ -108,10 +108,15 @@ def evaluate_policy(
     quiet
         No progress.
 
+    Returns
+    -------
+    EvaluationReport
+        A `TargetResult` for each target, in their order.
+
     Raises
     ------
     InputError
-        ``EVALUATE_OPTION``, ``REFERENCE_UNKNOWN``, and those of `run_episodes`.
+        ``EVALUATE_OPTION``, ``REFERENCE_UNKNOWN``, and those of making the environment.
     UnavailableError
         ``ENVIRONMENT_PACKAGE`` when the simulator is not installed.
     """
@@ -187,8 +192,8 @@ def evaluate(
     ------
     InputError
         ``OUTPUT_EXISTS`` or ``OUTPUT_FOLDER`` when `out` cannot be made; those of
-        `evaluate_policy` and `find_checkpoint`; ``ENVIRONMENT_MISMATCH`` when the environment's
-        sizes are not the model's; those of reading a checkpoint.
+        `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not the
+        model's; ``CHECKPOINT_*`` of finding and reading the checkpoint.
     GearError
         ``OUTPUT_WRITE``, ``OUTPUT_SPACE`` when `out` could not be written; the result is printed.
     UnavailableError

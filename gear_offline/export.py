@@ -65,6 +65,17 @@ def export_hdf5(
         ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``, ``COLUMN_MISSING``, and what reading raises.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert.convert` makes.
+
+    >>> import h5py
+    >>> import gear_offline as go
+    >>> path = go.export_hdf5("tiny", "tiny.hdf5", quiet=True)
+    >>> with h5py.File(path) as file:
+    ...     print(sorted(file), file["observations"].shape)
+    ['actions', 'observations', 'rewards', 'terminals', 'timeouts'] (12, 3)
     """
     from gear_offline.hdf5_writer import Hdf5Writer
 

@@ -21,11 +21,17 @@ class PolicyParts(NamedTuple):
     """
 
     model: DecisionTransformer
+    """On the CPU."""
     state_mean: Float64Array | None
+    """(S,) of the training data."""
     state_std: Float64Array | None
+    """(S,); the model saw ``(state - mean) / (std + 1e-6)``."""
     returns_scale: float
+    """Returns-to-go were divided by it."""
     context_length: int
+    """K, steps of the training windows."""
     recipe: Recipe
+    """Of the run."""
 
     def policy(self, device: torch.device | str = "cpu") -> Policy:
         """Return what acts, on `device`; the model is moved there, into evaluation mode."""

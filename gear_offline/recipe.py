@@ -169,6 +169,19 @@ def load_recipe(
     ------
     InputError
         ``RECIPE_*``, naming the file and the dotted option.
+
+    Examples
+    --------
+    >>> import gear_offline as go
+    >>> recipe = go.load_recipe("smoke", {"train.steps": 100})
+    >>> recipe.name, recipe.train.steps, recipe.loader.batch_size
+    ('smoke', 100, 16)
+    >>> recipe.replace(optimizer__learning_rate=0.01).optimizer.learning_rate
+    0.01
+    >>> go.load_recipe("smoke", ["train.stepz=1"])
+    Traceback (most recent call last):
+        ...
+    gear_offline.errors.InputError: ...
     """
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]

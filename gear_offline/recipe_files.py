@@ -21,7 +21,17 @@ _REPLACED_WHOLE = ("selection.options",)  # another strategy's options mean noth
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeEntry:
-    """One recipe that comes with gear-offline."""
+    """One recipe that comes with gear-offline.
+
+    Attributes
+    ----------
+    name, description
+        As in the file.
+    base
+        Recipe that it changes; None for one that stands alone.
+    path
+        The file.
+    """
 
     name: str
     description: str

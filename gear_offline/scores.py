@@ -164,6 +164,15 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     ------
     InputError
         ``REFERENCE_UNKNOWN`` for a name without scores.
+
+    Examples
+    --------
+    >>> import gear_offline as go
+    >>> scores = go.reference_scores("hopper-medium-v2")
+    >>> round(scores.minimum, 1), round(scores.maximum, 1)
+    (-20.3, 3234.3)
+    >>> round(go.normalized_score(1500.0, "hopper-medium-v2"), 2)
+    46.71
     """
     if isinstance(refs, str):
         found = reference_scores(refs)

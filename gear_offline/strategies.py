@@ -49,7 +49,8 @@ def compare(
     recipe
         Names the data, the batch size, the window, the seed and the steps.
     strategies
-        As `parse_candidates`.
+        What to compare the recipe's own strategy with, as on the command line:
+        ``"top_k:k=50,return_weighted:rule=rank"``, or a YAML file; default the usual ones.
     quiet
         Show no progress.
 
@@ -61,7 +62,8 @@ def compare(
     Raises
     ------
     InputError
-        As `parse_candidates` and `gear_offline.preparation.prepare_dataset`.
+        ``SELECTION_*``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; those of preparing the
+        recipe's data.
     """
     from gear_offline.bench import machine
 

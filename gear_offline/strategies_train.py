@@ -38,8 +38,6 @@ from gear_offline.wording import count_text
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["train_strategies"]
-
 SPARE_CORES = 4  # not used for judging while a GPU trains
 
 

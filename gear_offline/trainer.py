@@ -97,6 +97,17 @@ def train(
         ``TRAIN_INTERRUPTED``.
     GearError
         ``LOSS_NONFINITE``; ``RANK_LOST`` and ``RANK_FAILED`` for what happened on other ranks.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert.convert` makes.
+
+    >>> import gear_offline as go
+    >>> options = {"data.path": "tiny", "data.collect": None, "train.steps": 4}
+    >>> options |= {"optimizer.warmup_steps": 2, "evaluate.episodes": 0, "train.device": "cpu"}
+    >>> run = go.train(go.load_recipe("smoke", options), out="runs/tiny", quiet=True)
+    >>> sorted(path.name for path in (run / "checkpoints").iterdir())
+    ['step-00000004']
     """
     whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     path = default_run_path(whole) if out is None else Path(out)

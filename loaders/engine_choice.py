@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from gear_offline.errors import GearError
 from gear_offline.kernels.disk_gather import Stream
-from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.laws.mixture import prioritized_parts
 from gear_offline.placement_plan import Placement
 from gear_offline.progress import say
+from gear_offline.selection import Segments
 from gear_offline.shared_tables import current_tables
 from gear_offline.table import Table
 from gear_offline.world import World
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from gear_offline.placement import PlacedTable
 
 Engine = Literal["auto", "on", "off"]
+
+
+class Gather(Protocol):
+    """What fills the windows of named segments."""
+
+    def fill(self, segments: Segments) -> Windows:
+        """Return the windows of `segments`, of any leading shape, in memory of their own."""
+        ...
 
 
 def make_engine(

@@ -1,15 +1,14 @@
 """`GearLoader`: an endless stream of batches that is a pure function of (seed, step).
 
 Several steps are selected and gathered in one pass and handed out one by one; the saved position
-counts what was handed out, not what was prepared.  The parts are replaceable: a selection names
-the segments, a gather fills the windows.
+counts what was handed out, not what was prepared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,11 +17,11 @@ from torch import Tensor
 from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.kernels.disk_gather import Stream
-from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
-from gear_offline.loaders.engine_choice import Engine, make_engine
+from gear_offline.loaders.engine_choice import Engine, Gather, make_engine
 from gear_offline.loaders.feedback import check_planned, check_updates, update_count
 from gear_offline.loaders.options import check_options, check_state, no_engine, window_bytes
 from gear_offline.loaders.options import resolve_device as resolve_device
@@ -46,14 +45,6 @@ STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
 BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
 SPREAD_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
-
-
-class Gather(Protocol):
-    """What fills the windows of named segments."""
-
-    def fill(self, segments: Segments) -> Windows:
-        """Return the windows of `segments`, of any leading shape, in memory of their own."""
-        ...
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -84,8 +75,7 @@ class GearLoader(Closing, Iterator[Batch]):
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
-        Each frame is read once: ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames
-        a segment.
+        ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames a segment.
     start_step
         Step of the first batch.
     engine
@@ -101,21 +91,47 @@ class GearLoader(Closing, Iterator[Batch]):
         For ``"disk"`` and ``"auto"``: bytes of host memory of this process that the rows may take;
         by default half of what is available when they stay on disk, all of it otherwise.
     sharding
-        As `gear_offline.loaders.spread_choice.choose_share`; spread datasets need a `world`.
+        With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
+        holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        As the mode of `gear_offline.exchange.open_exchange`, for spread datasets.
+        With ``"shard"``, how rows travel: the mode of `gear_offline.exchange.open_exchange`.
     world
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
         table in host memory once.
 
+    Attributes
+    ----------
+    dataset, selection, device, world, batch_size, context_length, padding, seed, extra_columns
+        As given; opened, made or found where a name was given.
+    learner
+        The selection if it learns from losses, else None; see `gear_offline.loaders.feedback`.
+    table, engine, disk, spread
+        What batches are made from: rows in memory, the GPU that gathers, the reader of rows on
+        disk, the rows of other nodes; None where it is not used.  To look at, not to change.
+
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*``; those of `build_table`, `open_dataset`.
+        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*``; those of
+        `gear_offline.table.build_table` and `open_dataset`.
     UnavailableError
-        ``DEVICE`` if a CUDA device is asked for and there is none; what
-        `gear_offline.kernels.engine.DeviceEngine` raises with ``engine="on"``.
+        ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
+        ``ENGINE_OFF``, ``ENGINE_SELECTION``, ``CUPY_*``, ``CUDA_RUNTIME``, ``GPU_TOO_OLD``.
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert.convert` makes.
+
+    >>> import gear_offline as go
+    >>> loader = go.GearLoader("tiny", batch_size=4, context_length=5, device="cpu")
+    >>> batch = next(loader)
+    >>> batch.states.shape, batch.attention_mask.sum(dim=1).tolist()
+    (torch.Size([4, 5, 3]), [2, 3, 4, 3])
+    >>> state, following = loader.state_dict(), next(loader)
+    >>> loader.load_state_dict(state)
+    >>> bool((next(loader).states == following.states).all())
+    True
     """
 
     def __init__(
@@ -165,8 +181,8 @@ class GearLoader(Closing, Iterator[Batch]):
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = selection_for(selection, self.dataset, context_length, padding)
         self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
-        law: dict[str, Any] = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
-        law["normalize_states"] = bool(normalize_states)
+        law = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
+        self._law = law | {"normalize_states": bool(normalize_states)}
         self.share = self.world.share(batch_size)
         if not self.world.feeds:  # it holds no rows, whatever the options say
             self.share, placement, engine, sharding, mode = 0, "host", "off", "replicate", "read"
@@ -177,7 +193,7 @@ class GearLoader(Closing, Iterator[Batch]):
             first_slot=self.world.rank * self.share,
             share=self.share,
         )
-        rows: dict[str, Any] = {"extra_columns": tuple(extra_columns), **law}
+        rows: dict[str, Any] = {"extra_columns": tuple(extra_columns), **self._law}
         rows["context_length"] = context_length
         self.disk = open_disk(
             self.dataset,
@@ -207,7 +223,6 @@ class GearLoader(Closing, Iterator[Batch]):
         self.seed = int(seed)
         self.extra_columns = tuple(extra_columns)
         self.frame_stack = frame_stack
-        self._law = law
         self._moves = self.device.type != "cpu"
         self.engine: DeviceEngine | None = None
         if engine == "on" and self.device.type != "cuda":
@@ -224,7 +239,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        self.gather: Gather = self.disk or CpuGather(
+        self._gather: Gather = self.disk or CpuGather(
             self.table, context_length=context_length, padding=padding, pin=self._moves
         )
         self.spread: ShardedBatches | None = None
@@ -234,7 +249,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 self.world,
                 node_share,
                 self.table,
-                gather=self.gather.fill if self.engine is None else self.engine.gather,
+                gather=self._gather.fill if self.engine is None else self.engine.gather,
                 exchange=exchange,
                 context_length=context_length,
                 padding=padding,
@@ -343,12 +358,10 @@ class GearLoader(Closing, Iterator[Batch]):
         Batches that were handed out stay valid.  Dropping the loader does the same for the disk;
         with several nodes all ranks close together.
         """
-        if self.disk is not None:
-            self.disk.close()
-            self._ready = []
-        if self.spread is not None:
-            self.spread.close()
-            self._ready = []
+        for part in (self.disk, self.spread):
+            if part is not None:
+                part.close()
+                self._ready = []
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
@@ -368,8 +381,8 @@ class GearLoader(Closing, Iterator[Batch]):
             return 1  # the next step depends on the losses of this one
         batch_bytes = self.share * window_bytes(self.table, self.context_length)
         most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
-        if self.disk is not None:
-            most_segments, most_bytes = self.disk.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
+        if self.disk:
+            most_segments, most_bytes = self.disk.sizes.block_limits(most_segments, most_bytes)
         steps = min(most_segments // self.batch_size, most_bytes // max(batch_bytes, 1))
         return max(1, steps if self.spread is None else min(steps, SPREAD_STEPS))
 
@@ -382,6 +395,6 @@ class GearLoader(Closing, Iterator[Batch]):
         elif ahead and self.disk is not None:
             windows = self.disk.fill_steps(first_step=first_step, steps=steps)
         else:
-            windows = self.gather.fill(self._stream.segments(first_step, steps))
+            windows = self._gather.fill(self._stream.segments(first_step, steps))
         moved = windows.to(self.device, non_blocking=True) if self._moves else windows
         return split(moved, self.padding, self._task_bounds)

@@ -17,28 +17,24 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import DecisionTransformerConfig, DecisionTransformerModel
+from transformers import DecisionTransformerConfig as DecisionTransformerConfig
+from transformers import DecisionTransformerModel
 from transformers.models.decision_transformer.modeling_decision_transformer import (
-    DecisionTransformerOutput,
+    DecisionTransformerOutput as DecisionTransformerOutput,
 )
 
 from gear_offline.errors import InputError
 from gear_offline.models.blocks import Block, Keep, dense_mask
-from gear_offline.models.checks import check_actions, check_timesteps, trainable_parameters
+from gear_offline.models.checks import check_actions
+from gear_offline.models.checks import check_timesteps as check_timesteps
+from gear_offline.models.checks import trainable_parameters as trainable_parameters
 from gear_offline.models.config import make_config
 from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder
 from gear_offline.models.loss import Padding, TrainingBatch, action_loss
 from gear_offline.models.multitask import ModelTask, make_embedding
 from gear_offline.models.tokens import Tokens
 
-__all__ = [
-    "DecisionTransformer",
-    "DecisionTransformerConfig",
-    "DecisionTransformerOutput",
-    "build_model",
-    "check_timesteps",
-    "trainable_parameters",
-]
+__all__ = ["DecisionTransformer", "build_model"]
 
 Attention = Literal["auto", "sdpa", "eager"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
@@ -79,12 +75,21 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
 
     With discrete actions an integer picks a column of `embed_action.weight`, which equals the
     released class fed with one-hot vectors: its weights serve both.
+
+    Examples
+    --------
+    >>> from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+    >>> model = build_model(state_dim=3, action_dim=1, hidden_size=16, layers=1)
+    >>> model.save_pretrained("weights")
+    >>> DecisionTransformer.from_pretrained("weights").config.hidden_size
+    16
     """
 
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects
 
     def __init__(self, config: DecisionTransformerConfig) -> None:
+        """Take the released class's configuration; `build_model` makes one of plain options."""
         discrete = bool(getattr(config, "discrete_actions", False))
         if config.add_cross_attention:
             raise InputError("MODEL_CONFIG", "add_cross_attention is not part of this model")
@@ -133,7 +138,7 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         Parameters
         ----------
         states
-            As in `features`.
+            (B, K, S) floating; frames (B, K, *frame) or (B, K, stack, *frame), uint8 or floating.
         actions
             (B, K, A) floating; for discrete actions (B, K) integer or (B, K, A) one-hot.
         rewards
@@ -349,6 +354,17 @@ def build_model(
     InputError
         ``MODEL_CONFIG`` for a size below 1, a dropout outside [0, 1), heads that do not divide
         `hidden_size`, or frames that the encoder cannot take.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gear_offline.models.decision_transformer import build_model
+    >>> model = build_model(state_dim=3, action_dim=1, hidden_size=16, layers=1).eval()
+    >>> inputs = {"states": torch.zeros(2, 5, 3), "actions": torch.zeros(2, 5, 1)}
+    >>> inputs["returns_to_go"] = torch.ones(2, 5, 1)
+    >>> inputs["timesteps"] = torch.arange(5).expand(2, 5)
+    >>> model(**inputs).action_preds.shape
+    torch.Size([2, 5, 1])
     """
     config = make_config(
         state_dim=state_dim,

@@ -88,6 +88,12 @@ class Policy:
         self._windows: tuple[Tensor, Tensor, Tensor, Tensor] = self._empty(0)
         self._frames = self._empty_frames(0)  # (E, stack, *frame) uint8, the newest one last
 
+    def __repr__(self) -> str:
+        return (
+            f"Policy({self.state_dim} states, {self.action_dim} actions, K {self.context_length}, "
+            f"{self.environments} environments, on {self.device})"
+        )
+
     @property
     def environments(self) -> int:
         """Number of environments that were reset so far."""

@@ -102,7 +102,7 @@ def test_long_windows_by_the_copy_engine(
     for _ in range(300):
         same(next(gpu), next(cpu))
     segments = cpu.segments_at(5)
-    expected, found = cpu.gather.fill(segments), engine.gather(segments)
+    expected, found = cpu._gather.fill(segments), engine.gather(segments)
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert mine.cpu().numpy().tobytes() == theirs.numpy().tobytes()
 
@@ -250,9 +250,9 @@ def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
     """The kernel searches up to the last episode with a weight; naming segments knows them all."""
     law = make_selection("top_k", dataset, k=1)
     gpu, cpu = loaders(dataset, selection=law)
-    assert gpu.engine is not None and isinstance(cpu.gather, CpuGather)
+    assert gpu.engine is not None and isinstance(cpu._gather, CpuGather)
     everything = make_selection("uniform_steps", dataset).select(seed=1, step=0, count=200)
-    found, expected = gpu.engine.gather(everything), cpu.gather.fill(everything)
+    found, expected = gpu.engine.gather(everything), cpu._gather.fill(everything)
     gpu.engine.check()
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert torch.equal(mine.cpu(), theirs)
@@ -261,9 +261,9 @@ def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
 def test_windows_of_given_lengths(dataset: Any) -> None:
     gpu, cpu = loaders(dataset, padding="left")
     law = make_selection("d3rlpy", dataset, context_length=8)
-    assert gpu.engine is not None and isinstance(cpu.gather, CpuGather)
+    assert gpu.engine is not None and isinstance(cpu._gather, CpuGather)
     named = law.select(seed=0, step=0, count=400)
-    found, expected = gpu.engine.gather(named), cpu.gather.fill(named)
+    found, expected = gpu.engine.gather(named), cpu._gather.fill(named)
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert torch.equal(mine.cpu(), theirs)
     assert torch.equal(found.attention_mask.cpu(), expected.attention_mask)

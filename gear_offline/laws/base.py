@@ -256,6 +256,16 @@ def make_selection(
     InputError
         ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``SELECTION_EMPTY`` (nothing to draw from),
         ``SELECTION_DATA`` (the data lack what the law asks for).
+
+    Examples
+    --------
+    `tiny` is what the example of `gear_offline.convert.convert` makes.
+
+    >>> import gear_offline as go
+    >>> law = go.make_selection("top_k", go.open_dataset("tiny"), k=1)
+    >>> segments = law.select(seed=0, step=0, count=3)
+    >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
+    ([0, 0, 0], [0.143, 0.143, 0.143])
     """
     factory = _FACTORIES.get(name)
     if factory is None:

@@ -85,6 +85,25 @@ def from_episodes(
     ------
     InputError
         ``EPISODE_ARRAYS`` names the episode and the column that do not fit; ``COLUMN_*``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> episodes = [
+    ...     {
+    ...         "observations": np.full((steps, 3), steps, np.float32),
+    ...         "actions": np.zeros((steps, 1), np.float32),
+    ...         "rewards": np.ones(steps, np.float32),
+    ...         "terminated": steps == 4,
+    ...     }
+    ...     for steps in (4, 6)
+    ... ]
+    >>> source = go.from_episodes(episodes, name="two episodes")
+    >>> source.episodes.lengths.tolist(), source.terminated.tolist(), source.truncated.tolist()
+    ([4, 6], [True, False], [False, True])
+    >>> source.read("rewards", 0, 5).tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     found = [_episode(number, episode) for number, episode in enumerate(episodes)]
     if not found:
@@ -126,6 +145,14 @@ def from_arrays(
     InputError
         ``EPISODE_ARRAYS``, ``COLUMN_*``, ``RULE_*``; ``COLUMN_MISSING`` when nothing tells where
         episodes end.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import gear_offline as go
+    >>> source = go.from_arrays({"rewards": np.ones(5), "terminals": np.array([0, 0, 1, 0, 0])})
+    >>> source.episodes.lengths.tolist(), source.terminated.tolist()
+    ([3, 2], [True, False])
     """
     arrays = {key: _array(value, key, "") for key, value in _leaves("", columns)}
     arrays = {key: _scalar_flags(key, value) for key, value in arrays.items()}
