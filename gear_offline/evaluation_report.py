@@ -48,6 +48,7 @@ class TargetResult:
 
     @property
     def mean(self) -> float:
+        """Mean return."""
         return float(self.returns.mean())
 
     @property
@@ -99,6 +100,10 @@ class EvaluationReport:
         Wall time of the rollouts.
     run, step
         Name of the run and optimiser step of the weights, where known.
+    device
+        Where the policy ran, where known.
+    versions
+        Of the packages that matter, by name.
     """
 
     environment: str

@@ -80,7 +80,7 @@ class HostHandle:
 class HostBlock:
     """Shared memory with an allocator: arrays begin at pages of their own.
 
-    Arrays keep the memory alive; closing the block only stops handing out more of it and lets
+    Arrays keep the memory alive; closing the `descriptor` only stops giving out more and lets
     other processes no longer attach through this one.
 
     Attributes
@@ -93,7 +93,7 @@ class HostBlock:
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Take over an open descriptor; use `create`, `attach` or `from_descriptor`."""
+        """Take over an open `descriptor`; use `create`, `attach` or `from_descriptor`."""
         self.nbytes = nbytes
         self.writers = Semaphore(2)
         self.writing = Lock()  # waiting here costs nothing, while the kernel's lock is spun on
@@ -106,7 +106,7 @@ class HostBlock:
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
-        """Make a block of at least `nbytes` zeros; pages take memory when they are touched.
+        """Make a block, `name` in /proc, of at least `nbytes` zeros that take memory when touched.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class HostBlock:
         )
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return the next array, at a page of its own; the same calls give the same places.
+        """Return the next array of `shape` and `dtype`, at a page; same calls give same places.
 
         Raises
         ------

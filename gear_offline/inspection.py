@@ -66,7 +66,10 @@ def inspect(
 
 
 def describe(dataset: Dataset, *, width: int = 100) -> str:
-    """Return what `gear-offline inspect` prints about an opened dataset, as text."""
+    """Return what `gear-offline inspect` prints about an opened dataset, as text.
+
+    Lines are at most `width` characters long.
+    """
     checked = sum(len(d) for s in dataset.manifest.shards for d in s.digests.values())
     document = _document(dataset, checked=checked, verified=dataset.verified)
     with open(os.devnull, "w") as nothing:
@@ -97,7 +100,15 @@ def _document(dataset: Dataset, *, checked: int, verified: bool) -> dict[str, An
 
 
 def print_inspection(document: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Print what `inspect` returned as tables and text histograms."""
+    """Print a `document` that `inspect` returned, as tables and text histograms.
+
+    Parameters
+    ----------
+    document
+        From `inspect`.
+    console
+        Where to, of the package `rich`; default stdout.
+    """
     console = console or Console()
     console.print(
         Group(

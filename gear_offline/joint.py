@@ -111,6 +111,7 @@ class JointDataset(Dataset):
 
     @property
     def task_names(self) -> tuple[str, ...]:
+        """In the order of `tasks`."""
         return tuple(task.name for task in self.tasks)
 
     @cached_property
@@ -136,7 +137,10 @@ class JointDataset(Dataset):
         return self.tasks[self.origin[name][0]]
 
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape); as `Dataset.read`."""
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape).
+
+        `check` and errors are as in `Dataset.read`.
+        """
         spec = self.spec[column]
         if not 0 <= start <= stop <= self.spec.steps:
             raise InputError(
@@ -165,7 +169,7 @@ class JointDataset(Dataset):
     def column(
         self, name: str, *, mode: Literal["read", "mmap"] = "read"
     ) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
-        """Return a whole column, (N, *shape).
+        """Return the whole column `name`, (N, *shape).
 
         Raises
         ------
@@ -185,7 +189,10 @@ class JointDataset(Dataset):
 
     @contextmanager
     def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[Any]:
-        """Open shard `index` to read padded columns of it from the first row to the last."""
+        """Open shard `index` to read padded `columns` of it from the first row to the last.
+
+        `check` and errors are as in `Dataset.reader`.
+        """
         task, number = self.origin[self.manifest.shards[index].name]
         with self.tasks[task].dataset.reader(number, columns, check=check) as opened:
             yield PaddedReader(opened, self._ways[task])

@@ -96,11 +96,13 @@ class ShardRecord:
     digests: Mapping[str, tuple[str, ...]] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the manifest's form of it."""
         joined = {name: "".join(parts) for name, parts in self.digests.items()}
         return {**vars(self), "digests": joined}
 
     @classmethod
     def from_json(cls, value: Any) -> ShardRecord:
+        """Build from `to_json`'s form; raises ValueError or TypeError on anything odd."""
         keys = ("name", "episodes", "steps", "bytes", "header_bytes", "header_digest", "digests")
         name, episodes, steps, size, header, header_digest, digests = fields(value, keys)
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
@@ -142,10 +144,12 @@ class SourceRecord:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the manifest's form of it."""
         return {**vars(self), "files": list(self.files), "attributes": dict(self.attributes)}
 
     @classmethod
     def from_json(cls, value: Any) -> SourceRecord:
+        """Build from `to_json`'s form; raises ValueError or TypeError on anything odd."""
         keys = ("uri", "format", "rule", "files", "digest", "attributes")
         uri, kind, rule, files, found, attributes = fields(value, keys)
         if found is not None:
@@ -289,7 +293,7 @@ class Manifest:
 
     @classmethod
     def read_from(cls, directory: int, path: Path) -> Self:
-        """Read the manifest in the directory of descriptor `directory`; as `read` otherwise."""
+        """Read the manifest in the open `directory`, `path` in errors; as `read` otherwise."""
         where = str(path / MANIFEST_NAME)
         handle = open_member(directory, MANIFEST_NAME, where=where)
         try:
@@ -304,7 +308,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str = MANIFEST_NAME) -> Self:
-        """Check and parse the file's bytes; errors as `read` lists."""
+        """Check and parse the file's bytes, `raw`; errors as `read` lists, of `where`."""
         body = raw[:-_SEAL_BYTES]
         seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
         version = _VERSION.match(raw)

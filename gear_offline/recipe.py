@@ -116,6 +116,13 @@ class Recipe(Section):
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
         """Build a recipe from nested mappings.
 
+        Parameters
+        ----------
+        value
+            Options by section, as in a recipe file whose bases were applied.
+        where
+            What errors name.
+
         Raises
         ------
         InputError
@@ -196,6 +203,11 @@ def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> 
 
     Beyond `load_recipe` this asks whether what it names exists: the selection strategy and its
     options, environments, the policy and quality of collected data, reference scores.
+
+    Parameters
+    ----------
+    name_or_path, overrides
+        As `load_recipe`.
 
     Raises
     ------

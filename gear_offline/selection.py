@@ -60,7 +60,6 @@ __all__ = [
     "option_names",
     "padding_of",
     "register",
-    "selection_for",
     "selection_names",
 ]
 

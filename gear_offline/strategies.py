@@ -277,7 +277,15 @@ def row_bytes(dataset: Dataset) -> int:
 
 
 def write_comparison(document: Mapping[str, Any], out: Path) -> Sequence[Path]:
-    """Write ``strategies.json`` and ``strategies.html`` into a folder; return both paths."""
+    """Write ``strategies.json`` and ``strategies.html``; return both paths.
+
+    Parameters
+    ----------
+    document
+        From `compare`.
+    out
+        Folder; made if it is not there.
+    """
     import json
 
     from gear_offline.run_directory import write_whole

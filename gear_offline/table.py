@@ -82,11 +82,13 @@ class Store:
 
     @property
     def width(self) -> int:
+        """W, elements of a row."""
         rows = self.pieces[0] if self.rows is None else self.rows
         return int(rows.shape[1])
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """Of the rows in memory."""
         return (self.pieces[0] if self.rows is None else self.rows).dtype
 
     @property

@@ -81,6 +81,7 @@ class World:
 
     @property
     def node_count(self) -> int:
+        """Nodes of all ranks."""
         return len(set(self.nodes))
 
     def share(self, batch_size: int) -> int:

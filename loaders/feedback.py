@@ -51,7 +51,7 @@ class SegmentFeedback(ABC):
         Parameters
         ----------
         predictions
-            (B, K, A)
+            (B, K, A), the model's predictions of the actions of `batch`.
         valid_steps
             As `gear_offline.models.loss.action_loss`.
         """

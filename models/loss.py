@@ -20,12 +20,23 @@ class TrainingBatch(Protocol):
     """What `DecisionTransformer.loss` reads of a batch; `gear_offline.loaders.batch.Batch` fits."""
 
     @property
-    def actions(self) -> Tensor: ...
+    def actions(self) -> Tensor:
+        """(B, K, A) floating, or (B, K) integer."""
+        ...
+
     @property
-    def attention_mask(self) -> Tensor: ...
+    def attention_mask(self) -> Tensor:
+        """(B, K), non-zero at real steps."""
+        ...
+
     @property
-    def padding(self) -> Padding: ...
-    def model_inputs(self) -> dict[str, Tensor]: ...
+    def padding(self) -> Padding:
+        """Side of the padding."""
+        ...
+
+    def model_inputs(self) -> dict[str, Tensor]:
+        """Return the keyword arguments of the model's forward."""
+        ...
 
 
 def action_loss(
@@ -78,6 +89,8 @@ def step_losses(
 
     Parameters
     ----------
+    predictions, actions
+        As `action_loss`.
     valid_actions
         (B, A) bool, the action elements, or discrete actions, that the window's task has, the
         first one always; None: all.  The others neither count nor get a gradient, and the mean is

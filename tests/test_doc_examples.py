@@ -14,6 +14,7 @@ import pytest
 
 import gear_offline
 from tests.docs_support import PAGES, ROOT, blocks
+from tests.reference import names_of, reference
 
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 NAMES = (  # what users begin with
@@ -22,22 +23,6 @@ NAMES = (  # what users begin with
     *("normalized_score", "open_dataset", "train"),
 )
 MADE_BY = {'"tiny"': ["convert"], '"runs/tiny"': ["convert", "train"]}  # what examples begin from
-
-
-def reference() -> list[str]:
-    """Return the modules of which `make api` writes pages."""
-    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    found = re.search(r"^API = gear_offline \$\(addprefix gear_offline\.,(.*)\)$", text, re.M)
-    assert found, "the Makefile's API list reads otherwise"
-    return ["gear_offline", *(f"gear_offline.{name}" for name in found[1].split())]
-
-
-def names_of(module: str) -> dict[str, object]:
-    """Return what the page of a module shows: name to object."""
-    home = import_module(module)
-    own = [n for n, v in vars(home).items() if getattr(v, "__module__", "") == module]
-    names = getattr(home, "__all__", [n for n in own if not n.startswith("_")])
-    return {name: getattr(home, name) for name in names}
 
 
 @functools.cache

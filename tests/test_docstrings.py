@@ -11,16 +11,20 @@ from importlib import import_module
 
 import pytest
 
-import gear_offline
 from gear_offline.errors import GearError
 from tests.docs_support import PAGES, blocks
+from tests.reference import names_of, reference
 
 SECTION = re.compile(r"^([A-Z]\w+)\n-{3,}$", re.MULTILINE)
 
 
 def public() -> dict[str, object]:
-    """Return what the package exports and what its pages import: name to object."""
-    found = {n: getattr(gear_offline, n) for n in gear_offline.__all__ if not n.startswith("__")}
+    """Return what the reference shows and what the pages import: name to object."""
+    found: dict[str, object] = {}
+    for module in reference():
+        for name, thing in names_of(module).items():
+            if str(getattr(thing, "__module__", "")).startswith("gear_offline") and callable(thing):
+                found[name if found.get(name, thing) is thing else f"{module}.{name}"] = thing
     codes = [b.text for p in PAGES for b in blocks(p.read_text()) if b.language == "python"]
     for node in (node for code in codes for node in ast.walk(ast.parse(code))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gear_offline"):
@@ -55,10 +59,12 @@ def findings(name: str, thing: object, text: str | None) -> Iterator[str]:
     told = described(found.get("Parameters", "")) + described(found.get("Attributes", ""))
     if inspect.isclass(thing):
         if dataclasses.is_dataclass(thing):
+            own = vars(thing).get("__annotations__", {})
             fields = {f.name for f in dataclasses.fields(thing) if not f.name.startswith("_")}
+            fields &= set(own)  # what it inherits stands with its base
             yield from (f"{name} does not describe {n}" for n in sorted(fields - set(told)))
             return
-        if "__init__" not in vars(thing):
+        if "__init__" not in vars(thing) or getattr(thing, "_is_protocol", False):
             return
     known = wanted(thing)
     given = described(found.get("Parameters", ""))
@@ -108,4 +114,4 @@ def test_wrong_docstrings_are_found() -> None:
         "call has no third"
     ]
     assert list(findings("call", call, "Add `first` to the other."))
-    assert len(public()) > 40
+    assert len(public()) > 100

@@ -72,6 +72,7 @@ class CollectReport:
     policy_path: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, JSON-able."""
         fields = dict(vars(self))
         fields["path"] = str(self.path)
         fields["policy_path"] = None if self.policy_path is None else str(self.policy_path)

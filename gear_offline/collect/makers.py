@@ -67,7 +67,19 @@ class Maker:
 
 @dataclass(frozen=True, kw_only=True)
 class MakerReport:
-    """What a maker has recorded; returns are sums of the stored rewards."""
+    """What a maker has recorded; returns are sums of the stored rewards.
+
+    Attributes
+    ----------
+    name, algorithm
+        Part of the quality or mix, and what the policy was made with.
+    episodes, steps
+        Recorded.
+    mean_return, std_return, min_return, max_return
+        Over those episodes, undiscounted.
+    action_noise
+        Of the actions, as asked of `collect`.
+    """
 
     name: str
     algorithm: str
@@ -89,6 +101,7 @@ class MakerReport:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, JSON-able."""
         return dict(vars(self))
 
 

@@ -294,11 +294,12 @@ class Destination:
 
     @property
     def rows(self) -> int:
+        """Rows that fit."""
         return self.memory[0].count
 
     @classmethod
     def of(cls, buffers: Sequence[Any], row_bytes: Sequence[int]) -> Self:
-        """Check buffers against the stores; ``EXCHANGE_BUFFER`` if they do not fit."""
+        """Check buffers against the stores' `row_bytes`; ``EXCHANGE_BUFFER`` if they do not fit."""
         if len(buffers) != len(row_bytes):
             raise InputError(
                 "EXCHANGE_BUFFER",

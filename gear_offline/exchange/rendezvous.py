@@ -27,7 +27,7 @@ class Rendezvous(Protocol):
     world: int
 
     def gather(self, name: str, value: bytes, *, timeout: timedelta) -> list[bytes]:
-        """Return what each rank gave under `name`, by rank; all call it, in the same order.
+        """Return the `value` of each rank under `name`, by rank; all call it, in the same order.
 
         Raises
         ------
@@ -57,6 +57,7 @@ class FolderRendezvous:
         self._turns = 0
 
     def gather(self, name: str, value: bytes, *, timeout: timedelta) -> list[bytes]:
+        """Return the `value` of each rank under `name`; `timeout` as in `Rendezvous.gather`."""
         stem = f"{self._turns:04d}-{name}"
         self._turns += 1
         draft = self._folder / f".{stem}.{self.rank}.{os.getpid()}"

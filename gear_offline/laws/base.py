@@ -59,6 +59,7 @@ class Segments:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """`S`, the shape of the arrays."""
         return self.episodes.shape
 
     def __getitem__(self, item: int | slice | tuple[slice, ...]) -> Segments:
@@ -94,17 +95,21 @@ class Selection(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Registered name."""
+        ...
 
     @property
-    def options(self) -> Mapping[str, Any]: ...
+    def options(self) -> Mapping[str, Any]:
+        """What builds the same law again, JSON-able."""
+        ...
 
     def select(self, *, seed: int, step: int, count: int) -> Segments:
-        """Return the segments of one step, arrays of shape (count,)."""
+        """Return the segments of one `step` under `seed`, arrays of shape (count,)."""
         ...
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
+        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
         ...
 
 
@@ -126,11 +131,11 @@ class SlotLaw:
         return f"{type(self).__name__}({inside})"
 
     def select(self, *, seed: int, step: int, count: int) -> Segments:
-        """Return the segments of one step, arrays of shape (count,)."""
+        """Return the segments of one `step` under `seed`, arrays of shape (count,)."""
         return self.select_many(seed=seed, first_step=step, steps=1, count=count)[0]
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
+        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
         raise NotImplementedError
 
 
@@ -138,7 +143,9 @@ class HasEpisodes(Protocol):
     """Anything with an episode index, such as a dataset."""
 
     @property
-    def episodes(self) -> EpisodeIndex: ...
+    def episodes(self) -> EpisodeIndex:
+        """Episode index."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,7 +316,10 @@ def _facts(name: str, factory: Factory, data: object, context_length: int | None
 
 
 def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
-    """Raise `InputError` (``SELECTION_RANGE``) unless the arguments fit the generator's counter."""
+    """Raise `InputError` (``SELECTION_RANGE``) unless the arguments fit the generator's counter.
+
+    `seed` below 2**64, `first_step` and what follows from `steps` below 2**63, `count` segments.
+    """
     for what, value, low, high in (
         ("seed", seed, 0, 1 << 64),
         ("step", first_step, 0, 1 << 63),

@@ -16,7 +16,7 @@ def wrong(name: str, must: str, got: object) -> InputError:
 
 
 def choice(name: str, value: object, allowed: Sequence[str]) -> str:
-    """Return `value` if it is one of `allowed`."""
+    """Return the `value` of option `name` if it is one of `allowed`."""
     if not isinstance(value, str) or value not in allowed:
         raise wrong(name, f"one of {', '.join(allowed)}", value)
     return value
@@ -30,7 +30,10 @@ def number(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> float:
-    """Return a finite number within the bounds; true and false are none."""
+    """Return the `value` of option `name`, a finite number; true and false are none.
+
+    It must be greater than `above`, at least `least` and at most `most`.
+    """
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     if known and math.isfinite(found := float(value)) and above < found and least <= found <= most:  # type: ignore[arg-type]
         return found
@@ -43,7 +46,10 @@ def number(
 
 
 def integer(name: str, value: object, *, least: int, most: int = (1 << 62) - 1) -> int:
-    """Return an integer within the bounds; true and false are none."""
+    """Return the `value` of option `name`, an integer; true and false are none.
+
+    It must be at least `least` and at most `most`.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         bound = f"from {least} to {most}" if most < (1 << 62) - 1 else f"of at least {least}"
         raise wrong(name, f"an integer {bound}", value)

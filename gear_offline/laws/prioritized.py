@@ -62,7 +62,10 @@ class LearnsFromLosses(Protocol):
         ...
 
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
-        """Return (B,) weights of the losses that undo the law's preference, at most 1."""
+        """Return (B,) weights of the losses that undo the law's preference, at most 1.
+
+        `probability` is that of the segments, `step` the one they were drawn for.
+        """
         ...
 
     def state(self) -> dict[str, npt.NDArray[Any]]:

@@ -31,6 +31,11 @@ class UniformSteps(SlotLaw):
 
     The law of the Decision Transformer paper: an episode in proportion to its length, then a start
     uniformly over its steps.  Drawing one of the N steps is that law exactly.
+
+    Attributes
+    ----------
+    index
+        Episode index.
     """
 
     index: EpisodeIndex
@@ -42,10 +47,11 @@ class UniformSteps(SlotLaw):
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """None."""
         return {}
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
+        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
         first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         row = bounded(first, self.index.steps)
         episodes = self._episode_of(row)
@@ -66,6 +72,11 @@ class UniformEpisodes(SlotLaw):
     """Every episode is equally likely, then every start in it: 1/(E T) each.
 
     Steps of short episodes are seen more often than under `UniformSteps`.
+
+    Attributes
+    ----------
+    index
+        Episode index.
     """
 
     index: EpisodeIndex
@@ -78,10 +89,11 @@ class UniformEpisodes(SlotLaw):
 
     @property
     def options(self) -> Mapping[str, Any]:
+        """None."""
         return {}
 
     def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
+        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
         first, second = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
         episodes = bounded(first, self.index.episodes)
         lengths = self.index.lengths[episodes]

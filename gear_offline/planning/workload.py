@@ -88,7 +88,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Described:
-    """Columns and episodes without rows: enough for the widths of stores."""
+    """Columns and episodes without rows: enough for the widths of stores.
+
+    Attributes
+    ----------
+    spec, episodes, checked
+        As those of a `gear_offline.dataset.Dataset`.
+    """
 
     spec: TableSpec
     episodes: EpisodeIndex
@@ -96,13 +102,16 @@ class Described:
 
     @property
     def statistics(self) -> Mapping[str, Any]:
+        """Mean 0 and deviation 1 of each column."""
         shapes = {column.name: column.shape for column in self.spec}
         return {name: _Moments(np.zeros(shape), np.ones(shape)) for name, shape in shapes.items()}
 
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Any:
+        """Refuse the rows `start` to `stop` of `column`, whatever `check` says: there are none."""
         raise AssertionError("described data have no rows")
 
     def column(self, name: str, *, mode: Literal["mmap"]) -> Any:
+        """Refuse the column `name` in any `mode`: there are no rows."""
         raise AssertionError("described data have no rows")
 
 
@@ -235,6 +244,13 @@ def _multiply(
 
 def describe(text: str, episode_length: int) -> Described:
     """Return the columns that a text names, in episodes of one length.
+
+    Parameters
+    ----------
+    text
+        ``"observations=float32[17],actions=float32[6],rewards=float32"``.
+    episode_length
+        Steps of each episode.
 
     Raises
     ------
