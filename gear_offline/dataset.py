@@ -327,7 +327,7 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
     Parameters
     ----------
     path
-        Directory that `convert` made.
+        Directory that `gear_offline.convert.convert` made.
     verify
         ``True``: compare every block of every shard with its digest now.  ``"on_use"``: compare
         each block when it is read, before anything of it is handed out; what is loaded whole is

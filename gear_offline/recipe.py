@@ -1,6 +1,7 @@
 """A recipe: one YAML file that says data, loader, model, optimiser, training and evaluation.
 
-The classes are the list of all options; the text under each field is its documentation.  Every
+The classes are the list of all options, the text under each field is its documentation, and
+docs/recipes.md shows both as tables; ``recipe.train.steps`` is the option ``train.steps``.  Every
 default is the value of the Decision Transformer paper's locomotion experiments (Chen et al. 2021,
 arXiv:2106.01345, and its public code).  Everything is checked when a recipe is built: whatever is
 wrong becomes one `InputError` with the dotted path of the option.

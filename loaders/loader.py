@@ -63,7 +63,7 @@ class GearLoader(Closing, Iterator[Batch]):
     context_length
         Steps in a window, K.
     selection
-        Name of a strategy without options, or a `Selection`.
+        Name of a strategy, or what `make_selection` returns, which takes options.
     seed
         In ``[0, 2**64)``.
     device

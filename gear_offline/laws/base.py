@@ -250,9 +250,10 @@ def make_selection(
     Parameters
     ----------
     name
-        One of `selection_names`.
+        One of `gear_offline.selection.selection_names`.
     data
-        A dataset, or `Facts`, or an episode index for laws that need nothing else.
+        A dataset, or `gear_offline.selection.Facts`, or an episode index for laws that need
+        nothing else.
     context_length
         K of the loader, for the laws that depend on it.
     options
