@@ -23,11 +23,13 @@ from gear_offline.manifest_fields import (
     as_list,
     as_object,
     as_text,
+    bad_format,
     column_from_json,
     column_to_json,
     distribution_from_json,
     distribution_to_json,
     fields,
+    no_constant,
     scores_from_json,
     statistics_from_json,
     statistics_to_json,
@@ -299,7 +301,7 @@ class Manifest:
         try:
             size = os.fstat(handle).st_size
             if size > MAX_MANIFEST_BYTES:
-                raise _bad_format(where, f"{size} bytes, more than {MAX_MANIFEST_BYTES}")
+                raise bad_format(where, f"{size} bytes, more than {MAX_MANIFEST_BYTES}")
             raw = bytearray(size)
             read_into(handle, memoryview(raw), 0, where=where)
         finally:
@@ -329,11 +331,11 @@ class Manifest:
             )
         try:
             document = json.loads(
-                raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant
+                raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=no_constant
             )
             return cls._from_json(document)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise _bad_format(where, str(error)[:300]) from error
+            raise bad_format(where, str(error)[:300]) from error
 
     @classmethod
     def _from_json(cls, value: Any) -> Self:
@@ -394,13 +396,3 @@ def _check_shards(manifest: Manifest) -> None:
         expected = {t.name: -(-t.bytes // manifest.block_bytes) for t in tensors}
         if {name: len(parts) for name, parts in shard.digests.items()} != expected:
             raise ValueError(f"{shard.name}: digests do not fit its tensors")
-
-
-def _bad_format(where: str, what: str) -> InputError:
-    return InputError(
-        "MANIFEST_FORMAT", f"manifest is not usable: {what}", where=where, remedy=REMEDY_DAMAGED
-    )
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a JSON number")

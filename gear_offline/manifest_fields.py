@@ -11,7 +11,13 @@ import numpy as np
 
 from gear_offline.errors import InputError
 from gear_offline.schema import ColumnSpec
-from gear_offline.shards import CODES, DIGEST_BYTES, RESERVED_NAMES, stored_form
+from gear_offline.shards import (
+    CODES,
+    DIGEST_BYTES,
+    REMEDY_DAMAGED,
+    RESERVED_NAMES,
+    stored_form,
+)
 from gear_offline.statistics import ColumnStatistics, Distribution
 
 _DIGITS = 2 * DIGEST_BYTES
@@ -168,3 +174,15 @@ def scores_from_json(value: Any) -> Mapping[str, Any] | None:
         raise ValueError("indicative must be true or false")
     found = {"name": as_text(name), "minimum": as_number(low), "maximum": as_number(high)}
     return {**found, "indicative": indicative, "note": as_text(note)}
+
+
+def bad_format(where: str, what: str) -> InputError:
+    """Return the error ``MANIFEST_FORMAT``."""
+    return InputError(
+        "MANIFEST_FORMAT", f"manifest is not usable: {what}", where=where, remedy=REMEDY_DAMAGED
+    )
+
+
+def no_constant(text: str) -> float:
+    """Refuse NaN and infinities, which are no JSON."""
+    raise ValueError(f"{text} is not a JSON number")
