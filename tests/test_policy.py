@@ -109,6 +109,13 @@ def test_targets_fall_by_the_rewards_in_reward_units() -> None:
     np.testing.assert_allclose(policy.targets, [3597.0, 1802.0])
 
 
+def test_repr_says_sizes_and_environments() -> None:
+    policy = make_policy()
+    policy.reset([0, 1], 1.0)
+    said = f"{policy.state_dim} states, {policy.action_dim} actions, K {CONTEXT}, 2 environments"
+    assert repr(policy) == f"Policy({said}, on cpu)"
+
+
 def test_window_holds_targets_divided_by_the_scale() -> None:
     policy = make_policy(returns_scale=1000.0)
     policy.reset([0], [3600.0])
