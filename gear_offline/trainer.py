@@ -103,8 +103,8 @@ def train(
     `tiny` is what the example of `gear_offline.convert.convert` makes.
 
     >>> import gear_offline as go
-    >>> options = {"data.path": "tiny", "data.collect": None, "train.steps": 4}
-    >>> options |= {"optimizer.warmup_steps": 2, "evaluate.episodes": 0, "train.device": "cpu"}
+    >>> options = {"data.path": "tiny", "train.steps": 4, "train.device": "cpu"}
+    >>> options |= {"optimizer.warmup_steps": 2, "evaluate.episodes": 0}
     >>> run = go.train(go.load_recipe("smoke", options), out="runs/tiny", quiet=True)
     >>> sorted(path.name for path in (run / "checkpoints").iterdir())
     ['step-00000004']

@@ -46,6 +46,17 @@ class Policy:
     device
         A torch device.
 
+    Attributes
+    ----------
+    model, device, context_length, returns_scale
+        As given.
+    max_timestep
+        Rows of the model's timestep embedding.
+    state_dim, action_dim, discrete
+        S, A (or the number of discrete actions), and whether actions are discrete.
+    frame_shape, frame_stack
+        Shape of one frame, empty for vectors, and the frames that make up a state.
+
     Notes
     -----
     The order is `reset`, then `act` and `observe_reward` by turns.  Timesteps beyond the model's

@@ -147,6 +147,11 @@ def collect(
     quiet
         No progress on stderr.
 
+    Returns
+    -------
+    CollectReport
+        What is in the file, and who made it.
+
     Raises
     ------
     InputError
