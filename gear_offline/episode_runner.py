@@ -116,15 +116,14 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         raise UnavailableError(
             "ENVIRONMENT_PACKAGE",
             f"the simulator of {environment_id} is not usable: {_first_line(error)}",
-            remedy=REMEDY
-            if is_atari(environment_id)
-            else "install it, for MuJoCo: pip install 'gear-offline[mujoco]'",
+            remedy=_package_remedy(environment_id),
         ) from error
     except gymnasium.error.Error as error:
         raise InputError(
             "ENVIRONMENT_UNKNOWN",
             f"no environment {environment_id!r}: {_first_line(error)}",
-            remedy="use a registered Gymnasium id such as Hopper-v5",
+            remedy="use a registered Gymnasium id such as Hopper-v5; "
+            "one of your own with its module: my_module:Name-v0",
         ) from error
 
 
@@ -145,7 +144,17 @@ def _quiet_simulator() -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def _package_remedy(environment_id: str) -> str:
+    if is_atari(environment_id):
+        return REMEDY
+    module, colon, _ = environment_id.partition(":")
+    if colon:
+        return f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this one"
+    return "install it, for MuJoCo: pip install 'gear-offline[mujoco]'"
 
 
 def space_sizes(environment: gymnasium.Env[Any, Any]) -> tuple[int, int, bool]:

@@ -56,7 +56,9 @@ def _check_selection(recipe: Recipe, where: str) -> None:
             "SELECTION_UNKNOWN",
             f"selection.strategy must be one of {', '.join(known)}, got {name!r}",
             where=where,
-            remedy=f"did you mean {guess!r}?" if guess else "",
+            remedy=f"did you mean {guess!r}?"
+            if guess
+            else "one of your own is known where its file starts the command: docs/strategies.md",
         )
     problem, taken = misfit(name, recipe.selection.options)
     if problem:

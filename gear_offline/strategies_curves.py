@@ -151,7 +151,7 @@ def learning_figures(label: str, training: Row) -> str:
     if "score" in row["curve"][-1]:
         caption = "Return of the policy over steps: mean and seeds"
         found.append(figure(caption, _return_curve(row, training)))
-    caption = "Loss on fixed windows over steps: of all data, and (dashed) of the best tenth"
+    caption = "Loss on fixed windows over steps: of all data, and (dotted) of the best tenth"
     found.append(figure(caption, _probe_curve(row, training)))
     return "".join(found)
 

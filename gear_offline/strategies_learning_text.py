@@ -189,6 +189,7 @@ PLAYING = (
     "A run's return is that of the asked return that served it best. The larger of several noisy "
     "means lies above the truth, more so the closer they are together; the findings for each asked "
     "return alone are free of that.",
+    "Higher is a higher return, also where less was asked for: not one closer to what was asked.",
     "Every measure is corrected over the strategies by itself.",
 )
 

@@ -183,7 +183,8 @@ def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
                 "RUN_RECIPE",
                 f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
                 where=str(path),
-                remedy="resume with the same recipe, or train into another directory",
+                remedy=f"resume as it began: gear-offline train {path} --resume, "
+                "or train into another directory",
             )
 
 

@@ -128,7 +128,11 @@ def test_environment_that_cannot_be_made_is_one_clear_error(
     with pytest.raises(InputError) as unknown:
         make_environment("Hoper-v5")
     assert unknown.value.code == "ENVIRONMENT_UNKNOWN"
-    assert "Hopper" in str(unknown.value)
+    assert "Hopper" in str(unknown.value) and "my_module:Name-v0" in unknown.value.remedy
+    with pytest.raises(UnavailableError) as absent:
+        make_environment("no_module_of_mine:Corridor-v0")
+    assert absent.value.code == "ENVIRONMENT_PACKAGE"
+    assert "PYTHONPATH" in absent.value.remedy and ".;" not in str(absent.value)
     with pytest.raises(InputError) as nested:
         space_sizes(make_environment("GearTest/Nested-v0"))
     assert nested.value.code == "ENVIRONMENT_SPACE"

@@ -265,6 +265,24 @@ def test_registry_is_open(last_steps: str) -> None:
         register(last_steps)(make_selection)
 
 
+def test_a_law_that_does_not_take_its_options_is_one_clear_error() -> None:
+    def needs_number(index: EpisodeIndex, *, power: float = 1.0) -> Selection:
+        return make_selection("uniform_steps", index_of([4] * round(index.episodes**power)))
+
+    register("needs_number")(needs_number)
+    try:
+        assert make_selection("needs_number", index_of([4, 9]), power=2.0).name == "uniform_steps"
+        with pytest.raises(InputError, match="cannot be made with power='much'") as caught:
+            make_selection("needs_number", index_of([4, 9]), power="much")
+        assert caught.value.code == "SELECTION_OPTIONS"
+        assert isinstance(caught.value.__cause__, TypeError)
+        with pytest.raises(InputError) as inner:  # its own errors keep their codes
+            make_selection("needs_number", index_of([4, 9]), power=-1e9)
+        assert inner.value.code == "SELECTION_EMPTY"
+    finally:
+        module._FACTORIES.pop("needs_number")
+
+
 def test_segments_must_agree_in_shape() -> None:
     with pytest.raises(InputError) as caught:
         Segments(

@@ -23,6 +23,7 @@ from gear_offline.sweep import run_sweep
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_modes import choose
 from gear_offline.sweep_points import SweepPoint, grid, name_points
+from gear_offline.sweep_processes import Worker
 from gear_offline.sweep_results import is_complete, steps_done
 from gear_offline.sweep_turns import Turns
 from gear_offline.torch_threads import torch_threads
@@ -235,6 +236,22 @@ def test_the_mode_is_chosen_by_the_machine(
         chosen(CPU, 4, mode="fast")
     with pytest.raises(InputError):
         chosen(CPU, 4, parallel=0)
+
+
+def test_a_worker_that_is_stopped_before_it_has_begun_has_not_failed(
+    data: Path, tmp_path: Path
+) -> None:
+    """It ends by the signal, as it listens only later; only then without an answer is it lost."""
+    [point] = name_points([tiny_recipe(data)])
+    endings = []
+    for end in (Worker.interrupt, lambda worker: worker._process.kill()):
+        worker = Worker({}, threads=1)
+        worker.start(point, point.recipe, tmp_path / "run")
+        end(worker)
+        endings.append(worker.answer())
+        worker.close()
+    assert isinstance(endings[0], TrainingInterrupted)
+    assert endings[1] is not None and endings[1].code == "SWEEP_WORKER"
 
 
 @pytest.mark.long

@@ -262,7 +262,8 @@ def make_selection(
     Raises
     ------
     InputError
-        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``SELECTION_EMPTY`` (nothing to draw from),
+        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS`` (also a TypeError or ValueError that a law
+        raises while it is made with options), ``SELECTION_EMPTY`` (nothing to draw from),
         ``SELECTION_DATA`` (the data lack what the law asks for).
 
     Examples
@@ -295,7 +296,19 @@ def make_selection(
             remedy=f"it takes {', '.join(taken) or 'none'}; see docs/strategies.md",
         )
     asked = _facts(name, factory, data, context_length)
-    return factory(index, **asked, **options)
+    try:
+        return factory(index, **asked, **options)
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:
+        if not options:
+            raise
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise InputError(
+            "SELECTION_OPTIONS",
+            f"strategy {name!r} cannot be made with {given}: {error}",
+            remedy="change them; in Python the error's cause has the place",
+        ) from error
 
 
 def _facts(name: str, factory: Factory, data: object, context_length: int | None) -> dict[str, Any]:
