@@ -114,6 +114,7 @@ def read_merged(
         path = _find(base, beside=path)
     merged: dict[str, Any] = {}
     chain[0][1].setdefault("name", chain[0][0].stem)
+    chain[0][1].setdefault("description", "")  # what a base says is of the base
     for _, content in reversed(chain):
         merged = _merge(merged, _with_options(content))
     for override in overrides:
