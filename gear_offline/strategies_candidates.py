@@ -96,7 +96,7 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
     for candidate in found:
         if candidate.strategy not in known:
             near = difflib.get_close_matches(candidate.strategy, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"did you mean {near[0]!r}? " if near else "one of your own: start its file; "
             raise InputError(
                 "SELECTION_UNKNOWN",
                 f"no selection strategy {candidate.strategy!r}",

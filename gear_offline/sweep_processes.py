@@ -18,6 +18,7 @@ from typing import Any
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.interruption import StopRequest
+from gear_offline.laws.own import own_laws
 from gear_offline.recipe import Recipe
 from gear_offline.shared_tables import Handles, SharedTables
 from gear_offline.sweep_display import SweepDisplay
@@ -55,7 +56,7 @@ class Worker:
         )
         self.point: SweepPoint | None = None
         self._received, self._asked = b"", False
-        self._send({"tables": tables})
+        self._send({"tables": tables, "laws": own_laws()})
 
     @property
     def output(self) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.errors import GearError
+from gear_offline.laws.own import register_own_laws
 from gear_offline.processes import die_with_parent
 from gear_offline.recipe import Recipe
 from gear_offline.shared_tables import SharedTables
@@ -25,7 +26,9 @@ def main(parent: int) -> None:
     die_with_parent(parent)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not answer
-    tables = SharedTables(json.loads(sys.stdin.readline())["tables"])
+    shared = json.loads(sys.stdin.readline())
+    tables = SharedTables(shared["tables"])
+    register_own_laws(shared["laws"])
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(_answer(request, tables)), file=answers, flush=True)
