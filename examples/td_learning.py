@@ -59,6 +59,8 @@ def transitions(batch: go.Batch, terminated: Tensor) -> Transitions:
     terminated
         (E,) bool, whether each episode of the dataset terminated, on the batch's device.
     """
+    if batch.padding != "right":
+        raise ValueError("a transition is the first two steps of a window: padding='right'")
     last = batch.attention_mask[:, 1] == 0  # nothing of the episode after the first step
     ends = last & terminated[batch.segments[:, 0]]
     return Transitions(

@@ -59,6 +59,9 @@ def test_transitions_are_those_of_the_arrays(tmp_path: Path, context_length: int
         after = np.zeros(4) if last else arrays["observations"][start + 1]
         np.testing.assert_array_equal(found.next_states[slot], after)
     assert len(seen) == sum(LENGTHS)
+    left = go.GearLoader(dataset, batch_size=4, context_length=2, padding="left", device="cpu")
+    with pytest.raises(ValueError, match="padding='right'"):
+        next(stream(left))
 
 
 @pytest.mark.parametrize("discrete", [False, True])
