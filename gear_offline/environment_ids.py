@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 
 from gear_offline.errors import InputError, UnavailableError
 
@@ -26,6 +27,30 @@ def check_environment_id(name: str, *, where: str = "") -> None:
             f"{shown!r} cannot be the id of a Gymnasium environment",
             where=where,
             remedy="ids look like Hopper-v5 or namespace/Name-v0",
+        )
+
+
+def check_no_import(name: str, *, source: str, remedy: str) -> None:
+    """Refuse an id that would import a module which only a file names, not the user.
+
+    Importing runs a module's code.  One that this process has imported already is no matter.
+
+    Parameters
+    ----------
+    source
+        What names the environment, as the error says it.
+
+    Raises
+    ------
+    InputError
+        ``ENVIRONMENT_MODULE``.
+    """
+    module, colon, _ = name.partition(":")
+    if colon and module not in sys.modules:
+        raise InputError(
+            "ENVIRONMENT_MODULE",
+            f"{source} names the environment {name!r}, which would import module {module!r}",
+            remedy=remedy,
         )
 
 

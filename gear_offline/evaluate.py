@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from gear_offline.checkpoint_folder import find_checkpoint, run_of
+from gear_offline.environment_ids import check_no_import
 from gear_offline.episode_runner import (
     ActingPolicy,
     RandomPolicy,
@@ -212,6 +213,9 @@ def evaluate(
     environment_id = _chosen(
         environment, settings.environment, "environment", "say it: --environment Hopper-v5"
     )
+    if environment is None:
+        remedy = f"if you trust it: --environment {environment_id}"
+        check_no_import(environment_id, source="the run", remedy=remedy)
     check_sizes(parts.model, environment_id)
     policy = parts.policy(where)
     with torch_threads(recipe.train.threads):

@@ -15,6 +15,7 @@ import numpy as np
 
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.environment_ids import check_no_import
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.fields import is_image, standard_fields
 from gear_offline.host_memory import available_bytes
@@ -166,6 +167,9 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     longest = int(dataset.episodes.lengths.max())
     if environment is not None and recipe.evaluate.episodes > 0:
         try:
+            if recipe.evaluate.environment is None:
+                remedy = f"if you trust it: evaluate.environment={environment}"
+                check_no_import(environment, source="the dataset", remedy=remedy)
             probe = make_environment(environment)
         except (InputError, UnavailableError) as error:
             if recipe.evaluate.environment is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gear_offline.checkpoint_folder import find_checkpoint, run_of
+from gear_offline.environment_ids import check_no_import
 from gear_offline.errors import GearError
 from gear_offline.evaluate import check_sizes, evaluate, print_report
 from gear_offline.evaluation_report import EvaluationReport, keep_earlier
@@ -76,6 +77,10 @@ def evaluate_run(
     if out is not None:
         check_new_file(Path(out))
     only = chosen_tasks(recipe, environment, targets)
+    for name in only if environment is None else ():
+        if (named := tasks_in(recipe)[name].environment) is not None:
+            remedy = f"if you trust it: --environment {named}"
+            check_no_import(named, source=f"task {name} of the run", remedy=remedy)
     report = _play(folder, recipe, only, targets, episodes, seed, device, quiet)
     report = report.replace(run=run_of(folder).name, step=state["step"])
     _keep(report, run_of(folder), out, quiet)

@@ -208,7 +208,9 @@ def test_policy_plays_as_the_papers_evaluation_loop() -> None:
     assert abs(expected[0] - expected[1]) > 1e-2, "the target matters, so losing it would show"
 
 
-def write_run(folder: Path, *, steps: Sequence[int] = (10, 20)) -> Path:
+def write_run(
+    folder: Path, *, steps: Sequence[int] = (10, 20), environment: str = "Pendulum-v1"
+) -> Path:
     """A run directory as training leaves it, with different weights at each checkpoint."""
     recipe = Recipe.parse(
         {
@@ -216,7 +218,7 @@ def write_run(folder: Path, *, steps: Sequence[int] = (10, 20)) -> Path:
             "loader": {"context_length": 4, "returns_scale": 50.0},
             "model": {"hidden_size": 16, "layers": 2, "max_timestep": 300},
             "evaluate": {
-                "environment": "Pendulum-v1",
+                "environment": environment,
                 "targets": [-200.0, -900.0],
                 "episodes": 2,
                 "environments": 2,

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from gear_offline.errors import InputError
+from gear_offline.evaluate import evaluate
 from gear_offline.host_memory import HostBlock
+from gear_offline.preparation import resolve
 from tests.support import make_dataset
+from tests.test_evaluate import write_run
+from tests.training_support import tiny_recipe
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
@@ -100,6 +105,29 @@ def test_a_file_cut_short_under_a_reader(tmp_path: Path, mode: str, status: int,
     path = make_dataset(tmp_path, [500, 500]).path
     found = python(TRUNCATE, str(path), mode)
     assert (found.returncode, found.stdout.strip()) == (status, said), found.stderr
+
+
+def test_a_file_names_no_module_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A module that only a dataset or a run names is not run; one that the user names is."""
+    (tmp_path / "strange_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "strange_module:Own-v0"
+    dataset = make_dataset(tmp_path, [3, 3], environment_id=name)
+    resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
+    assert resolved.evaluate.environment is None
+    said = capfd.readouterr().err
+    assert f"the dataset names the environment '{name}', which would import" in said
+    run = write_run(tmp_path / "run", environment=name)
+    with pytest.raises(InputError, match=f"the run names the environment '{name}'") as caught:
+        evaluate(run, quiet=True)
+    assert caught.value.code == "ENVIRONMENT_MODULE"
+    assert caught.value.remedy == f"if you trust it: --environment {name}"
+    with pytest.raises(SystemExit, match="imported"):
+        evaluate(run, environment=name, quiet=True)
+    with pytest.raises(SystemExit, match="imported"):
+        resolve(tiny_recipe(dataset.path, f"evaluate.environment={name}"), dataset)
 
 
 def test_no_read_path_unpickles() -> None:
