@@ -27,7 +27,6 @@ import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.huge_memory import huge_memory
 from gear_offline.read_queue import Int64Array, ReadQueue
 from gear_offline.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
 
@@ -35,14 +34,6 @@ DIRECT_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiple
 MAX_OPEN = 512  # shards kept open; beyond that each read opens its shard
 
 UInt8Array = npt.NDArray[np.uint8]
-
-
-def aligned_buffer(nbytes: int) -> UInt8Array:
-    """Return (nbytes,) uint8 at a page of its own, in large pages if there are any.
-
-    Into those a disk reads twice as fast: see docs/log.md.
-    """
-    return huge_memory(nbytes)
 
 
 class DiskFile:

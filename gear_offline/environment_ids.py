@@ -30,7 +30,7 @@ def check_environment_id(name: str, *, where: str = "") -> None:
         )
 
 
-def check_no_import(name: str, *, source: str, remedy: str) -> None:
+def check_no_import(name: str, *, source: str, option: str) -> None:
     """Refuse an id that would import a module which only a file names, not the user.
 
     Importing runs a module's code.  One that this process has imported already is no matter.
@@ -39,6 +39,8 @@ def check_no_import(name: str, *, source: str, remedy: str) -> None:
     ----------
     source
         What names the environment, as the error says it.
+    option
+        What the user writes before a name of an environment.
 
     Raises
     ------
@@ -50,7 +52,7 @@ def check_no_import(name: str, *, source: str, remedy: str) -> None:
         raise InputError(
             "ENVIRONMENT_MODULE",
             f"{source} names the environment {name!r}, which would import module {module!r}",
-            remedy=remedy,
+            remedy=f"if you trust it: {option}{name}",
         )
 
 

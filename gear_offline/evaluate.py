@@ -214,8 +214,7 @@ def evaluate(
         environment, settings.environment, "environment", "say it: --environment Hopper-v5"
     )
     if environment is None:
-        remedy = f"if you trust it: --environment {environment_id}"
-        check_no_import(environment_id, source="the run", remedy=remedy)
+        check_no_import(environment_id, source="the run", option="--environment ")
     check_sizes(parts.model, environment_id)
     policy = parts.policy(where)
     with torch_threads(recipe.train.threads):

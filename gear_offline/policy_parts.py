@@ -21,7 +21,7 @@ class PolicyParts(NamedTuple):
     """
 
     model: DecisionTransformer
-    """On the CPU."""
+    """Where it was made: on the CPU if it comes from a checkpoint."""
     state_mean: Float64Array | None
     """(S,) of the training data."""
     state_std: Float64Array | None

@@ -168,8 +168,8 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     if environment is not None and recipe.evaluate.episodes > 0:
         try:
             if recipe.evaluate.environment is None:
-                remedy = f"if you trust it: evaluate.environment={environment}"
-                check_no_import(environment, source="the dataset", remedy=remedy)
+                option = "evaluate.environment="
+                check_no_import(environment, source="the dataset", option=option)
             probe = make_environment(environment)
         except (InputError, UnavailableError) as error:
             if recipe.evaluate.environment is not None:

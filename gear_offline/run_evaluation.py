@@ -79,8 +79,7 @@ def evaluate_run(
     only = chosen_tasks(recipe, environment, targets)
     for name in only if environment is None else ():
         if (named := tasks_in(recipe)[name].environment) is not None:
-            remedy = f"if you trust it: --environment {named}"
-            check_no_import(named, source=f"task {name} of the run", remedy=remedy)
+            check_no_import(named, source=f"task {name} of the run", option="--environment ")
     report = _play(folder, recipe, only, targets, episodes, seed, device, quiet)
     report = report.replace(run=run_of(folder).name, step=state["step"])
     _keep(report, run_of(folder), out, quiet)

@@ -24,11 +24,11 @@ from gear_offline.disk_files import (
     RangesRead,
     ShardFiles,
     UInt8Array,
-    aligned_buffer,
 )
 from gear_offline.disk_sizes import COPY_BYTES, DiskSizes, chunk_bytes, gap_steps, margin_bytes
 from gear_offline.disk_table import DiskColumn
 from gear_offline.errors import InputError
+from gear_offline.huge_memory import huge_memory
 from gear_offline.joint_disk import CopiedShards
 from gear_offline.read_plan import Int64Array
 from gear_offline.read_queue import ReadQueue, open_queue
@@ -76,7 +76,7 @@ class ReadBuffer:
     """
 
     def __init__(self, nbytes: int, *, direct: bool) -> None:
-        self.memory = aligned_buffer(nbytes)
+        self.memory = huge_memory(nbytes)
         self.queue: ReadQueue | None = open_queue() if direct else None
 
     def close(self) -> None:

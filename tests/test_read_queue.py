@@ -19,9 +19,9 @@ from gear_offline.disk_files import (
     DiskFile,
     Ranges,
     RangesRead,
-    aligned_buffer,
     read_ranges,
 )
+from gear_offline.huge_memory import huge_memory
 from gear_offline.read_queue import DEPTH, ReadQueue, open_queue
 from tests.support import failing_code
 
@@ -57,7 +57,7 @@ def ranges(pages: list[int], end: int | None = None) -> Ranges:
 
 def test_more_reads_than_the_queue_is_deep(queue: ReadQueue, path: Path) -> None:
     pages = np.random.default_rng(1).integers(0, 50, 5 * DEPTH + 3).tolist()
-    buffer = aligned_buffer(len(pages) * DIRECT_BYTES)
+    buffer = huge_memory(len(pages) * DIRECT_BYTES)
     file = DiskFile(os.open(path, os.O_RDONLY), "data")
     assert file.direct, "the file system of the tests takes direct reads"
     assert read_ranges([file], ranges(pages), buffer, queue) == buffer.size
@@ -73,7 +73,7 @@ def test_more_reads_than_the_queue_is_deep(queue: ReadQueue, path: Path) -> None
 def test_the_end_of_a_file(queue: ReadQueue, path: Path, queued: bool, direct: bool) -> None:
     """The last page is partly there; what was asked for counts."""
     file = DiskFile(os.open(path, os.O_RDONLY), "data", direct=direct)
-    buffer = aligned_buffer(10 * DIRECT_BYTES)
+    buffer = huge_memory(10 * DIRECT_BYTES)
     used = queue if queued else None
     total = read_ranges([file], ranges([*PAGES, 50], SIZE), buffer, used)
     assert total == len(PAGES) * DIRECT_BYTES + 100
@@ -89,7 +89,7 @@ def test_a_refused_read_ends_the_call_when_nothing_is_under_way(
     queue: ReadQueue, path: Path
 ) -> None:
     file = DiskFile(os.open(path, os.O_RDONLY), "data")
-    buffer = aligned_buffer(2 * DIRECT_BYTES)
+    buffer = huge_memory(2 * DIRECT_BYTES)
     good = int(buffer.__array_interface__["data"][0])
     handles, pages = np.full(2, file.fileno()), np.full(2, DIRECT_BYTES)
     with pytest.raises(OSError, match="Bad address"):
@@ -108,7 +108,7 @@ def test_what_the_call_refuses_is_read_the_other_way(
 
     monkeypatch.setattr(ReadQueue, "begin", refuse)
     file = DiskFile(os.open(path, os.O_RDONLY), "data")
-    buffer = aligned_buffer(len(PAGES) * DIRECT_BYTES)
+    buffer = huge_memory(len(PAGES) * DIRECT_BYTES)
     assert read_ranges([file], ranges(PAGES), buffer, queue) == buffer.size
     first = path.read_bytes()[3 * DIRECT_BYTES :][:DIRECT_BYTES]
     assert buffer[:DIRECT_BYTES].tobytes() == first
@@ -119,7 +119,7 @@ def test_the_memory_stays_until_what_was_begun_has_ended(queue: ReadQueue, path:
     """Whether it is finished, dropped, or the queue is closed; and the queue can be used again."""
     pages = np.random.default_rng(2).integers(0, 50, 3 * DEPTH).tolist()
     file = DiskFile(os.open(path, os.O_RDONLY), "data")
-    buffer = aligned_buffer(len(pages) * DIRECT_BYTES)
+    buffer = huge_memory(len(pages) * DIRECT_BYTES)
     begun = RangesRead([file], ranges(pages), buffer, queue)
     queue.drop()
     buffer[:] = 7
@@ -155,7 +155,7 @@ def test_queues_of_several_threads(path: Path) -> None:
     def work(seed: int) -> None:
         queue = open_queue()
         file = DiskFile(os.open(path, os.O_RDONLY), "data")
-        buffer = aligned_buffer(40 * DIRECT_BYTES)
+        buffer = huge_memory(40 * DIRECT_BYTES)
         for _ in range(20):
             pages = np.random.default_rng(seed).integers(0, 50, 40).tolist()
             read_ranges([file], ranges(pages), buffer, queue)

@@ -46,10 +46,10 @@ from gear_offline.disk_files import (
     Ranges,
     RangesRead,
     ShardFiles,
-    aligned_buffer,
 )
 from gear_offline.disk_sizes import ROUND_BYTES
 from gear_offline.host_memory import pages
+from gear_offline.huge_memory import huge_memory
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
 from gear_offline.window_reader import ReadBuffer
@@ -118,7 +118,7 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
     end = time.perf_counter() + seconds
 
     def work(_: int) -> None:
-        buffer = aligned_buffer(PIECE_BYTES + 8192)
+        buffer = huge_memory(PIECE_BYTES + 8192)
         while time.perf_counter() < end:
             with lock:
                 index, begin, count = pieces[place[0] % len(pieces)]

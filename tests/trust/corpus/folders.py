@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +19,25 @@ ROWS = np.arange(STEPS)
 
 
 def case(
-    name: str, code: str, make: Make, *options: str, says: str = "f", arguments: Sequence[str] = ()
+    name: str,
+    code: str,
+    make: Make,
+    *options: str,
+    says: str = "",
+    arguments: Sequence[str] = (),
+    kind: str = "folder",
+    place: str = "f",
 ) -> Case:
     return Case(
-        name=f"folder/{name}",
+        name=f"{kind}/{name}",
         code=code,
-        arguments=[*(arguments or CONVERT), *options],
+        arguments=[*(arguments or ("convert", place, "out", "--quiet")), *options],
         make=make,
-        says=says if code else "",
+        says=(says or place) if code else "",
     )
 
 
-def source(
-    name: str, code: str, make: Make, *options: str, says: str = "d", arguments: Sequence[str] = ()
-) -> Case:
-    return Case(
-        name=f"source/{name}",
-        code=code,
-        arguments=[*(arguments or ("convert", "d", "out", "--quiet")), *options],
-        make=make,
-        says=says if code else "",
-    )
-
-
-def beside(make: Callable[[Path], object]) -> Make:
-    """Two files: a good one, and what `make` does in their folder."""
-
-    def spoil(folder: Path) -> None:
-        (folder / "f").mkdir()
-        good_hdf5(folder / "f" / FIRST)
-        make(folder / "f")
-
-    return spoil
-
-
-def second(**changes: Any) -> Make:
-    """Two good files but for these columns of the second."""
-    return beside(lambda f: good_hdf5(f / SECOND, **changes))
+source = partial(case, kind="source", place="d")
 
 
 def only(make: Callable[[Path], object]) -> Make:
@@ -63,6 +46,21 @@ def only(make: Callable[[Path], object]) -> Make:
         make(folder / "f")
 
     return spoil
+
+
+def beside(make: Callable[[Path], object]) -> Make:
+    """Two files: a good one, and what `make` does in their folder."""
+
+    def both(folder: Path) -> None:
+        good_hdf5(folder / FIRST)
+        make(folder)
+
+    return only(both)
+
+
+def second(**changes: Any) -> Make:
+    """Two good files but for these columns of the second."""
+    return beside(lambda f: good_hdf5(f / SECOND, **changes))
 
 
 def named(name: str | bytes) -> Make:
