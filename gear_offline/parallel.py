@@ -128,27 +128,33 @@ def working_copy(
     return working.to(precision), None, "bfloat16 weights, float32 updates"
 
 
-def whole(tensor: Tensor, *, wanted: bool = True) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor that may be spread over the ranks, which call this together.
 
-    Parameters
-    ----------
-    wanted
-        By this rank: the others get an empty tensor and keep no copy.
+    It stays where it is: the host does not wait for a GPU.
     """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
         return tensor
     with peers("collecting shards"):
-        found = tensor.full_tensor()
-    return found.cpu() if wanted else found.new_empty(0)
+        return tensor.full_tensor()
 
 
 def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
-    """Return named tensors as `whole` does, in host memory; nothing where they are not wanted."""
-    found = {name: whole(tensor, wanted=wanted) for name, tensor in tensors.items()}
-    return found if wanted else {}
+    """Return named tensors as `whole` does, those that were spread in host memory.
+
+    Parameters
+    ----------
+    wanted
+        By this rank: the others get nothing and keep no copy.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor)
+        if wanted:
+            found[name] = full if full is tensor else full.cpu()
+    return found
 
 
 def is_spread(tensor: Tensor) -> bool:
