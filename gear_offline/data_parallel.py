@@ -109,6 +109,7 @@ class GradientPass:
         self._device = next(model.parameters()).device
         # FSDP casts by itself, and its weights are no longer float32 inside.
         self._precision = None if parallel.sharded else precision
+        self._keeps_weights = parallel.sharded and not parallel.reshard and accumulate > 1
         whole = compiled and not (parallel.sharded or is_deep(model))
         if compiled and not whole:
             compile_parts(model, sharded=parallel.sharded)
@@ -157,7 +158,13 @@ class GradientPass:
         return total
 
     def _quiet(self, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients of replicas travel once a step; shards add up theirs as they come."""
+        """Gradients of replicas travel once a step; shards add up theirs as they come.
+
+        Shards' weights that stay between the passes also stay from one micro-batch to the next.
+        """
+        if self._keeps_weights:
+            sharded: Any = self._model
+            sharded.set_reshard_after_backward(last)
         if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
         found: AbstractContextManager[None] = self._wrapped.no_sync()

@@ -107,7 +107,7 @@ class Learner:
         half = self.precision is not None
         self.parallel = choose_parallel(recipe, self.model, self.world, device, half=half)
         if self.parallel.sharded:
-            shard_model(self.model, device, self.world, self.precision)
+            shard_model(self.model, device, self.world, self.precision, self.parallel)
         else:
             self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()

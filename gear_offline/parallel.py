@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.recipe import Recipe
-from gear_offline.training_memory import CONTEXT_BYTES, USABLE, kept_bytes, state_bytes
+from gear_offline.training_memory import (
+    CONTEXT_BYTES,
+    USABLE,
+    kept_bytes,
+    shard_bytes,
+    state_bytes,
+)
 from gear_offline.wording import size_text
 from gear_offline.world import World, peers
 
@@ -30,10 +36,18 @@ Kind = Literal["alone", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the ranks share the model, and why, as a clause to print."""
+    """How the ranks share the model, and why, as a clause to print.
+
+    Attributes
+    ----------
+    reshard
+        Of shards: a block's weights are freed after its forward pass and collected again for the
+        backward pass.  Otherwise they stay in between.
+    """
 
     kind: Kind
     reason: str = ""
+    reshard: bool = True
 
     @property
     def sharded(self) -> bool:
@@ -45,7 +59,8 @@ def choose_parallel(
 ) -> Parallel:
     """Return how to share `model`: as the recipe says, or replicas if they fit.
 
-    All ranks choose alike: the one with the least free memory decides.
+    Shards' weights stay collected between the passes as the recipe says, or if that fits.  All
+    ranks choose alike: the one with the least free memory decides.
 
     Parameters
     ----------
@@ -54,36 +69,84 @@ def choose_parallel(
     """
     if world.size == 1:
         return Parallel("alone")
+    free = None
+    if device.type == "cuda":
+        free = min(world.gather(int(torch.cuda.mem_get_info(device)[0])))
     wanted = recipe.train.parallel
-    if wanted != "auto":
-        return Parallel(wanted, f"{wanted.upper()}, as the recipe says")
-    if device.type != "cuda":
-        return Parallel("ddp", "DDP: ranks in host memory")
     needed = replica_bytes(recipe, model, world, half=half)
-    free = min(world.gather(int(torch.cuda.mem_get_info(device)[0])))
-    if needed <= USABLE * free:
+    if wanted == "ddp":
+        return Parallel("ddp", "DDP, as the recipe says")
+    if wanted == "auto" and free is None:
+        return Parallel("ddp", "DDP: ranks in host memory")
+    if wanted == "auto" and free is not None and needed <= USABLE * free:
         return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
-    return Parallel(
-        "fsdp", f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
+    reason = "FSDP, as the recipe says"
+    if wanted == "auto" and free is not None:
+        reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
+    needed = gathered_bytes(recipe, model, world, half=half)
+    reshard, remark = _choose_reshard(recipe, needed, free)
+    return Parallel("fsdp", f"{reason}; weights {remark}", reshard)
+
+
+def _choose_reshard(recipe: Recipe, needed: int, free: int | None) -> tuple[bool, str]:
+    """Return whether blocks' weights are freed between the passes, and what to say of them.
+
+    Parameters
+    ----------
+    needed
+        Bytes of a rank that keeps them.
+    free
+        Least bytes of a rank's GPU; None: ranks in host memory.
+    """
+    wanted, often = recipe.train.reshard, "collected for each pass"
+    if wanted == "on":
+        return True, f"{often}, as the recipe says"
+    if wanted == "off":
+        return False, "collected once a step, as the recipe says"
+    if free is None:
+        return True, f"{often}: ranks in host memory"
+    if needed <= USABLE * free:
+        fit = f"{size_text(needed)} a rank fit in {size_text(free)} free"
+        return False, f"collected once a step: {fit}"
+    return (
+        True,
+        f"{often}: once a step needs {size_text(needed)} a rank, {size_text(free)} are free",
     )
 
 
 def replica_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
     """Return what a rank with all of the model keeps in memory, by formula."""
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    state = state_bytes(_learning(model), half=half)
+    return state + _kept(recipe, world, half=half) + CONTEXT_BYTES
+
+
+def gathered_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
+    """Return what a rank keeps that has shards, and all weights between the passes, by formula."""
+    state = shard_bytes(_learning(model), ranks=world.size, half=half, gathered=True)
+    return state + _kept(recipe, world, half=half) + CONTEXT_BYTES
+
+
+def _learning(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _kept(recipe: Recipe, world: World, *, half: bool) -> int:
     segments = recipe.loader.batch_size // world.size // recipe.train.accumulate
-    kept = kept_bytes(
+    return kept_bytes(
         tokens=3 * segments * recipe.loader.context_length,
         layers=recipe.model.layers,
         width=recipe.model.hidden_size,
         half=half,
         recompute=recipe.train.recompute,
     )
-    return state_bytes(parameters, half=half) + kept + CONTEXT_BYTES
 
 
 def shard_model(
-    model: DecisionTransformer, device: torch.device, world: World, precision: torch.dtype | None
+    model: DecisionTransformer,
+    device: torch.device,
+    world: World,
+    precision: torch.dtype | None,
+    parallel: Parallel,
 ) -> None:
     """Shard a model over the ranks, block by block, in place; it need not be on the device.
 
@@ -101,9 +164,21 @@ def shard_model(
                 param_dtype=precision, reduce_dtype=torch.float32
             )
         for block in model.encoder.h:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+            fully_shard(block, reshard_after_forward=parallel.reshard, **options)
+        fully_shard(model, **options)  # what is around the blocks is kept in any case
         model.to(device)  # type: ignore[arg-type, unused-ignore]  # what no group manages
+
+
+def prefetch_blocks(model: DecisionTransformer, count: int) -> None:
+    """Let each block of a sharded model ask for the weights of the next `count` ones.
+
+    Otherwise a block asks for its own before it runs, while the host is ahead of the GPU, and in
+    the backward pass for those of the next one.
+    """
+    blocks: list[Any] = list(model.encoder.h)
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
 def working_copy(

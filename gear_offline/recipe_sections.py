@@ -234,6 +234,8 @@ class TrainSettings(Section):
     """Weights, gradients and residuals that a step computes with; updates are float32 always."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """With several ranks: a replica of the model on each, or shards; auto: replicas if they fit."""
+    reshard: Literal["auto", "on", "off"] = "auto"
+    """Shards: free a block's weights between its passes; auto: where all of them do not fit."""
     accumulate: Positive = 1
     """Micro-batches that a rank's share of a batch is cut into, to save memory."""
     recompute: bool = False

@@ -45,6 +45,7 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.steps",
     "train.device",
     "train.parallel",
+    "train.reshard",
     "train.accumulate",
     "train.recompute",
     "train.threads",

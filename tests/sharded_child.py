@@ -8,6 +8,8 @@ from __future__ import annotations
 import faulthandler
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,13 @@ from safetensors.torch import load_file, save_file
 from gear_offline import trainer
 from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.learner import Learner
+from gear_offline.metrics import read_records
 from gear_offline.recipe import load_recipe
 from gear_offline.sharded_checkpoint import finish_shards, load_shards, pieces_to_save, write_shard
 from gear_offline.world import World, open_world
 
+# what FSDP2 collects weights with; older torch does not have the first
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
 
 
@@ -99,9 +104,21 @@ def pieces(world: World, folder: Path) -> None:
 
 
 def train(recipe: str, out: Path, *options: str) -> None:
-    """Train sharded; compare the copy that acts with the last checkpoint."""
+    """Train sharded; compare the copy that acts with the last checkpoint.
+
+    Weights are collected of two blocks and of what is around them: once a step, or for each of two
+    micro-batches, the blocks' again for its backward pass.
+    """
     made: list[Learner] = []
+    calls: Counter[str] = Counter()
     close = Learner.close
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments, **named)
+
+        return count
 
     def remember(self: Learner) -> None:
         made.append(self)
@@ -110,9 +127,14 @@ def train(recipe: str, out: Path, *options: str) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Learner, "close", remember)
+        patched.setattr(Learner, "advance", counted("step", Learner.advance))
+        patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
         trainer.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
     (learner,) = made
     assert learner.parallel.sharded
+    assert learner.parallel.reshard == ("train.reshard=off" not in options)
+    a_step = 2 * (3 + 2) if learner.parallel.reshard else 3
+    assert calls["step"] and calls["gather"] == calls["step"] * a_step, calls
     dist.barrier()  # the first rank returns when everything is on the disk
     if learner.world.is_first:
         saved = load_file(list_checkpoints(out / "checkpoints")[-1][1] / "model.safetensors")
@@ -123,9 +145,13 @@ def train(recipe: str, out: Path, *options: str) -> None:
 
 
 def two(world: World, recipe: str, out: Path) -> None:
-    """Go on from whole tensors to step 8; damage its shards, and go on from step 6 to it again."""
+    """Go on from whole tensors to step 8; damage its shards, and go on from step 6 to it again.
+
+    The first time weights stay from pass to pass, the second time they do not: the same bits.
+    """
     options = ("train.steps=8", "train.checkpoint_every=2")
-    train(recipe, out, *options)
+    train(recipe, out, *options, "train.reshard=off")
+    losses = [record["loss"] for record in read_records(out / "metrics.jsonl")]
     last, before = out / "checkpoints" / checkpoint_name(8), out.with_name("before")
     if world.is_first:
         shutil.copytree(last, before)
@@ -139,6 +165,8 @@ def two(world: World, recipe: str, out: Path) -> None:
     for name in ("shard-00000-of-00002", "shard-00001-of-00002", "training", "model"):
         same = [(folder / f"{name}.safetensors").read_bytes() for folder in (last, before)]
         assert same[0] == same[1], f"{name} after a resume of as many ranks"
+    found = [record["loss"] for record in read_records(out / "metrics.jsonl")]
+    assert found == losses and len(losses) == 4, "losses of weights that stay, or do not"
 
 
 def three(world: World, recipe: str, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -26,11 +27,17 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.metrics import read_records
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.parallel import Parallel, choose_parallel, replica_bytes
+from gear_offline.parallel import Parallel, choose_parallel, gathered_bytes, replica_bytes
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.recipe_files import RECIPES
 from gear_offline.trainer import train
-from gear_offline.training_memory import CONTEXT_BYTES, kept_bytes, state_bytes
+from gear_offline.training_memory import (
+    CONTEXT_BYTES,
+    USABLE,
+    kept_bytes,
+    shard_bytes,
+    state_bytes,
+)
 from gear_offline.world import World
 from tests.model_support import STEPS, WINDOWS, inputs, make, mask
 from tests.support import make_dataset
@@ -203,6 +210,33 @@ def test_replicas_if_they_fit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for wanted in ("ddp", "fsdp"):
         asked = load_recipe(recipe, [f"train.parallel={wanted}"])
         assert choose_parallel(asked, model, world, gpu, half=True).kind == wanted
+
+
+def test_shards_keep_weights_if_they_fit(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, model = load_recipe(recipe, ["train.parallel=fsdp"]), trained()
+    world, gpu = World(nodes=(0, 0, 0, 0)), torch.device("cuda")
+    assert choose_parallel(asked, model, world, torch.device("cpu"), half=True).reshard
+    needed = gathered_bytes(asked, model, world, half=True)
+    enough = math.ceil(needed / USABLE)
+    for least, reshard in ((enough, False), (enough - 2, True)):  # another rank has more
+        monkeypatch.setattr(World, "gather", lambda self, _, free=least: [free + 1000, free])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (enough, enough))
+        found = choose_parallel(asked, model, world, gpu, half=True)
+        assert found.sharded and found.reshard == reshard
+        for option in ("on", "off"):
+            forced = asked.replace(train__reshard=option)
+            said = choose_parallel(forced, model, world, gpu, half=True)
+            assert said.reshard == (option == "on") and "as the recipe says" in said.reason
+
+
+@given(parameters=st.integers(1, 10**10), ranks=st.integers(2, 512), half=st.booleans())
+def test_shards_are_a_part_of_a_replica(parameters: int, ranks: int, half: bool) -> None:
+    whole = state_bytes(parameters, half=half)
+    part = shard_bytes(parameters, ranks=ranks, half=half, gathered=False)
+    kept = shard_bytes(parameters, ranks=ranks, half=half, gathered=True)
+    assert part * ranks >= 16 * parameters > (part - 1) * ranks
+    assert kept - part == parameters * (2 if half else 4)
+    assert kept < whole
 
 
 @settings(max_examples=50)

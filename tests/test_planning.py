@@ -22,12 +22,12 @@ from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.learner import Learner
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.planning.compute import model_size, step_flops
+from gear_offline.planning.compute import StepCost, model_size, step_cost, step_flops
 from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardware
 from gear_offline.planning.network import crossing_share, expected_excess
 from gear_offline.planning.plan import TIERS, Cluster, lay_out, plan
 from gear_offline.planning.workload import describe, make_workload
-from gear_offline.preparation import resolve
+from gear_offline.preparation import ModelSizes, resolve
 from gear_offline.recipe import load_recipe
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
@@ -287,6 +287,21 @@ def test_predictions_are_within_fifteen_percent_of_what_was_measured() -> None:
             if not 0.85 <= predicted / measured <= 1.15:
                 outside.add((row["name"], row["gpus"], kind))
     assert outside == KNOWN
+
+
+def test_weights_that_stay_take_memory_and_travel_less() -> None:
+    def cost(option: str, *, memory: float = H200.gpu.memory) -> StepCost:
+        recipe = load_recipe("dt_1b", ["train.parallel=fsdp", f"train.reshard={option}"])
+        gpu = H200.gpu.model_copy(update={"memory": memory})
+        smaller = H200.model_copy(update={"gpu": gpu})
+        sizes = ModelSizes(state_dim=11, action_dim=3, discrete=False)
+        recipe = recipe.replace(model__max_timestep=1000)
+        return step_cost(recipe, sizes, smaller, segments=512, ranks=4)
+
+    once, twice = cost("off"), cost("on")
+    assert once.memory_bytes - twice.memory_bytes == 2 * once.parameters
+    assert once.travelling_bytes == pytest.approx(0.75 * twice.travelling_bytes)
+    assert cost("auto") == once and cost("auto", memory=60e9).reshard
 
 
 def test_a_predicted_run_is_within_fifteen_percent_of_the_measured_one() -> None:

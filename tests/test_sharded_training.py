@@ -106,7 +106,8 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
     arguments = (str(recipe), str(run), str(pieces))
     said = launched(2, *arguments)
     for line in (
-        "2 ranks (FSDP, as the recipe says)",
+        "2 ranks (FSDP, as the recipe says; weights collected once a step, as the recipe says)",
+        "2 ranks (FSDP, as the recipe says; weights collected for each pass: ranks in host memory)",
         "checkpoints: a shard of each rank",
         "resuming after step 4",
         "passing over step-00000008: the checkpoint is damaged: shard-00001-of-00002.safetensors",

@@ -3,13 +3,15 @@
     gear-offline bench step
     gear-offline bench step rows=2,1
     torchrun --nproc-per-node 4 -m gear_offline bench step
+    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6 prefetch=2
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
 `gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
-global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
-median of the turns.
+global batch grows with them; `prefetch` sets how many blocks ahead shards collect weights, in place
+of torch's own way.  Wall time around many steps, every GPU waited for at both ends, the median of
+the turns.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
+from gear_offline.parallel import prefetch_blocks
 from gear_offline.preparation import ModelSizes
 from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe, load_recipe
@@ -61,17 +64,21 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b, DDP": ("dt_1b", ("train.parallel=ddp",)),
     "dt_87m, DDP, float32 weights": ("dt_87m", ("train.parallel=ddp", *AUTOCAST)),
     "dt_87m, one graph, float32 weights": ("dt_87m", ("train.graph=on", *AUTOCAST)),
+    "dt_1b, FSDP, collected twice": ("dt_1b", ("train.parallel=fsdp", "train.reshard=on")),
+    "dt_1b, FSDP, collected once": ("dt_1b", ("train.parallel=fsdp", "train.reshard=off")),
 }
 QUICK = 2  # rows
 
 
-def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
+def run(*, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0) -> dict[str, Any]:
     """Measure; about six minutes on one GPU, most of them compiling.
 
     Parameters
     ----------
     rows
         Which rows, from 1, in the order to be measured; default: all, or the first `QUICK`.
+    prefetch
+        Blocks ahead whose weights shards collect; 0: as training does.
 
     Raises
     ------
@@ -89,7 +96,8 @@ def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
         results = []
         with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
             for name in names:
-                results.append(measure(name, *variants[name], dataset, device, world, quick=quick))
+                how: dict[str, Any] = {"quick": quick, "prefetch": prefetch}
+                results.append(measure(name, *variants[name], dataset, device, world, **how))
                 say(f"{results[-1]}", quiet=not world.is_first)
                 advance(1)
     return {
@@ -153,18 +161,18 @@ def measure(
     world: World,
     *,
     quick: bool = False,
+    prefetch: int = 0,
 ) -> dict[str, Any]:
     """Return one row; one that says why where the model does not fit."""
     recipe = make_recipe(base, changes, path=str(dataset.path), ranks=world.size)
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
     sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.compiler.reset()
+    _forget()
     began = time.perf_counter()
     recipe = recipe.replace(model__max_timestep=1000)
     learner = Learner(recipe, sizes, dataset, device, world=world)
+    if prefetch and learner.parallel.sharded:
+        prefetch_blocks(learner.model, prefetch)
     try:
         for _ in range(3):
             learner.advance()
@@ -201,7 +209,16 @@ def measure(
         "begin_seconds": begin_seconds,
         "steps": f"{learner.precision_reason}{learner.step_kind}",
         "parallel": learner.parallel.reason,
+        "prefetch": prefetch,
     }
+
+
+def _forget() -> None:
+    """Drop what was measured before: memory, its peak, compiled code."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
 
 
 def _seconds(advance: Callable[[], object], world: World, *, turns: int) -> float:

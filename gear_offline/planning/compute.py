@@ -20,6 +20,7 @@ from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.throughput import step_flops as step_flops
+from gear_offline.training_memory import USABLE, kept_bytes, shard_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
 KEPT_PLAIN = 64.0  # without compiling
 CONTEXT_BYTES = 1.5e9  # CUDA, libraries, workspaces
 SHARD_TRAFFIC = 8.0  # bytes a parameter that travel with FSDP: weights twice, gradients
+SHARD_TRAFFIC_ONCE = 6.0  # where weights stay between the passes
 SHORT_TOKENS = 128  # windows of so many tokens are attended to by a kernel of our own
 DRAW_SECONDS = 9e-9  # for each weight of a new model
 
@@ -75,8 +77,8 @@ class StepCost:
         Weights, gradients, moments, what is kept for the backward pass.
     begin_seconds
         Making the model and compiling it.
-    compiled, captured, sharded
-        How steps are run.
+    compiled, captured, sharded, reshard
+        How steps are run; `reshard`: shards' weights are collected for each pass.
     """
 
     parameters: int
@@ -89,6 +91,7 @@ class StepCost:
     compiled: bool
     captured: bool
     sharded: bool
+    reshard: bool
 
 
 def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
@@ -151,7 +154,13 @@ def step_cost(
         busy += (products + moving) / 3
     kept = _kept_bytes(recipe, tokens / train.accumulate, compiled=compiled, half=half)
     sharded = ranks > 1 and train.parallel == "fsdp"
-    state = parameters * (STATE_BYTES + SHADOW_BYTES * casts)
+    state = parameters * float(STATE_BYTES + SHADOW_BYTES * casts)
+    travelling, reshard = 4.0 if casts else 2.0, False
+    if sharded:
+        reshard = _reshards(recipe, parameters, gpu.memory, segments=segments, ranks=ranks)
+        gathered = 0 if reshard else parameters * (SHADOW_BYTES if half else 4)
+        state = parameters * STATE_BYTES / ranks + gathered
+        travelling = (SHARD_TRAFFIC if reshard else SHARD_TRAFFIC_ONCE) / 2
     start = hardware.start
     compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
     return StepCost(
@@ -159,14 +168,32 @@ def step_cost(
         flops=flops,
         encoder_flops=encoding,
         compute_seconds=busy if captured else max(busy, gpu.host_step + launched * gpu.launch),
-        travelling_bytes=parameters * (SHARD_TRAFFIC / 2 if sharded else 4 if casts else 2),
-        memory_bytes=state / (ranks if sharded else 1) + kept,
+        travelling_bytes=parameters * travelling,
+        memory_bytes=state + kept,
         begin_seconds=parameters * DRAW_SECONDS
         + (compiling if compiled else start.graph if captured else 0.0),
         compiled=compiled,
         captured=captured,
         sharded=sharded,
+        reshard=reshard,
     )
+
+
+def _reshards(recipe: Recipe, parameters: int, memory: float, *, segments: int, ranks: int) -> bool:
+    """Return whether shards' weights are freed between the passes, by the formula of training."""
+    train, model, half = recipe.train, recipe.model, recipe.train.precision != "fp32"
+    if train.reshard != "auto":
+        return train.reshard == "on"
+    tokens = 3 * segments * recipe.loader.context_length // train.accumulate
+    kept = kept_bytes(
+        tokens=tokens,
+        layers=model.layers,
+        width=model.hidden_size,
+        half=half,
+        recompute=train.recompute,
+    )
+    state = shard_bytes(parameters, ranks=ranks, half=half, gathered=True)
+    return state + kept + CONTEXT_BYTES > USABLE * memory
 
 
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> Kernels:
