@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
 
 Kind = Literal["alone", "ddp", "fsdp"]
+SUMS = torch.float32  # what shards of bfloat16 products add up the ranks' gradients in
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,7 @@ def shard_model(
     with world.guard("sharding the model"):
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=precision, reduce_dtype=torch.float32
-            )
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=SUMS)
         for block in model.encoder.h:
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
         fully_shard(model, **options)  # what is around the blocks is kept in any case

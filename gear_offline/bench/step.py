@@ -3,15 +3,15 @@
     gear-offline bench step
     gear-offline bench step rows=2,1
     torchrun --nproc-per-node 4 -m gear_offline bench step
-    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6 prefetch=2
+    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6 prefetch=2 sums=16
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
 `gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
 global batch grows with them; `prefetch` sets how many blocks ahead shards collect weights, in place
-of torch's own way.  Wall time around many steps, every GPU waited for at both ends, the median of
-the turns.
+of torch's own way, and `sums=16` makes them add up gradients in bfloat16.  Wall time around many
+steps, every GPU waited for at both ends, the median of the turns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
+from gear_offline import parallel
 from gear_offline.bench.loader import _hopper_like
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
-from gear_offline.parallel import prefetch_blocks
 from gear_offline.preparation import ModelSizes
 from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe, load_recipe
@@ -68,9 +68,12 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b, FSDP, collected once": ("dt_1b", ("train.parallel=fsdp", "train.reshard=off")),
 }
 QUICK = 2  # rows
+SUMS = {16: torch.bfloat16, 32: torch.float32}
 
 
-def run(*, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0) -> dict[str, Any]:
+def run(
+    *, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0, sums: int = 32
+) -> dict[str, Any]:
     """Measure; about six minutes on one GPU, most of them compiling.
 
     Parameters
@@ -79,12 +82,16 @@ def run(*, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0) -> 
         Which rows, from 1, in the order to be measured; default: all, or the first `QUICK`.
     prefetch
         Blocks ahead whose weights shards collect; 0: as training does.
+    sums
+        Bits of the numbers in which shards add up gradients over the ranks: 32, as training, or 16.
 
     Raises
     ------
     InputError
-        ``BENCH_SIZE`` for a row that is not there.
+        ``BENCH_SIZE`` for a row that is not there, or other `sums`.
     """
+    if sums not in SUMS:
+        raise InputError("BENCH_SIZE", f"sums of {sums} bits", remedy="give sums=16 or sums=32")
     if not torch.cuda.is_available():
         raise UnavailableError(
             "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
@@ -96,7 +103,7 @@ def run(*, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0) -> 
         results = []
         with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
             for name in names:
-                how: dict[str, Any] = {"quick": quick, "prefetch": prefetch}
+                how: dict[str, Any] = {"quick": quick, "prefetch": prefetch, "sums": sums}
                 results.append(measure(name, *variants[name], dataset, device, world, **how))
                 say(f"{results[-1]}", quiet=not world.is_first)
                 advance(1)
@@ -162,17 +169,18 @@ def measure(
     *,
     quick: bool = False,
     prefetch: int = 0,
+    sums: int = 32,
 ) -> dict[str, Any]:
     """Return one row; one that says why where the model does not fit."""
     recipe = make_recipe(base, changes, path=str(dataset.path), ranks=world.size)
-    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
-    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    sizes = _sizes_of(dataset)
     _forget()
     began = time.perf_counter()
     recipe = recipe.replace(model__max_timestep=1000)
-    learner = Learner(recipe, sizes, dataset, device, world=world)
+    with _sums(SUMS[sums]):
+        learner = Learner(recipe, sizes, dataset, device, world=world)
     if prefetch and learner.parallel.sharded:
-        prefetch_blocks(learner.model, prefetch)
+        parallel.prefetch_blocks(learner.model, prefetch)
     try:
         for _ in range(3):
             learner.advance()
@@ -209,8 +217,23 @@ def measure(
         "begin_seconds": begin_seconds,
         "steps": f"{learner.precision_reason}{learner.step_kind}",
         "parallel": learner.parallel.reason,
-        "prefetch": prefetch,
+        **({"prefetch": prefetch, "sums_bits": sums} if learner.parallel.sharded else {}),
     }
+
+
+def _sizes_of(dataset: Dataset) -> ModelSizes:
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    return ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+
+
+@contextmanager
+def _sums(precision: torch.dtype) -> Iterator[None]:
+    """Let shards add up gradients in another precision than training does."""
+    usual, parallel.SUMS = parallel.SUMS, precision
+    try:
+        yield
+    finally:
+        parallel.SUMS = usual
 
 
 def _forget() -> None:
