@@ -38,8 +38,10 @@ _LOW = 0 if sys.byteorder == "little" else 1  # where the low word of a uint64 l
 def philox4x32(
     counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike],
     key: tuple[int, int],
+    *,
+    rounds: int = ROUNDS,
 ) -> tuple[UInt32Array, UInt32Array, UInt32Array, UInt32Array]:
-    """Return the four output words of each counter, ten rounds.
+    """Return the four output words of each counter.
 
     Parameters
     ----------
@@ -47,6 +49,8 @@ def philox4x32(
         Four arrays of 32-bit values that broadcast to one shape ``S``.
     key
         Two 32-bit integers.
+    rounds
+        Ten as everywhere here, or fewer where that is a generator of its own.
 
     Returns
     -------
@@ -58,7 +62,7 @@ def philox4x32(
     out = [np.empty(c0.size, dtype=np.uint32) for _ in range(4)]
     for begin in range(0, c0.size, LANES):
         part = slice(begin, begin + LANES)
-        block = _rounds(c0[part], c1[part], c2[part], c3[part], key)
+        block = _rounds(c0[part], c1[part], c2[part], c3[part], key, rounds)
         for target, word in zip(out, block, strict=True):
             target[part] = word & _MASK32
     w0, w1, w2, w3 = (word.reshape(words[0].shape) for word in out)
@@ -71,6 +75,7 @@ def _rounds(
     c2: UInt32Array,
     c3: UInt32Array | np.uint32,
     key: tuple[int, int],
+    rounds: int = ROUNDS,
 ) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
     """Return the output words of (n,) counters as uint64 whose low halves are the words.
 
@@ -83,7 +88,7 @@ def _rounds(
     one, three = c1, c3
     # Two pairs of buffers: a round reads the low words of the previous products.
     buffers = [(np.empty_like(left), np.empty_like(left)) for _ in range(2)]
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         key_left = np.uint32((key[0] + turn * WEYL[0]) & 0xFFFFFFFF)
         key_right = np.uint32((key[1] + turn * WEYL[1]) & 0xFFFFFFFF)
         product_left, product_right = buffers[turn % 2]

@@ -6,6 +6,11 @@ putting the three gradients together again.  Here a program does one head of one
 keys and values are read once from where the projection left them, and the gradients are written
 to where its backward wants them.
 
+Dropout stores no mask.  Forward and backward draw it from Philox 4x32-7, Triton's and, for the
+CPU, `kept_weights`: key = (low, high 32 bits of the seed), counter = (32 query + key // 4, window,
+head, 0), and word ``key % 4`` is that of one weight, which is kept if it is at least
+``dropout * 2**32``.
+
 Triton comes with CUDA builds of torch; `packed_attention_reference` is the same in plain torch.
 
 Shape legend: B windows, T tokens, N heads, D elements of a head, H = N D.
@@ -15,9 +20,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from gear_offline.kernels.philox import philox4x32
 
 try:
     import triton
@@ -28,6 +36,7 @@ except ImportError:  # builds of torch for CPUs do not bring it
 MOST_TOKENS = 128
 HEAD_SIZES = (16, 32, 64, 128)
 LOG2_E = 1.4426950408889634
+ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
 
 
 def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, head: int) -> bool:
@@ -41,17 +50,61 @@ def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, he
     )
 
 
-def packed_attention_reference(qkv: Tensor, heads: int, scale: float) -> Tensor:
-    """`packed_attention` in plain torch, for any device and size."""
+def packed_attention_reference(
+    qkv: Tensor, heads: int, scale: float, kept: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """`packed_attention` in plain torch, for any device and size.
+
+    `kept`, (B, N, T, T) bool, says which weights stay, as `kept_weights` does; they are multiplied
+    by ``1 / (1 - dropout)``.  Without it all stay as they are.
+    """
     batch, tokens, width = qkv.shape
     parts = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
     query, key, value = parts.unbind()
-    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    if kept is None:
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    else:
+        scores = query @ key.transpose(2, 3) * scale
+        past = torch.ones(tokens, tokens, dtype=torch.bool, device=qkv.device).tril()
+        weights = scores.masked_fill(~past, float("-inf")).softmax(-1)
+        mixed = (weights * kept / (1 - dropout)) @ value
     return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
+def kept_weights(
+    seeds: Tensor, dropout: float, *, windows: int, heads: int, tokens: int
+) -> Tensor:
+    """Say which attention weights `packed_attention` keeps, bit for bit, from NumPy.
+
+    Parameters
+    ----------
+    seeds
+        (G,) int64
+    dropout
+        Probability of losing a weight, in [0, 1).
+    windows, heads, tokens
+        B, a multiple of G; N; T, at most 128.
+
+    Returns
+    -------
+    Tensor
+        (B, N, T, T) bool on the device of `seeds`, for the weights above the diagonal too.
+    """
+    count = _windows_of_a_seed(windows, dropout, seeds)
+    group, head, query, four = np.ogrid[:count, :heads, :tokens, : -(-tokens // 4)]
+    counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
+    found = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
+    for place, seed in enumerate(seeds.tolist()):
+        words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), rounds=ROUNDS)
+        draws = np.stack(words, axis=-1).reshape(count, heads, tokens, -1)[..., :tokens]
+        found[place] = draws >= _dropped(dropout)
+    return torch.from_numpy(found.reshape(windows, heads, tokens, tokens)).to(seeds.device)
+
+
 @torch.library.custom_op("gear_offline::packed_attention", mutates_args=())
-def packed_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
+def packed_attention(
+    qkv: Tensor, heads: int, scale: float, dropout: float = 0.0, seeds: Tensor | None = None
+) -> Tensor:
     """Causal self-attention.
 
     Parameters
@@ -63,55 +116,108 @@ def packed_attention(qkv: Tensor, heads: int, scale: float) -> Tensor:
         N
     scale
         Factor on the dot products.
+    dropout
+        Probability of losing an attention weight, in [0, 1); those kept are multiplied by
+        ``1 / (1 - dropout)``.
+    seeds
+        (G,) int64 on the device of `qkv`, needed for dropout.  The windows lie in G groups of
+        ``B / G``, one a seed.  Which weights are kept depends on the seed and on window, head,
+        query and key within the group, so that a model among others keeps what it keeps alone.
 
     Returns
     -------
     Tensor
         (B, T, H), dtype of `qkv`.
+
+    Raises
+    ------
+    ValueError
+        `dropout` is not in [0, 1), or `seeds` are missing or do not divide the windows.
     """
     batch, tokens, width = qkv.shape
     mixed = qkv.new_empty(batch, tokens, width // 3)
     head, block = width // 3 // heads, _block(tokens)
+    of_seed = _windows_of_a_seed(batch, dropout, seeds)
     _forward[(batch * heads,)](
-        qkv, mixed, tokens, heads, scale * LOG2_E, head, block, num_warps=_warps(block)
-    )
+        qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_seed, 1 / (1 - dropout),
+        _dropped(dropout), head, block, num_warps=_warps(block),
+    )  # fmt: skip
     return mixed
 
 
 @torch.library.custom_op("gear_offline::packed_attention_gradient", mutates_args=())
-def packed_attention_gradient(gradient: Tensor, qkv: Tensor, heads: int, scale: float) -> Tensor:
+def packed_attention_gradient(
+    gradient: Tensor,
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float = 0.0,
+    seeds: Tensor | None = None,
+) -> Tensor:
     """Return the gradient of `qkv`, (B, T, 3H), from that of the result, (B, T, H)."""
     batch, tokens, width = qkv.shape
     found = torch.empty_like(qkv)
     head, block = width // 3 // heads, _block(tokens)
+    of_seed = _windows_of_a_seed(batch, dropout, seeds)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, head, block,
-        num_warps=_warps(block),
+        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_seed,
+        1 / (1 - dropout), _dropped(dropout), head, block, num_warps=_warps(block),
     )  # fmt: skip
     return found
 
 
 @packed_attention.register_fake
-def _shape(qkv: Tensor, heads: int, scale: float) -> Tensor:
+def _shape(
+    qkv: Tensor, heads: int, scale: float, dropout: float = 0.0, seeds: Tensor | None = None
+) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
 
 
 @packed_attention_gradient.register_fake
-def _gradient_shape(gradient: Tensor, qkv: Tensor, heads: int, scale: float) -> Tensor:
+def _gradient_shape(
+    gradient: Tensor,
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float = 0.0,
+    seeds: Tensor | None = None,
+) -> Tensor:
     return torch.empty_like(qkv)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
-    qkv, ctx.heads, ctx.scale = inputs
-    ctx.save_for_backward(qkv)
+def _remember(
+    ctx: Any, inputs: tuple[Tensor, int, float, float, Tensor | None], output: Tensor
+) -> None:
+    qkv, ctx.heads, ctx.scale, ctx.dropout, seeds = inputs
+    ctx.save_for_backward(qkv, seeds)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    (qkv,) = ctx.saved_tensors
-    return packed_attention_gradient(gradient, qkv, ctx.heads, ctx.scale), None, None
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    qkv, seeds = ctx.saved_tensors
+    found = packed_attention_gradient(gradient, qkv, ctx.heads, ctx.scale, ctx.dropout, seeds)
+    return found, None, None, None, None
 
 
 packed_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
+    """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}; it lies in [0, 1)")
+    if dropout == 0.0 and seeds is None:
+        return 0
+    if seeds is None:
+        raise ValueError(f"dropout is {dropout} without seeds")
+    if seeds.ndim != 1 or seeds.dtype != torch.int64 or not len(seeds) or windows % len(seeds):
+        shape = f"{tuple(seeds.shape)} {seeds.dtype}"
+        raise ValueError(f"seeds are {shape} for {windows} windows; (G,) int64, G divides them")
+    return windows // len(seeds)
+
+
+def _dropped(dropout: float) -> int:
+    """Return how many of the ``2**32`` words drop a weight."""
+    return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def _block(tokens: int) -> int:
@@ -149,7 +255,21 @@ if triton is not None:
         return shares / tl.sum(shares, 1)[:, None]
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _forward(qkv, mixed, tokens, heads, scale2, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _kept(seeds, window, of_seed, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Say which weights stay, (BLOCK, BLOCK) bool: four neighbours share one block of words."""
+        seed = tl.load(seeds + window // of_seed)
+        fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
+        a, b, c, d = tl.philox(seed, fours, window % of_seed, head, 0, n_rounds=7)
+        # Words become bits before they are put side by side: that is less to move.
+        even = tl.join(a >= DROPPED, c >= DROPPED)
+        odd = tl.join(b >= DROPPED, d >= DROPPED)
+        return tl.reshape(tl.join(even, odd), (BLOCK, BLOCK))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _forward(  # type: ignore[no-untyped-def]
+        qkv, mixed, tokens, heads, scale2, seeds, of_seed, factor,
+        DROPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         window, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         width = heads * D
         base = qkv + window.to(tl.int64) * tokens * 3 * width + head * D
@@ -157,12 +277,18 @@ if triton is not None:
         key = _load(base + width, tokens, 3 * width, D, BLOCK)
         value = _load(base + 2 * width, tokens, 3 * width, D, BLOCK)
         weights = _weights(query, key, scale2, BLOCK)
+        if DROPPED > 0:
+            kept = _kept(seeds, window, of_seed, head, DROPPED, BLOCK)
+            weights = tl.where(kept, weights * factor, 0.0)
         found = tl.dot(weights.to(value.dtype), value)
         place = window.to(tl.int64) * tokens * width + head * D
         _store(mixed + place, found, tokens, width, D, BLOCK)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _backward(qkv, gradient, found, tokens, heads, scale, D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _backward(  # type: ignore[no-untyped-def]
+        qkv, gradient, found, tokens, heads, scale, seeds, of_seed, factor,
+        DROPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         window, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         width = heads * D
         place = window.to(tl.int64) * tokens * 3 * width + head * D
@@ -174,7 +300,12 @@ if triton is not None:
         )
         weights = _weights(query, key, scale * 1.4426950408889634, BLOCK)
         of_weights = tl.dot(above, tl.trans(value))
-        of_value = tl.dot(tl.trans(weights.to(value.dtype)), above)
+        dropped = weights
+        if DROPPED > 0:
+            kept = _kept(seeds, window, of_seed, head, DROPPED, BLOCK)
+            dropped = tl.where(kept, weights * factor, 0.0)
+            of_weights = tl.where(kept, of_weights * factor, 0.0)
+        of_value = tl.dot(tl.trans(dropped.to(value.dtype)), above)
         _store(found + place + 2 * width, of_value, tokens, 3 * width, D, BLOCK)
         mean = tl.sum(weights * of_weights, 1)
         of_scores = (weights * (of_weights - mean[:, None]) * scale).to(query.dtype)

@@ -239,11 +239,16 @@ class Block(DecisionTransformerGPT2Block):  # type: ignore[no-untyped-call]
         packed = attention.c_attn(self.ln_1(hidden))
         dropout = attention.attn_dropout.p if self.training else 0.0
         scale = float(attention.scaling)
-        plain = mask is None and not eager and dropout == 0.0
+        plain = mask is None and not eager
         if plain and supports_packed(
             packed.device, packed.dtype, tokens=tokens, head=width // heads
         ):
-            return take(packed_attention(packed, heads, scale), keep), None
+            seeds = None
+            if dropout > 0.0:
+                # From torch's generator of the device: replays of a CUDA graph draw anew, and
+                # checkpointing, which restores the generator, draws the same again.
+                seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=packed.device)
+            return take(packed_attention(packed, heads, scale, dropout, seeds), keep), None
         query, key, value = (
             part.view(batch, tokens, heads, width // heads).transpose(1, 2)
             for part in packed.split(width, dim=2)
