@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gear_offline.errors import InputError
 from gear_offline.kernels.philox import philox4x32
 
 try:
@@ -131,8 +132,9 @@ def packed_attention(
 
     Raises
     ------
-    ValueError
-        `dropout` is not in [0, 1), or `seeds` are missing or do not divide the windows.
+    InputError
+        ``MODEL_INPUT`` if `dropout` is not in [0, 1), or `seeds` are missing or do not divide the
+        windows.
     """
     batch, tokens, width = qkv.shape
     mixed = qkv.new_empty(batch, tokens, width // 3)
@@ -204,14 +206,17 @@ packed_attention.register_autograd(_differentiate, setup_context=_remember)
 def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
     """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout is {dropout}; it lies in [0, 1)")
-    if dropout == 0.0 and seeds is None:
-        return 0
+        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
     if seeds is None:
-        raise ValueError(f"dropout is {dropout} without seeds")
+        if dropout == 0.0:
+            return 0
+        raise InputError("MODEL_INPUT", f"dropout is {dropout} without seeds", remedy="give seeds")
     if seeds.ndim != 1 or seeds.dtype != torch.int64 or not len(seeds) or windows % len(seeds):
-        shape = f"{tuple(seeds.shape)} {seeds.dtype}"
-        raise ValueError(f"seeds are {shape} for {windows} windows; (G,) int64, G divides them")
+        raise InputError(
+            "MODEL_INPUT",
+            f"seeds are {tuple(seeds.shape)} {seeds.dtype} for {windows} windows",
+            remedy="give (G,) int64 where G divides the windows",
+        )
     return windows // len(seeds)
 
 

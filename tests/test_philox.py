@@ -15,11 +15,13 @@ WORD = st.integers(0, 2**32 - 1)
 DRAW = st.integers(0, 2**64 - 1)
 
 
-def oracle(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds in Python integers, from figure 2 and section 3.3 of Salmon et al. 2011."""
+def oracle(
+    counter: tuple[int, ...], key: tuple[int, int], rounds: int = 10
+) -> tuple[int, int, int, int]:
+    """Some rounds in Python integers, from figure 2 and section 3.3 of Salmon et al. 2011."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c0, 2**32)
         high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -27,29 +29,47 @@ def oracle(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, int, in
     return c0, c1, c2, c3
 
 
-# Random123's kat_vectors, generator philox4x32, 10 rounds.
+# Random123's kat_vectors, generator philox4x32, with its rounds.
 KNOWN = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     (
+        10,
         (0xFFFFFFFF,) * 4,
         (0xFFFFFFFF, 0xFFFFFFFF),
         (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
     ),
     (
+        10,
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
+    (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    (
+        7,
+        (0xFFFFFFFF,) * 4,
+        (0xFFFFFFFF, 0xFFFFFFFF),
+        (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662),
+    ),
+    (
+        7,
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+@pytest.mark.parametrize(("rounds", "counter", "key", "expected"), KNOWN)
 def test_known_answers(
-    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, ...]
+    rounds: int,
+    counter: tuple[int, int, int, int],
+    key: tuple[int, int],
+    expected: tuple[int, ...],
 ) -> None:
-    words = philox.philox4x32(counter, key)
+    words = philox.philox4x32(counter, key, rounds=rounds)
     assert tuple(int(word) for word in words) == expected
-    assert oracle(counter, key) == expected
+    assert oracle(counter, key, rounds) == expected
 
 
 @given(st.lists(st.tuples(WORD, WORD, WORD, WORD), min_size=1, max_size=20), WORD, WORD)
