@@ -72,9 +72,7 @@ def packed_attention_reference(
     return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
-def kept_weights(
-    seeds: Tensor, dropout: float, *, windows: int, heads: int, tokens: int
-) -> Tensor:
+def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tokens: int) -> Tensor:
     """Say which attention weights `packed_attention` keeps, bit for bit, from NumPy.
 
     Parameters

@@ -7,6 +7,7 @@ so that everything around them runs: the operators, their shapes and gradients, 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_rate_of_dropout(dropout: float) -> None:
 def correlation(one: Tensor, other: Tensor) -> float:
     """Correlation in standard deviations of that of independent masks."""
     pair = torch.stack([one.flatten(), other.flatten()]).double()
-    return abs(float(torch.corrcoef(pair)[0, 1])) * pair.shape[1] ** 0.5
+    return abs(float(torch.corrcoef(pair)[0, 1])) * math.sqrt(pair.shape[1])
 
 
 def test_draws_are_independent() -> None:
@@ -115,16 +116,12 @@ class StandIn:
         return self.launch
 
 
-def attended(
-    qkv: Tensor, heads: int, scale: float, seeds: Tensor | None, of_seed: int, dropped: int
-) -> Tensor:
-    mask, dropout = None, dropped / 2**32
-    if dropped:
-        assert seeds is not None and of_seed * len(seeds) == len(qkv)
-        mask = kept_weights(
-            seeds, dropout, windows=len(qkv), heads=heads, tokens=qkv.shape[1]
-        )
-    return packed_attention_reference(qkv, heads, scale, mask, dropout)
+def mask_of(qkv: Tensor, heads: int, seeds: Tensor | None, of_seed: int, dropped: int) -> Tensor:
+    windows, tokens, _ = qkv.shape
+    if not dropped:
+        return torch.ones(windows, heads, tokens, tokens, dtype=torch.bool)
+    assert seeds is not None and of_seed * len(seeds) == windows
+    return kept_weights(seeds, dropped / 2**32, windows=windows, heads=heads, tokens=tokens)
 
 
 def forward(
@@ -132,9 +129,9 @@ def forward(
     of_seed: int, factor: float, dropped: int, head: int, block: int, num_warps: int,
 ) -> None:  # fmt: skip
     assert (tokens, 3 * heads * head) == qkv.shape[1:] and block >= tokens
-    assert factor == pytest.approx(1 / (1 - dropped / 2**32))
+    mask = mask_of(qkv, heads, seeds, of_seed, dropped)
     scale = scale2 / short_attention.LOG2_E
-    mixed.copy_(attended(qkv, heads, scale, seeds, of_seed, dropped))
+    mixed.copy_(packed_attention_reference(qkv, heads, scale, mask, 1 - 1 / factor))
 
 
 def backward(
@@ -142,10 +139,17 @@ def backward(
     seeds: Tensor | None, of_seed: int, factor: float, dropped: int, head: int, block: int,
     num_warps: int,
 ) -> None:  # fmt: skip
-    def function(x: Tensor) -> Tensor:
-        return attended(x, heads, scale, seeds, of_seed, dropped)
-
-    found.copy_(torch.func.vjp(function, qkv)[1](gradient)[0])
+    parts = qkv.view(-1, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+    query, key, value = parts.unbind()
+    above = gradient.view(-1, tokens, heads, head).transpose(1, 2)
+    past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    weights = (query @ key.mT * scale).masked_fill(~past, float("-inf")).softmax(-1)
+    share = mask_of(qkv, heads, seeds, of_seed, dropped) * factor
+    of_weights = above @ value.mT * share
+    mean = (weights * of_weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - mean) * scale
+    all_three = torch.stack([of_scores @ key, of_scores.mT @ query, (weights * share).mT @ above])
+    found.copy_(all_three.permute(1, 3, 0, 2, 4).reshape(qkv.shape))
 
 
 @pytest.fixture
@@ -248,12 +252,13 @@ def test_a_block_that_only_plays_draws_nothing(block: Any) -> None:
 
 
 def test_recomputing_a_block_draws_the_same(block: Any) -> None:
-    gradients = []
+    gradients: list[Tensor] = []
     for again in (False, True):
         hidden = torch.randn(6, 21, 16, generator=torch.Generator().manual_seed(1))
         hidden.requires_grad_()
         torch.manual_seed(5)
         found = checkpoint(block, hidden, use_reentrant=False) if again else block(hidden)
         found[0].square().sum().backward()
+        assert hidden.grad is not None
         gradients.append(hidden.grad)
     assert torch.equal(*gradients)

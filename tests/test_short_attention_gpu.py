@@ -1,0 +1,193 @@
+"""Attention of short windows with dropout on a GPU, against its twins and plain torch."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gear_offline.kernels.short_attention import (
+    kept_weights,
+    packed_attention,
+    packed_attention_reference,
+    supports_packed,
+)
+from tests.model_support import make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+]
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+# products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
+BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
+# groups, windows of each, tokens, heads, elements of a head
+SIZES = [
+    (1, 3, 5, 2, 16),
+    (4, 3, 60, 2, 128),
+    (2, 2, 64, 1, 64),
+    (2, 1, 65, 3, 32),
+    (1, 2, 128, 2, 128),
+]
+
+
+def draw_seeds(groups: int) -> Tensor:
+    generator = torch.Generator().manual_seed(groups)
+    return torch.randint(-(2**63), 2**63 - 1, (groups,), generator=generator).cuda()
+
+
+def what_stays(seeds: Tensor, dropout: float, windows: int, heads: int, tokens: int) -> Tensor:
+    """Read off the kernel which weights it keeps: values of one are the keys' own places."""
+    head = max(16, 1 << (tokens - 1).bit_length())
+    packed = torch.zeros(windows, tokens, 3, heads, head, device="cuda", dtype=torch.bfloat16)
+    packed[:, :, 2, :, :tokens] = torch.eye(tokens, device="cuda")[:, None]
+    found: Tensor = packed_attention(packed.flatten(2), heads, 1.0, dropout, seeds)
+    return found.view(windows, tokens, heads, head)[..., :tokens].transpose(1, 2) > 0
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("groups", "each", "tokens", "heads", "head"), SIZES)
+def test_the_kernel_keeps_what_its_twin_keeps(
+    groups: int, each: int, tokens: int, heads: int, head: int, dropout: float
+) -> None:
+    seeds, windows = draw_seeds(groups), groups * each
+    mask = kept_weights(seeds, dropout, windows=windows, heads=heads, tokens=tokens)
+    assert torch.equal(what_stays(seeds, dropout, windows, heads, tokens), mask.tril())
+
+
+@pytest.mark.parametrize(("groups", "each", "tokens", "heads", "head"), SIZES)
+def test_values_and_gradients(groups: int, each: int, tokens: int, heads: int, head: int) -> None:
+    assert supports_packed(torch.device("cuda"), torch.bfloat16, tokens=tokens, head=head)
+    torch.manual_seed(0)
+    seeds, windows, scale, dropout = draw_seeds(groups), groups * each, head**-0.5, 0.3
+    packed = torch.randn(windows, tokens, 3 * heads * head, device="cuda").bfloat16()
+    above = torch.randn(windows, tokens, heads * head, device="cuda").bfloat16()
+    mask = kept_weights(seeds, dropout, windows=windows, heads=heads, tokens=tokens)
+    mine, plain = packed.clone().requires_grad_(), packed.float().requires_grad_()
+    found = packed_attention(mine, heads, scale, dropout, seeds)
+    expected = packed_attention_reference(plain, heads, scale, mask, dropout)
+    found.backward(above)
+    expected.backward(above.float())
+    assert mine.grad is not None and plain.grad is not None
+    torch.testing.assert_close(found.float(), expected, **BF16)
+    torch.testing.assert_close(mine.grad.float(), plain.grad, **BF16)
+    for group in range(groups):  # the same bits alone
+        own = slice(group * each, (group + 1) * each)
+        alone = packed[own].clone().requires_grad_()
+        again = packed_attention(alone, heads, scale, dropout, seeds[group : group + 1])
+        again.backward(above[own])
+        assert alone.grad is not None
+        assert torch.equal(again, found[own]) and torch.equal(alone.grad, mine.grad[own])
+
+
+def test_the_operator_is_well_formed() -> None:
+    packed = torch.randn(8, 60, 384, device="cuda").bfloat16().requires_grad_()
+    torch.library.opcheck(packed_attention, (packed, 2, 0.1, 0.1, draw_seeds(4)))
+
+
+def test_replays_of_a_graph_draw_anew() -> None:
+    def step() -> tuple[Tensor, Tensor]:
+        seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cuda")
+        return seeds, what_stays(seeds, 0.3, 4, 2, 60)
+
+    step()  # compiles the kernel
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seeds, stays = step()
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        mask = kept_weights(seeds, 0.3, windows=4, heads=2, tokens=60)
+        assert torch.equal(stays, mask.tril())
+        seen.append(stays.clone())
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def block() -> Any:
+    """A block whose only dropout is that of attention weights."""
+    some: Any = make(hidden_size=128, heads=2, dropout=0.2).encoder.h[0]
+    some.attn.resid_dropout.p = some.mlp.dropout.p = 0.0
+    some.attn.c_attn.weight.data.mul_(4)  # else all weights are nearly equal
+    return some.cuda().train()
+
+
+def attend_plainly(some: Any, hidden: Tensor, seeds: Tensor) -> Tensor:
+    packed = some.attn.c_attn(some.ln_1(hidden))
+    mask = kept_weights(seeds, 0.2, windows=len(hidden), heads=2, tokens=hidden.shape[1])
+    return packed_attention_reference(packed, 2, float(some.attn.scaling), mask, 0.2)
+
+
+@pytest.mark.parametrize("keep", [None, slice(1, None, 3)])
+def test_a_block_in_training(keep: slice | None) -> None:
+    some = block()
+    torch.manual_seed(3)
+    hidden = torch.randn(16, 60, 128, device="cuda")
+    mine, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    torch.cuda.manual_seed(4)
+    with torch.autocast("cuda", torch.bfloat16):
+        found, _ = some._attend(mine, None, False, keep)
+    torch.cuda.manual_seed(4)
+    seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cuda")
+    expected = attend_plainly(some, plain, seeds)
+    expected = expected if keep is None else expected[:, keep]
+    assert found.dtype == torch.bfloat16
+    above = torch.randn_like(expected)
+    found.backward(above.bfloat16())
+    expected.backward(above)
+    assert mine.grad is not None and plain.grad is not None
+    torch.testing.assert_close(found.float(), expected, **BF16)
+    torch.testing.assert_close(mine.grad, plain.grad, **BF16)
+
+
+def with_gradient(function: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = hidden.clone().requires_grad_()
+    torch.cuda.manual_seed(4)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = function(leaf)[0]
+    found.float().square().mean().backward()
+    assert leaf.grad is not None
+    return found.detach(), leaf.grad
+
+
+def test_recomputing_a_block_draws_the_same() -> None:
+    some, hidden = block(), torch.randn(16, 60, 128, device="cuda")
+    once = with_gradient(some, hidden)
+    twice = with_gradient(lambda x: checkpoint(some, x, use_reentrant=False), hidden)
+    assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
+
+
+@INDUCTOR
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_gradients_use_the_same_draws(recompute: bool) -> None:
+    """Inductor draws seeds of its own, so they are an output here; the gradient tells the draws."""
+
+    def function(packed: Tensor) -> tuple[Tensor, Tensor]:
+        seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cuda")
+        return packed_attention(packed * 1.0, 2, 0.1, 0.3, seeds), seeds
+
+    def outer(packed: Tensor) -> Any:
+        return checkpoint(function, packed, use_reentrant=False) if recompute else function(packed)
+
+    compiled = torch.compile(outer, dynamic=False)
+    packed = torch.randn(8, 60, 384, device="cuda").bfloat16()
+    drawn = set()
+    for _ in range(2):
+        mine, plain = packed.clone().requires_grad_(), packed.float().requires_grad_()
+        found, seeds = compiled(mine)
+        mask = kept_weights(seeds, 0.3, windows=8, heads=2, tokens=60)
+        expected = packed_attention_reference(plain, 2, 0.1, mask, 0.3)
+        found.float().sum().backward()
+        expected.sum().backward()
+        assert mine.grad is not None and plain.grad is not None
+        torch.testing.assert_close(found.float(), expected, **BF16)
+        torch.testing.assert_close(mine.grad.float(), plain.grad, **BF16)
+        drawn.add(int(seeds))
+    assert len(drawn) == 2
