@@ -9,12 +9,12 @@ Shape legend: n rows of the window of losses and gradient norms.
 from __future__ import annotations
 
 import contextlib
-import gc
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gear_offline.captured_part import CapturedPart, capture, warm_up
 from gear_offline.data_parallel import GradientPass
 from gear_offline.errors import UnavailableError
 from gear_offline.graph_watch import wait_for_steps
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from gear_offline.loaders.device_feedback import DeviceFeedback
     from gear_offline.loaders.loader import GearLoader
 
-WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
-TIMED_FILLS = 50
-# Other threads may ask for events meanwhile: NCCL's watchdog does all the time.
-CAPTURE_MODE = "thread_local"
-
 
 def start_compilers() -> None:
     """Start the processes that compile kernels, so that they are there when tracing is done.
@@ -45,21 +40,6 @@ def start_compilers() -> None:
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
-
-
-def _own_stream() -> Any:
-    """Return the stream to capture on: torch's current one, unless that is the default one.
-
-    The default one cannot be captured: None for the stream that torch keeps for captures, or a new
-    one where that is another GPU's.
-    """
-    current: Any = torch.cuda.current_stream()
-    if current != torch.cuda.default_stream():
-        return current
-    kept: Any = torch.cuda.graph.default_capture_stream
-    if kept is None or kept.device == current.device:
-        return None
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def why_not_captured(
@@ -101,10 +81,10 @@ def why_not_captured(
     return reason
 
 
-class CapturedStep:
+class CapturedStep(CapturedPart):
     """One optimiser step, captured once and replayed.
 
-    Building it runs `WARM_UPS` steps; weights, moments, random numbers and the batches' position
+    Building it runs some steps; weights, moments, random numbers and the batches' position
     are put back afterwards, so that nothing of them stays.  It is captured on torch's current
     stream if that is not the default one: graphs that run at once must not share a stream's
     workspace of cuBLAS.
@@ -113,16 +93,8 @@ class CapturedStep:
     ----------
     model
         In training mode, on the batches' device.
-    optimizer
-        Made with ``captured=True``.
-    batches
-        Made for the step to come.
-    window
-        (n, 2) float32 on the device: loss and gradient norm of each step since the last report.
-    step
-        The step to come.
-    filled
-        Rows of the window that are in use.
+    optimizer, batches, window, step, filled
+        As `CapturedPart`.
     precision
         Autocast type, ``None`` for float32.
     compiled
@@ -131,11 +103,6 @@ class CapturedStep:
         Of those batches, for selections that learn from losses.
     world
         The ranks that train together; all build theirs and replay it together.
-
-    Attributes
-    ----------
-    fill_seconds
-        GPU seconds of making one batch with nothing beside it.
     """
 
     def __init__(
@@ -152,9 +119,7 @@ class CapturedStep:
         feedback: DeviceFeedback | None = None,
         world: World | None = None,
     ) -> None:
-        self._optimizer, self._batches, self._window = optimizer, batches, window
-        self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
-        self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
+        super().__init__(optimizer, batches, window, step=step, filled=filled)
         self._gradients = GradientPass(
             model,
             World(),
@@ -170,20 +135,15 @@ class CapturedStep:
             self._divisor = float(batches.batch.attention_mask.numel())
             self._ranks = RankGradients(optimizer.parameters, divisor=self._divisor)
         self._graph = torch.cuda.CUDAGraph()
-        self.fill_seconds = self._time_fill(step)
         with contextlib.nullcontext() if feedback is None else feedback.paused():
-            self._warm_up(step, filled)
+            warm_up(self._rehearse, self.written(), window.device)
+            self.put_back()
         optimizer.zero_gradients()
         if self._ranks is not None and world is not None:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
-        # The first call of an operator leaves its part of the autograd graph in a cycle, and with
-        # it gradients that belong to the stream of the warm-up.
-        gc.collect()
-        with torch.cuda.graph(self._graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
-            self._run()
-        optimizer.finish_capture()
-        self._put_back(step, filled)
+        capture(self._graph, self._run)
+        self.finish_capture()
 
     def replay(self) -> None:
         """Do the next step; returns at once."""
@@ -193,84 +153,22 @@ class CapturedStep:
         """Return the window's first rows, (filled, 2), once the steps of all ranks are done."""
         if self._ranks is not None:
             wait_for_steps(self._world)
-        return self._window[:filled]
+        return super().rows(filled)
 
     def close(self) -> None:
         """Give the graph back: NCCL waits for those that hold its collectives when it is closed."""
         torch.cuda.synchronize()
         self._graph.reset()
 
-    def wait_seconds(self) -> float:
-        """Return the GPU seconds that a step waits for its batch; the last one must be done.
-
-        Of a batch that is fetched a step ahead, what the last step was not in time with.
-        """
-        return self._batches.waited_seconds() if self._batches.ahead else self.fill_seconds
-
-    def begin_window(self) -> None:
-        """Write the next step's loss and norm to row 0 again."""
-        self._row.zero_()
-
     def _run(self) -> None:
         self._batches.begin(timed=True)
         loss = self._gradients(self._batches.batch, valid_steps=self._divisor)
         if self._ranks is not None:
             loss = self._ranks.average(loss, self._batches.batch)
-        self._optimizer.finish_on_device(
-            loss, index=self._index, row=self._row, window=self._window
-        )
+        self.finish(loss)
         self._batches.end(timed=True)
 
-    def _time_fill(self, step: int) -> float:
-        begin, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
-        graph = torch.cuda.CUDAGraph()
-        self._batches.enqueue()
-        with torch.cuda.graph(graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
-            for _ in range(TIMED_FILLS):
-                self._batches.enqueue()
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        self._batches.set_step(step)
-        milliseconds: float = begin.elapsed_time(end)
-        return milliseconds / 1e3 / TIMED_FILLS
-
-    def _warm_up(self, step: int, filled: int) -> None:
-        """Run some steps on another stream, as capturing asks for, and undo what they did."""
-        saved: list[tuple[Tensor, Tensor]] = [
-            # Detached: a copy that knew its parameter would keep the node that sums up the
-            # parameter's gradient, made on this stream, and the warm-up would use that.
-            (tensor, tensor.detach().clone())
-            for tensor in (
-                *self._optimizer.weights,
-                *self._optimizer.state().values(),
-                self._window,
-            )
-        ]
-        random: Any = torch.cuda.get_rng_state(self._window.device)
-        cpu_random = torch.get_rng_state()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._optimizer.zero_gradients()
-                self._row.fill_(0)
-                self._index.fill_(step)
-                self._run()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.no_grad():
-            for tensor, before in saved:
-                tensor.copy_(before)
-        torch.cuda.set_rng_state(random, self._window.device)
-        torch.set_rng_state(cpu_random)
-        self._put_back(step, filled)
-
-    def _put_back(self, step: int, filled: int) -> None:
-        self._row.fill_(filled)
-        self._index.fill_(step)
-        self._batches.set_step(step)
+    def _rehearse(self) -> None:
+        self._optimizer.zero_gradients()
+        self.repeat()
+        self._run()

@@ -21,7 +21,9 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Sweep directory; default runs/NAME-sweep.")
     ] = None,
-    mode: Annotated[str, typer.Option(help="auto, streams, processes or serial.")] = "auto",
+    mode: Annotated[
+        str, typer.Option(help="auto, streams, stacked, processes or serial.")
+    ] = "auto",
     parallel: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time; default by mode.")
     ] = None,

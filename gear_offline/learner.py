@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gear_offline.captured_part import CapturedPart
 from gear_offline.captured_step import CapturedStep, start_compilers, why_not_captured
 from gear_offline.compilation import is_compiled
 from gear_offline.data_parallel import GradientPass, random_states, restore_random, seed_rank
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError
+from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
@@ -136,7 +138,7 @@ class Learner:
             device=device,
             working=None if self.working is self.model else self.working,
         )
-        self._captured: CapturedStep | None = None  # made by the first step
+        self._captured: CapturedPart | None = None  # made by the first step
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
         compiled = is_compiled(recipe.train) and device.type == "cuda"
         feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
@@ -162,7 +164,7 @@ class Learner:
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
-        self._rate = self._busy_seconds = self._wait_seconds = 0.0
+        self._rate = self._busy_seconds = self._wait_seconds = self._began = 0.0
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
 
     @property
@@ -197,11 +199,18 @@ class Learner:
         if self._gradients is None:
             self._replay()
             return
-        began = time.perf_counter()
+        self.apply(self._gradients(self.take()))
+
+    def take(self) -> Batch:
+        """Begin a step that is launched by itself: return its batch."""
+        self._began = time.perf_counter()
         batch = next(self._batches)
-        waited = time.perf_counter()
+        self._wait_seconds += time.perf_counter() - self._began
         self.optimizer.zero_gradients()
-        loss = self._gradients(batch)
+        return batch
+
+    def apply(self, loss: Tensor) -> None:
+        """End it: update the weights by the gradients that they have."""
         if self.optimizer.is_on_device:
             self.optimizer.finish(self.step, loss, self._window, self._filled)
             self._rate = self.optimizer.rate(self.step)
@@ -216,8 +225,7 @@ class Learner:
             self._rate = self.optimizer.update(self.step)
         self.step += 1
         self._timed += 1
-        self._wait_seconds += waited - began
-        self._busy_seconds += time.perf_counter() - began
+        self._busy_seconds += time.perf_counter() - self._began
 
     def _replay(self) -> None:
         began = time.perf_counter()
@@ -237,13 +245,31 @@ class Learner:
                 world=self.world,
             )
             began = time.perf_counter()  # not a part of this step
+        assert isinstance(self._captured, CapturedStep), (
+            "others launch the steps of one that joined"
+        )
         self._captured.replay()
+        self.count_replay()
+        self._busy_seconds += time.perf_counter() - began
+
+    def count_replay(self) -> None:
+        """Count a captured step that was launched."""
         self.loader.skip()
         self._rate = self.optimizer.rate(self.step)
         self.step += 1
         self._filled += 1
         self._timed += 1
-        self._busy_seconds += time.perf_counter() - began
+
+    def join(self) -> CapturedPart:
+        """Return this learner's part of a step that is captured together with others' steps.
+
+        From then on those steps are launched there, and `count_replay` tells of each.
+        """
+        batches = self.loader.device_batches(ahead=True)
+        self._captured = CapturedPart(
+            self.optimizer, batches, self._window, step=self.step, filled=self._filled
+        )
+        return self._captured
 
     def count_busy(self, seconds: float) -> None:
         """Count time in which the GPU did steps while the host looked after something else."""

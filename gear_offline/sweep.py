@@ -69,7 +69,8 @@ def run_sweep(
     names
         Of the run directories; by default what differs between the points, and the seed.
     mode
-        ``"streams"``: in one process, their steps side by side on a GPU.  ``"processes"``: in
+        ``"streams"``: in one process, their steps side by side on a GPU.  ``"stacked"``: in one
+        process, their steps as one; dropout draws other numbers.  ``"processes"``: in
         processes that read one table.  ``"serial"``: one after another.  ``"auto"``: streams on a
         GPU, processes on a CPU with several cores.
     parallel
@@ -204,10 +205,11 @@ class Sweep:
             )
             if serial:
                 self._in_series(points, place, ended)
-            elif choice.mode == "streams":
+            elif choice.mode in ("streams", "stacked"):
+                from gear_offline.sweep_stack import StackTurns
                 from gear_offline.sweep_turns import Turns
 
-                turns = Turns(
+                turns = (Turns if choice.mode == "streams" else StackTurns)(
                     self._device,
                     parallel=choice.parallel,
                     share=choice.recipe,

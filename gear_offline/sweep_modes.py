@@ -14,9 +14,10 @@ from gear_offline.evaluation_choice import MOST_WORKERS
 from gear_offline.recipe import Recipe
 from gear_offline.sweep_points import SweepPoint
 
-Mode = Literal["auto", "streams", "processes", "serial"]
-MODES = ("auto", "streams", "processes", "serial")
+Mode = Literal["auto", "streams", "stacked", "processes", "serial"]
+MODES = ("auto", "streams", "stacked", "processes", "serial")
 STREAMS = 8  # runs of the paper's size: more of them are no faster together, see docs/sweeps.md
+STACKED = 16  # more of them need memory and are hardly faster
 GPU_PROCESSES = 4
 
 
@@ -27,7 +28,7 @@ class Choice:
     Attributes
     ----------
     mode
-        ``"streams"``, ``"processes"`` or ``"serial"``.
+        ``"streams"``, ``"stacked"``, ``"processes"`` or ``"serial"``.
     parallel
         Runs at a time.
     threads
@@ -81,7 +82,7 @@ def choose(
     InputError
         ``USAGE``
     UnavailableError
-        ``DEVICE`` for streams without a GPU.
+        ``DEVICE`` for streams without a GPU; ``STACK_UNAVAILABLE``.
     """
     if mode not in MODES:
         raise InputError("USAGE", f"mode {mode!r} is not known", remedy=f"use {', '.join(MODES)}")
@@ -91,14 +92,19 @@ def choose(
         raise UnavailableError(
             "DEVICE", "streams need a CUDA device", remedy="use mode auto, processes or serial"
         )
+    if mode == "stacked":
+        from gear_offline.stack import check_stackable
+
+        for point in points:
+            check_stackable(point.recipe)
     cores, count = len(os.sched_getaffinity(0)), len(points)
     reason = "as asked for"
     if mode == "auto":
         mode, reason = _automatic(points, device, cores, parallel)
     if mode == "serial":
         return Choice(mode=mode, parallel=1, threads=None, evaluators=None, reason=reason)
-    if mode == "streams":
-        parallel = min(count, parallel or STREAMS)
+    if mode in ("streams", "stacked"):
+        parallel = min(count, parallel or (STREAMS if mode == "streams" else STACKED))
         threads, spare = None, cores - 1
     else:
         parallel = min(count, parallel or (cores if device.type == "cpu" else GPU_PROCESSES))

@@ -34,6 +34,8 @@ from gear_offline.trainer import check_resumed
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.world import current
 
+Ended = Callable[[SweepPoint, GearError | None], None]
+
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
 
@@ -73,9 +75,7 @@ class Turns:
         self._tables = SharedTables()
         self._stop = StopRequest()
 
-    def complete(
-        self, points: Sequence[SweepPoint], ended: Callable[[SweepPoint, GearError | None], None]
-    ) -> None:
+    def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
         """Run all points; `ended` is told of each how it ended.
 
         Raises
@@ -108,7 +108,7 @@ class Turns:
             return
         point = waiting.popleft()
         try:
-            with _in_words(point, self._place(point)):
+            with in_words(point, self._place(point)):
                 self._open(lane, point)
         except GearError as error:
             self._ended(point, error)
@@ -151,7 +151,7 @@ class Turns:
         assert point is not None, "a busy lane"
         before = lane.run.learner.step
         try:
-            with _in_words(point, lane.run.path):
+            with in_words(point, lane.run.path):
                 if lane.will_capture:
                     self._settle_saves()
                 moved = lane.turn()
@@ -184,7 +184,7 @@ class Turns:
         for lane in self._busy():
             assert lane.point is not None, "a busy lane"
             try:
-                with _in_words(lane.point, lane.run.path), lane.alone():
+                with in_words(lane.point, lane.run.path), lane.alone():
                     lane.run.look()
             except TrainingInterrupted:
                 pass  # as it should be
@@ -215,7 +215,7 @@ class Turns:
 
 
 @contextmanager
-def _in_words(point: SweepPoint, path: Path) -> Iterator[None]:
+def in_words(point: SweepPoint, path: Path) -> Iterator[None]:
     """Turn what may end one run into its error."""
     try:
         yield

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gear_offline.captured_step import WARM_UPS, CapturedStep, _own_stream
+from gear_offline.captured_part import WARM_UPS, _own_stream, warm_up
+from gear_offline.captured_step import CapturedStep
 
 
 class Stream:
@@ -51,6 +52,7 @@ def test_a_warm_up_leaves_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     parameter = nn.Parameter(torch.arange(3.0))
     some: Any = object.__new__(CapturedStep)
+    some._start = 5, 2
     some._optimizer, some._window = Weights(parameter), torch.ones(4, 2)
     some._row, some._index = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
     steps: list[int] = []
@@ -69,7 +71,8 @@ def test_a_warm_up_leaves_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyP
 
     some._run = step
     random = torch.get_rng_state()
-    some._warm_up(5, 2)
+    warm_up(some._rehearse, some.written(), parameter.device)
+    some.put_back()
     assert found == [0] * WARM_UPS
     assert parameter.tolist() == [0, 1, 2] and some._optimizer.moment.tolist() == [0, 0, 0]
     assert bool((some._window == 1).all()) and torch.equal(torch.get_rng_state(), random)

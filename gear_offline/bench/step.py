@@ -27,6 +27,7 @@ import torch
 
 from gear_offline import parallel
 from gear_offline.bench.loader import _hopper_like
+from gear_offline.captured_step import CapturedStep
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.learner import Learner
@@ -281,7 +282,7 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
             learner._batches = stream
         return
     captured = learner._captured
-    assert captured is not None, "steps were done"
+    assert isinstance(captured, CapturedStep), "steps were done"
     filled, captured._batches.begin = captured._batches.begin, lambda **_: None  # type: ignore[method-assign]
     captured._graph = torch.cuda.CUDAGraph()
     gc.collect()

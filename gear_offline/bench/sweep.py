@@ -25,10 +25,14 @@ OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
 BASE = "one after another"
 WAYS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("streams", 16, ()),
-    ("batched", 8, ()),
+    ("stacked", 8, ()),
+    ("stacked", 2, ()),
+    ("stacked", 4, ()),
+    ("stacked", 16, ()),
+    ("stacked", 32, ()),
     ("branches", 8, ()),
     ("green", 8, ()),
-    ("batched_2", 16, ()),
+    ("stacked_2", 16, ()),
     ("streams_plain", 8, ("inductor:combo_kernels=false",)),
 )
 QUICK_WAYS = 2
@@ -37,8 +41,8 @@ NAMES = {
     "streams": "streams",
     "streams_plain": "streams, without merging small kernels",
     "branches": "branches of one graph",
-    "batched": "stacked weights",
-    "batched_2": "stacked weights, two groups on streams",
+    "stacked": "stacked weights",
+    "stacked_2": "stacked weights, two groups on streams",
     "green": "streams on green contexts",
     "processes": "processes",
     "mps": "processes, multi-process service",

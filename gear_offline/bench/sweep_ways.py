@@ -20,8 +20,9 @@ from torch import Tensor
 
 from gear_offline import data_parallel
 from gear_offline.bench.sweep_runs import CHUNK, DEEP, DEVICE, Runs, make_learner, rate
-from gear_offline.compilation import is_compiled
+from gear_offline.captured_step import CapturedStep
 from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.stack import Stack
 from gear_offline.sweep_track import Track
 
 COMPARED_STEPS = 300
@@ -71,7 +72,7 @@ def branches(
         graph.register_generator_state(track._random)
     with torch.cuda.graph(graph, stream=main):
         for track, learner in zip(runs.tracks, runs.learners, strict=True):
-            assert learner._captured is not None, "it advanced"
+            assert isinstance(learner._captured, CapturedStep), "it advanced"
             track.stream.wait_stream(main)
             with track.alone():
                 learner.optimizer.zero_gradients()
@@ -89,64 +90,47 @@ def branches(
     return rate(advance, seconds, count)
 
 
-def batched(
+def stacked(
     dataset: Dataset, options: Sequence[str], count: int, seconds: float, *, groups: int = 1
 ) -> dict[str, Any]:
-    """Stacked weights: one compiled graph whose kernels are `count` times as large.
+    """Stacked weights, as `gear-offline sweep --mode stacked`: kernels `count` times as large.
 
-    With several groups each has ``count / groups`` models and a stream of its own.
+    With several groups each has ``count / groups`` runs and a stream of its own.
     """
-    each = count // groups
+    return rate(_stacks(dataset, options, count // groups, groups), seconds, count)
+
+
+def _stacks(
+    dataset: Dataset, options: Sequence[str], each: int, groups: int
+) -> Callable[[int], None]:
+    """Return what advances some stacks by some steps."""
     tracks = [Track(DEVICE) for _ in range(groups)]
-    steps = []
+    stacks = []
     for track in tracks:
         with track.alone():
-            steps.append(_stacked_step(dataset, options, each))
+            learners = [make_learner(dataset, options, seed) for seed in range(each)]
+            stacks.append(Stack(learners))
+            stacks[-1].advance()
             torch.cuda.synchronize()
 
     def advance(wanted: int) -> None:
         marks: list[Any] = []
         for done in range(0, wanted, CHUNK):
-            for track, step in zip(tracks, steps, strict=True):
+            for track, stack in zip(tracks, stacks, strict=True):
                 with track.launching():
                     for _ in range(min(CHUNK, wanted - done)):
-                        step.replay()
+                        stack.advance()
                 marks.append(track.mark())
             if len(marks) > DEEP * groups:
                 marks.pop(0).synchronize()
         torch.cuda.synchronize()
 
-    return rate(advance, seconds, count)
+    return advance
 
 
-def _stacked_step(dataset: Dataset, options: Sequence[str], count: int) -> Any:
-    from gear_offline.bench.stacked_model import StackedTraining
-    from gear_offline.captured_step import CapturedStep
-    from gear_offline.optimizer import Optimizer
-
-    learner = make_learner(dataset, (*options, f"loader.batch_size={64 * count}"), 0)
-    models = [make_learner(dataset, options, seed).model for seed in range(count)]
-    whole: Any = StackedTraining(models)
-    return CapturedStep(
-        whole,
-        Optimizer(whole, learner.recipe.optimizer, steps=learner.recipe.train.steps, captured=True),
-        learner.loader.device_batches(),
-        torch.zeros(1_000_000, 2, device=DEVICE),
-        step=0,
-        filled=0,
-        precision=learner.precision,
-        compiled=is_compiled(learner.recipe.train),
-    )
-
-
-def batched_2(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> Any:
-    """As `batched`, in two groups."""
-    return batched(dataset, options, count, seconds, groups=2)
-
-
-def batched_4(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> Any:
-    """As `batched`, in four groups."""
-    return batched(dataset, options, count, seconds, groups=4)
+def stacked_2(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> Any:
+    """As `stacked`, in two groups."""
+    return stacked(dataset, options, count, seconds, groups=2)
 
 
 def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
@@ -279,9 +263,8 @@ WAYS: dict[str, Callable[..., dict[str, Any]]] = {
         streams,
         streams_plain,
         branches,
-        batched,
-        batched_2,
-        batched_4,
+        stacked,
+        stacked_2,
         green,
         processes,
         equality,

@@ -1,0 +1,208 @@
+"""Learners of one shape that advance together: one forward and one backward pass for all.
+
+Each keeps what is its own: batches, optimiser, learning rate, metrics, checkpoints.  Only products
+are shared, see `gear_offline.models.stacked`, and with them one stream of random numbers that
+dropout draws from.
+
+Shape legend: N learners.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.captured_part import CapturedPart, capture, warm_up
+from gear_offline.compilation import is_compiled
+from gear_offline.data_parallel import COMPILE
+from gear_offline.errors import GearError, UnavailableError
+from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.loss import TrainingBatch
+from gear_offline.models.stacked import StackedModels
+from gear_offline.recipe import Recipe
+
+REMEDY = "use --mode streams, processes or serial"
+
+
+def stack_key(recipe: Recipe) -> str:
+    """Return what runs must have in common to be stacked: all but seed and optimiser."""
+    own = ("name", "description", "seed", "optimizer")
+    shared = {key: value for key, value in recipe.to_dict().items() if key not in own}
+    return json.dumps(shared, sort_keys=True)
+
+
+def check_stackable(recipe: Recipe) -> None:
+    """Refuse a recipe whose steps need more than one forward and backward pass of plain models.
+
+    Raises
+    ------
+    UnavailableError
+        ``STACK_UNAVAILABLE``
+    """
+    train = recipe.train
+    reason = ""
+    if train.accumulate > 1:
+        reason = "batches are computed in micro-batches (train.accumulate)"
+    elif train.recompute:
+        reason = "blocks are computed twice (train.recompute)"
+    elif train.weights != "fp32":
+        reason = "steps run on a bfloat16 copy of the weights (train.weights)"
+    elif recipe.loader.padding != "right":
+        reason = "windows are padded on the left (loader.padding)"
+    if reason:
+        raise UnavailableError(
+            "STACK_UNAVAILABLE", f"these runs cannot be stacked: {reason}", remedy=REMEDY
+        )
+
+
+class Stack:
+    """Learners that advance together.
+
+    Build and use it with torch's random numbers and stream set to the group's own.
+
+    Parameters
+    ----------
+    learners
+        After as many steps each, of recipes with one `stack_key`.
+
+    Raises
+    ------
+    UnavailableError
+        ``STACK_UNAVAILABLE`` for models or selections that cannot be stacked.
+    """
+
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        first = learners[0]
+        if any(learner.loader.learner is not None for learner in learners):
+            raise UnavailableError(
+                "STACK_UNAVAILABLE",
+                "these runs cannot be stacked: their selection learns from losses",
+                remedy=REMEDY,
+            )
+        self.learners = list(learners)
+        self._batches: list[Batch] = []
+        self._left: set[int] = set()
+        models = [learner.model for learner in learners]
+        self._models = StackedModels(models, precision=first.precision)
+        self._losses: Callable[[Sequence[TrainingBatch]], Tensor] = self._models.losses
+        if is_compiled(first.recipe.train) and first.device.type == "cuda":
+            self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
+        self._captured: CapturedStack | None = None
+        self._is_captured = not first.graph_reason
+
+    @property
+    def will_capture(self) -> bool:
+        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        return self._is_captured and self._captured is None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step is one replay of a graph that is there."""
+        return self._captured is not None
+
+    def advance(self) -> dict[int, GearError]:
+        """Do one step of each learner; return what ended some of them, by number.
+
+        On a GPU that shows at a learner's next `report` or `check`: tell of it with `leave`.
+        """
+        if not self._is_captured:
+            return self._launch()
+        if self._captured is None:
+            self._captured = CapturedStack(self.learners, self._gradients)
+        self._captured.replay()
+        for number, learner in enumerate(self.learners):
+            if number not in self._left:
+                learner.count_replay()
+        return {}
+
+    def leave(self, number: int) -> None:
+        """Advance a learner no more; its place stays, and what is computed there is not used."""
+        self._left.add(number)
+
+    def _launch(self) -> dict[int, GearError]:
+        failed: dict[int, GearError] = {}
+        there = [n for n in range(len(self.learners)) if n not in self._left]
+        taken = {n: self.learners[n].take() for n in there}
+        if not self._batches:
+            self._batches = list(taken.values())
+        for number, batch in taken.items():
+            self._batches[number] = batch
+        losses = self._gradients(self._batches)
+        for number in there:
+            try:
+                self.learners[number].apply(losses[number])
+            except GearError as error:
+                failed[number] = error
+                self.leave(number)
+        return failed
+
+    def _gradients(self, batches: Sequence[TrainingBatch]) -> Tensor:
+        """Give every parameter its gradient; return the losses, (N,), detached."""
+        self._models.zero_gradients()
+        losses = self._losses(batches)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        self._models.hand_out_gradients()
+        return losses.detach()
+
+
+class CapturedStack:
+    """One step of every learner as one CUDA graph.
+
+    Batches and updates of the learners are branches of the graph, each on a stream of its own.
+
+    Parameters
+    ----------
+    learners
+        Whose steps are captured.
+    gradients
+        Gives every parameter its gradient, and returns the losses, (N,).
+    """
+
+    def __init__(
+        self, learners: Sequence[Learner], gradients: Callable[[Sequence[TrainingBatch]], Tensor]
+    ) -> None:
+        self._gradients, self._device = gradients, learners[0].device
+        self._parts = [learner.join() for learner in learners]
+        self._streams: list[Any] = [
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for _ in learners
+        ]
+        self._graph = torch.cuda.CUDAGraph()
+        written = [tensor for part in self._parts for tensor in part.written()]
+        warm_up(self._rehearse, written, self._device)
+        for part in self._parts:
+            part.put_back()
+        capture(self._graph, self._run)
+        for part in self._parts:
+            part.finish_capture()
+
+    def replay(self) -> None:
+        """Do the next step of each; returns at once."""
+        self._graph.replay()
+
+    def _run(self) -> None:
+        self._branch(lambda number, part: part.batches.begin(timed=True))
+        losses = self._gradients([part.batches.batch for part in self._parts]).unbind()
+        self._branch(lambda number, part: part.finish(losses[number]))
+        for part in self._parts:
+            part.batches.end(timed=True)
+
+    def _branch(self, do: Callable[[int, CapturedPart], None]) -> None:
+        """Do something for each part, beside the others."""
+        main = torch.cuda.current_stream(self._device)
+        for number, (part, stream) in enumerate(zip(self._parts, self._streams, strict=True)):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                do(number, part)
+        for stream in self._streams:
+            main.wait_stream(stream)
+
+    def _rehearse(self) -> None:
+        for part in self._parts:
+            part.repeat()
+        self._run()

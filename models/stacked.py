@@ -1,0 +1,225 @@
+"""Several Decision Transformers as one: weights stacked, products batched.
+
+The kernels of a small model leave most of a GPU idle.  N models of one shape, each with a batch of
+its own, are one forward and one backward pass here whose kernels are N times as large.  Nothing is
+shared between the models: the loss and the gradients of each are those that it has alone, but for
+the order of sums, and for dropout, which draws one stream of random numbers for all.
+
+Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R = B * T rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gear_offline.errors import UnavailableError
+from gear_offline.kernels.short_attention import packed_attention, supports_packed
+from gear_offline.models.blocks import add_dropped, attend, drop
+from gear_offline.models.checks import check_timesteps
+from gear_offline.models.decision_transformer import STATE_TOKENS, DecisionTransformer
+from gear_offline.models.loss import TrainingBatch, step_losses
+
+__all__ = ["StackedModels", "why_not_stacked"]
+
+INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
+SEED_BITS = 62
+EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
+
+
+def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
+    """Return why models cannot be stacked, as a clause, or nothing if they can."""
+    shapes = [[(name, p.shape) for name, p in model.named_parameters()] for model in models]
+    if any(shape != shapes[0] for shape in shapes):
+        return "the models have different shapes"
+    for model in models:
+        if model.frame_encoder is not None:
+            return "frames have an encoder"
+        if model.embed_task is not None:
+            return "the model has several tasks"
+        if model.discrete:
+            return "actions are discrete"
+    return ""
+
+
+class StackedModels(nn.Module):
+    """N models of one shape.
+
+    Their trainable parameters are stacked on a new first axis.  The models stay as they are and
+    see every update: their parameters become views of the stacked ones.
+
+    Parameters
+    ----------
+    models
+        On one device, with float32 weights.
+    precision
+        Type of the products; None for float32.
+
+    Raises
+    ------
+    UnavailableError
+        ``STACK_UNAVAILABLE``, see `why_not_stacked`.
+    """
+
+    def __init__(
+        self, models: Sequence[DecisionTransformer], *, precision: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        reason = why_not_stacked(models)
+        if reason:
+            raise UnavailableError(
+                "STACK_UNAVAILABLE",
+                f"these runs cannot be stacked: {reason}",
+                remedy="use --mode streams, processes or serial",
+            )
+        first: Any = models[0]
+        self.count, self.layers = len(models), len(first.encoder.h)
+        self._heads = int(first.encoder.h[0].attn.num_heads)
+        self._scale = float(first.encoder.h[0].attn.scaling)
+        self._dropout = float(first.encoder.drop.p)
+        self._epsilon = float(first.config.layer_norm_epsilon)
+        self._activation = first.encoder.h[0].mlp.act
+        self._tanh = bool(first.config.action_tanh)
+        self._rows = int(first.config.max_ep_len)
+        self._kind = torch.float32 if precision is None else precision
+        self._keys: dict[str, str] = {}
+        self._parts: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        named = [dict(model.named_parameters()) for model in models]
+        for name, parameter in named[0].items():
+            if not parameter.requires_grad:
+                continue
+            mine = [parameters[name] for parameters in named]
+            stacked = nn.Parameter(torch.stack([p.detach() for p in mine]))
+            for n, p in enumerate(mine):
+                p.data = stacked.data[n]
+            self._keys[name] = name.replace(".", "_")
+            self.register_parameter(self._keys[name], stacked)
+            self._parts.append((stacked, mine))
+
+    def losses(self, batches: Sequence[TrainingBatch]) -> Tensor:
+        """Return (N,) float32, the loss of each model on its batch.
+
+        Parameters
+        ----------
+        batches
+            One a model, of equal shapes, padded on the right.
+        """
+        fields = [batch.model_inputs() for batch in batches]
+        timesteps = [field["timesteps"] for field in fields]
+        if timesteps[0].device.type == "cpu" and not torch.compiler.is_compiling():
+            for times in timesteps:
+                check_timesteps(times, self._rows)
+        given = (torch.stack([field[name] for field in fields]) for name in INPUTS)
+        returns, states, actions, steps, mask = given
+        hidden = self._embed(returns, states, actions, steps)
+        seeds = self._seeds(hidden.device)
+        windows, tokens = steps.shape[1], 3 * steps.shape[2]
+        for layer in range(self.layers):
+            keep = layer == self.layers - 1
+            hidden = self._block(layer, hidden, windows, tokens, seeds, keep=keep)
+        found = self._linear("predict_action.0", self._norm("encoder.ln_f", hidden))
+        found = torch.tanh(found) if self._tanh else found
+        error = step_losses(found.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
+        real = mask.flatten(1) != 0
+        total = error.view_as(real).where(real, 0.0).sum(1)
+        return total / real.sum(1).clamp(min=1)
+
+    def hand_out_gradients(self) -> None:
+        """Give each model's parameters their part of the gradients; views."""
+        for stacked, mine in self._parts:
+            for n, parameter in enumerate(mine):
+                parameter.grad = None if stacked.grad is None else stacked.grad[n]
+
+    def zero_gradients(self) -> None:
+        """Drop the gradients, here and in the models."""
+        for stacked, mine in self._parts:
+            stacked.grad = None
+            for parameter in mine:
+                parameter.grad = None
+
+    def _embed(self, returns: Tensor, states: Tensor, actions: Tensor, steps: Tensor) -> Tensor:
+        """Interleave (return, state, action) of each step: (N, R, H)."""
+        parts = (
+            self._linear("embed_return", returns.flatten(1, 2)),
+            self._linear("embed_state", states.flatten(1, 2).flatten(2)),
+            self._linear("embed_action", actions.flatten(1, 2)),
+        )
+        table = self._get("embed_timestep.weight")  # (N, rows, H)
+        first = torch.arange(self.count, device=steps.device) * table.shape[1]
+        when = F.embedding((steps + first[:, None, None]).flatten(1), table.flatten(0, 1))
+        tokens = (torch.stack(parts, dim=2) + when.unsqueeze(2)).flatten(1, 2)
+        tokens = (
+            self._norm("embed_ln", tokens, EMBED_EPSILON) + self._get("encoder.wpe.weight")[:, :1]
+        )
+        return drop(tokens, self._dropout)
+
+    def _seeds(self, device: torch.device) -> Tensor | None:
+        """Return (layers, N) int64, what attention draws its dropout from."""
+        if self._dropout == 0.0 or device.type != "cuda":
+            return None
+        shape = (self.layers, self.count)
+        return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
+
+    def _block(
+        self,
+        layer: int,
+        hidden: Tensor,
+        windows: int,
+        tokens: int,
+        seeds: Tensor | None,
+        *,
+        keep: bool,
+    ) -> Tensor:
+        """One block of all models; with `keep` only the state tokens go on after attention."""
+        name = f"encoder.h.{layer}"
+        packed = self._linear(f"{name}.attn.c_attn", self._norm(f"{name}.ln_1", hidden), True)
+        mixed = self._attend(packed.view(self.count * windows, tokens, -1), layer, seeds)
+        if keep:
+            mixed = mixed[:, STATE_TOKENS].contiguous()
+            width = hidden.shape[-1]
+            hidden = hidden.view(self.count, windows, tokens, width)[:, :, STATE_TOKENS]
+            hidden = hidden.reshape(self.count, -1, width)
+        mixed = mixed.reshape(hidden.shape)
+        out = self._linear(f"{name}.attn.c_proj", mixed, True)
+        hidden = add_dropped(hidden, out, self._dropout)
+        inner = self._linear(f"{name}.mlp.c_fc", self._norm(f"{name}.ln_2", hidden), True)
+        out = self._linear(f"{name}.mlp.c_proj", self._activation(inner), True)
+        return add_dropped(hidden, out, self._dropout)
+
+    def _attend(self, packed: Tensor, layer: int, seeds: Tensor | None) -> Tensor:
+        """(N * B, T, 3H) -> (N * B, T, H)."""
+        width = packed.shape[-1] // 3
+        head, tokens = width // self._heads, packed.shape[1]
+        if supports_packed(packed.device, packed.dtype, tokens=tokens, head=head):
+            mine = None if seeds is None else seeds[layer]
+            found = packed_attention(packed, self._heads, self._scale, self._dropout, mine)
+            return cast(Tensor, found)
+        query, key, value = (
+            part.reshape(-1, tokens, self._heads, head).transpose(1, 2)
+            for part in packed.chunk(3, dim=2)
+        )
+        mixed = attend(query, key, value, mask=None, scale=self._scale, dropout=self._dropout)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _get(self, name: str) -> Tensor:
+        return cast(Tensor, getattr(self, self._keys[name]))
+
+    def _linear(self, name: str, rows: Tensor, transposed: bool = False) -> Tensor:
+        """(N, R, in) -> (N, R, out); `transposed`: the weight is stored as (in, out).
+
+        The bias is added on its own: it joins the operations that follow, while a product that
+        adds it would read a copy of it as large as the result.
+        """
+        weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
+        weight = weight if transposed else weight.transpose(1, 2)
+        product = torch.bmm(rows.to(self._kind), weight.to(self._kind))
+        return product + bias[:, None].to(self._kind)
+
+    def _norm(self, name: str, rows: Tensor, epsilon: float | None = None) -> Tensor:
+        epsilon = self._epsilon if epsilon is None else epsilon
+        plain = F.layer_norm(rows.float(), rows.shape[-1:], eps=epsilon)
+        return plain * self._get(f"{name}.weight")[:, None] + self._get(f"{name}.bias")[:, None]

@@ -1,0 +1,157 @@
+"""Several models as one against each of them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.adamw import laid_out_alike
+from gear_offline.loaders.batch import Batch
+from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.stacked import StackedModels, why_not_stacked
+
+STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
+
+
+def make_model(seed: int, **options: Any) -> DecisionTransformer:
+    torch.manual_seed(seed)
+    fixed: dict[str, Any] = {
+        "state_dim": STATES,
+        "action_dim": ACTIONS,
+        "hidden_size": 8,
+        "heads": 2,
+        "layers": 2,
+        "dropout": 0.0,
+        "max_timestep": LONGEST,
+        "context_length": STEPS,
+    }
+    built = build_model(**{**fixed, **options})
+    trainable_parameters(built)
+    built.train()
+    return built
+
+
+def make_batch(seed: int, size: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    real = torch.randint(1, STEPS + 1, (size, 1), generator=generator)
+    return Batch(
+        states=torch.randn(size, STEPS, STATES, generator=generator),
+        actions=torch.rand(size, STEPS, ACTIONS, generator=generator),
+        rewards=torch.zeros(size, STEPS, 1),
+        returns_to_go=torch.randn(size, STEPS, 1, generator=generator),
+        timesteps=torch.randint(0, LONGEST, (size, STEPS), generator=generator),
+        attention_mask=(torch.arange(STEPS) < real).long(),
+        segments=torch.zeros(size, 2, dtype=torch.int64),
+        padding="right",
+        extras={},
+    )
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    size=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2]),
+    activation=st.sampled_from(["relu", "gelu_new"]),
+    tanh=st.booleans(),
+)
+def test_losses_and_gradients_are_those_of_each_alone(
+    count: int, size: int, layers: int, heads: int, activation: str, tanh: bool
+) -> None:
+    options = {"layers": layers, "heads": heads, "activation": activation, "action_tanh": tanh}
+    models = [make_model(seed, **options) for seed in range(count)]
+    alone = [make_model(seed, **options) for seed in range(count)]
+    batches = [make_batch(seed, size) for seed in range(count)]
+    stacked = StackedModels(models)
+    losses = stacked.losses(batches)
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    stacked.hand_out_gradients()
+    for loss, model, other, batch in zip(losses, models, alone, batches, strict=True):
+        expected = other.loss(batch)
+        expected.backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if mine.grad is not None:
+                assert laid_out_alike(mine.grad, mine), "the optimiser on the GPU asks for it"
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_sees_updates_and_the_stack_sees_its_own() -> None:
+    models = [make_model(seed) for seed in range(2)]
+    stacked, batch = StackedModels(models), make_batch(0, 3)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(0.5)
+    losses = stacked.losses([batch, batch]).detach()
+    torch.testing.assert_close(losses[1], models[1].loss(batch).detach())
+    stacked.zero_gradients()
+    assert all(p.grad is None for model in models for p in model.parameters())
+
+
+def test_one_that_is_not_a_number_leaves_the_others() -> None:
+    models = [make_model(seed) for seed in range(3)]
+    batches = [make_batch(seed, 3) for seed in range(3)]
+    batches[1].states.fill_(float("nan"))
+    stacked = StackedModels(models)
+    losses = stacked.losses(batches)
+    losses.sum().backward()  # type: ignore[no-untyped-call]
+    stacked.hand_out_gradients()
+    finite = [
+        all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+        for model in models
+    ]
+    assert finite == [True, False, True]
+    assert losses.detach().isfinite().tolist() == finite
+
+
+def test_dropout_drops_and_differs_between_models() -> None:
+    models = [make_model(0, dropout=0.5) for _ in range(2)]
+    batch = make_batch(0, 4)
+    stacked = StackedModels(models)
+    torch.manual_seed(1)
+    first = stacked.losses([batch, batch]).detach()
+    torch.manual_seed(1)
+    assert torch.equal(stacked.losses([batch, batch]).detach(), first)
+    assert first[0] != first[1]
+    plain = make_model(0, dropout=0.0).loss(batch).detach()
+    assert first[0] != plain
+
+
+def test_timesteps_beyond_the_embedding_are_refused() -> None:
+    models = [make_model(seed) for seed in range(2)]
+    batches = [make_batch(seed, 3) for seed in range(2)]
+    batches[0].timesteps[1, 2] = LONGEST  # it would read the row of another model
+    with pytest.raises(InputError, match=str(LONGEST)):
+        StackedModels(models).losses(batches)
+
+
+def test_models_of_other_shapes_are_refused() -> None:
+    models = [make_model(0), make_model(1, hidden_size=16)]
+    assert why_not_stacked(models) == "the models have different shapes"
+    with pytest.raises(UnavailableError, match="different shapes") as caught:
+        StackedModels(models)
+    assert caught.value.code == "STACK_UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"discrete": True, "action_tanh": False}, "actions are discrete"),
+        (
+            {"frame_shape": (36, 36), "state_dim": 36 * 36, "encoder": "cnn"},
+            "frames have an encoder",
+        ),
+    ],
+)
+def test_other_kinds_of_models_are_refused(options: dict[str, Any], words: str) -> None:
+    assert why_not_stacked([make_model(0, **options)]) == words
+    assert why_not_stacked([make_model(0)]) == ""
