@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import pytest
 import torch
 
 from gear_offline import placement
+from gear_offline.errors import GearError
 from gear_offline.learner import Learner
 from gear_offline.recipe import Recipe
+from gear_offline.stack import Stack
 from gear_offline.sweep import run_sweep
 from gear_offline.sweep_points import grid, name_points
 from gear_offline.sweep_track import Track
 from gear_offline.trainer import train
+from gear_offline.training_run import TrainingInterrupted
 from tests.support import make_dataset
 from tests.training_support import learnt, tiny_recipe
 
@@ -99,6 +104,89 @@ def test_shapes_and_failures_side_by_side(
     assert [result.status for result in again] == ["complete"] * 4
     alone = train(again[1].recipe, out=tmp_path / "again", quiet=True)
     assert learnt(again[1].path) == learnt(alone)
+
+
+STACKABLE = ("model.dropout=0", "evaluate.episodes=0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tolerance"),
+    [
+        ((), 1e-4),
+        (("train.graph=off",), 1e-4),
+        (("train.precision=bf16", "train.compile=on"), 2e-2),
+    ],
+    ids=["float32", "launched one by one", "bfloat16, compiled"],
+)
+def test_stacked_runs_are_those_that_are_alone(
+    data: Path, tmp_path: Path, overrides: tuple[str, ...], tolerance: float
+) -> None:
+    """Without dropout; sums are in another order, so the last bits differ."""
+    changes: dict[str, list[Any]] = {"optimizer.learning_rate": [1e-2, 3e-3]}
+    recipes = grid(recipe(data, *STACKABLE, *overrides), changes, seeds=[0, 1, 2])
+    results = run_sweep(recipes, tmp_path / "sweep", mode="stacked", parallel=4, quiet=True)
+    assert [(r.status, r.error) for r in results] == [("complete", None)] * 6
+    models = []
+    for point, result in zip(name_points(recipes), results, strict=True):
+        alone = learnt(train(point.recipe, out=tmp_path / point.name, quiet=True))
+        mine = learnt(result.path)
+        models.append(mine["model"])
+        assert mine["step"] == alone["step"] == 60
+        for row, other in zip(mine["metrics"], alone["metrics"], strict=True):
+            assert row["step"] == other["step"]
+            assert row["learning_rate"] == other["learning_rate"]
+            assert row["loss"] == pytest.approx(other["loss"], rel=tolerance)
+            assert row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=10 * tolerance)
+    assert len(set(models)) == 6, "they do differ"
+
+
+def test_an_interrupted_stack_goes_on_to_the_same_end(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout, bit for bit: the random numbers of the stack are saved with every run."""
+    overrides = ("train.precision=bf16", "train.deterministic=true", "train.checkpoint_every=10")
+    recipes = grid(recipe(data, *overrides), {}, seeds=[0, 1, 2])
+    whole = run_sweep(recipes, tmp_path / "whole", mode="stacked", quiet=True)
+    advance, count = Stack.advance, 0
+
+    def interrupting(self: Stack) -> dict[int, GearError]:
+        nonlocal count
+        count += 1
+        if count == 33:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stack, "advance", interrupting)
+        with pytest.raises(TrainingInterrupted):
+            run_sweep(recipes, tmp_path / "parts", mode="stacked", quiet=True)
+    parts = run_sweep(recipes, tmp_path / "parts", mode="stacked", quiet=True)
+    for one, other in zip(whole, parts, strict=True):
+        assert one.status == other.status == "complete"
+        assert learnt(one.path) == learnt(other.path)
+
+
+def test_a_failure_in_a_stack(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Stack.advance
+
+    def poisoned(self: Stack) -> dict[int, GearError]:
+        if self.learners[0].step == 25:
+            with torch.no_grad():
+                self.learners[1].model.embed_ln.bias.fill_(float("nan"))
+        return advance(self)
+
+    recipes = grid(recipe(data, *STACKABLE), {}, seeds=[0, 1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(Stack, "advance", poisoned)
+        results = run_sweep(recipes, tmp_path / "sweep", mode="stacked", quiet=True)
+    assert [result.status for result in results] == ["complete", "failed", "complete"]
+    assert str(results[1].error).startswith("LOSS_NONFINITE: the loss of step 26")
+    again = run_sweep(recipes, tmp_path / "sweep", mode="stacked", quiet=True, report=False)
+    assert [result.status for result in again] == ["complete"] * 3
+    for point, result in zip(name_points(recipes), again, strict=True):
+        alone = learnt(train(point.recipe, out=tmp_path / point.name, quiet=True))
+        losses = [[row["loss"] for row in run["metrics"]] for run in (learnt(result.path), alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_tracks_draw_what_a_seeded_device_draws() -> None:
