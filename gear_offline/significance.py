@@ -26,9 +26,10 @@ import numpy.typing as npt
 from gear_offline.evaluation_report import mean_interval, student_t_inside
 
 Float64Array = npt.NDArray[np.float64]
-Verdict = Literal["higher", "lower", "within noise", "one seed"]
+Verdict = Literal["higher", "lower", "within noise", "too few seeds"]
 
 LEVEL = 0.05  # of significance
+LEAST_PAIRS = 3  # for a word: the spread of two is one difference, which is small by chance
 EXACT_PAIRS = 16  # up to here every assignment of signs is looked at
 FLIPS = 1 << 16  # assignments drawn for more pairs
 FLIP_SEED = 20_261_121
@@ -165,9 +166,9 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def verdict(result: Paired, adjusted_p: float | None) -> Verdict:
-    """Say in a word what a comparison shows, after correction."""
-    if result.pairs < 2:
-        return "one seed"
+    """Say in a word what a comparison shows, after correction; of three pairs and more."""
+    if result.pairs < LEAST_PAIRS:
+        return "too few seeds"
     if adjusted_p is None or adjusted_p >= LEVEL:
         return "within noise"
     return "higher" if result.mean > 0 else "lower"
@@ -185,6 +186,11 @@ def limits_text(pairs: int, comparisons: int = 1) -> str:
     """
     if pairs < 2:
         return "One seed: differences say nothing about how a strategy does in general."
+    if pairs < LEAST_PAIRS:
+        return (
+            f"{pairs} seeds are too few to call a difference higher or lower, whatever a test says "
+            f"of them: that takes {LEAST_PAIRS}, and more are better."
+        )
     least = least_p(pairs)
     corrected = min(1.0, least * comparisons)
     reach = "cannot reach 0.05" if corrected >= LEVEL else "can reach 0.05"

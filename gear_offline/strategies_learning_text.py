@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from gear_offline.significance import LEAST_PAIRS
 from gear_offline.strategies_text import Column, Row, print_columns, short
 from gear_offline.wording import count_text
 
@@ -145,7 +146,8 @@ PLAYED = (
     Column(
         "so it is",
         verdict_text,
-        "higher or lower where the corrected t test says p < 0.05, else within noise",
+        "higher or lower where the corrected t test says p < 0.05, else within noise; nothing of "
+        f"fewer than {LEAST_PAIRS} seeds",
     ),
     Column(
         "along the way",
@@ -244,7 +246,7 @@ def threshold_line(training: Row) -> str | None:
 def findings_lines(training: Row) -> list[str]:
     """Return what the comparison says, first of final returns, then of each asked return alone.
 
-    Nothing where no policy was played or with one seed.
+    Nothing where no policy was played.
     """
     base, targets = training["baseline"], training["targets"]
     found = _finding(training, "score")
@@ -259,7 +261,7 @@ def findings_lines(training: Row) -> list[str]:
 
 
 def _finding(training: Row, measure: str) -> str | None:
-    """Return which strategies are higher, lower and within noise; None if that is not known."""
+    """Return which strategies are higher, lower, within noise; None where nothing was compared."""
     groups: dict[str, list[str]] = {}
     for row in training["strategies"][1:]:
         said = (row["versus"] or {}).get(measure)
@@ -268,10 +270,12 @@ def _finding(training: Row, measure: str) -> str | None:
     words = [
         f"{word} with {', '.join(groups[word])}" for word in ("higher", "lower") if word in groups
     ]
-    noise = groups.get("within noise", [])
+    noise, few = groups.get("within noise", []), groups.get("too few seeds", [])
     if noise:
-        count = f"{'the other' if words else 'all'} {len(noise)}"
+        count = f"{'the other' if words or few else 'all'} {len(noise)}"
         words.append(f"within noise with {noise[0] if len(noise) == 1 else count}")
+    if few:
+        words.append("too few seeds to say" + (f" of {', '.join(few)}" if words else ""))
     return "; ".join(words) or None
 
 

@@ -113,7 +113,7 @@ def test_edges() -> None:
     one = paired([3.0], [1.0])
     assert (one.mean, one.least_p) == (2.0, 1.0)
     assert (one.low, one.t_p, one.permutation_p) == (None, None, None)
-    assert verdict(one, None) == "one seed"
+    assert verdict(one, None) == "too few seeds"
     same = paired([1.0, 2.0], [1.0, 2.0])
     assert (same.mean, same.t_p, same.permutation_p) == (0.0, 1.0, 1.0)
     shifted = paired([1.1, 2.1, 3.1], [1.0, 2.0, 3.0])
@@ -122,6 +122,15 @@ def test_edges() -> None:
     for new, old in (([1.0], [1.0, 2.0]), ([], [])):
         with pytest.raises(ValueError, match="pair"):
             paired(new, old)
+
+
+def test_two_pairs_get_no_word_however_small_their_p_is() -> None:
+    """Two differences that happen to be close to each other have a small p whatever they are."""
+    two = paired([5.0, 6.01], [4.0, 5.0])
+    assert two.t_p is not None and two.t_p < 0.005 and two.permutation_p == 0.5
+    assert verdict(two, two.t_p) == verdict(two, 1.0) == verdict(two, None) == "too few seeds"
+    three = paired([5.0, 6.01, 6.99], [4.0, 5.0, 6.0])
+    assert verdict(three, three.t_p) == "higher"
 
 
 def test_holm_by_hand() -> None:
@@ -147,6 +156,8 @@ def test_what_few_seeds_can_show() -> None:
     assert "0.25" in limits_text(3) and "cannot reach" in limits_text(3)
     assert "can reach" in limits_text(6) and "normal" not in limits_text(6)
     assert "nothing" in limits_text(1)
+    assert "too few" in limits_text(2, 7) and "takes 3" in limits_text(2)
+    assert "too few" not in limits_text(3)
     assert "correction" not in limits_text(6)
     # 7 comparisons: 7 * 2 / 2^8 = 0.055, 7 * 2 / 2^9 = 0.027
     assert "0.0547 after correction for 7" in limits_text(8, 7)

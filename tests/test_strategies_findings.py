@@ -10,7 +10,7 @@ import pytest
 
 from gear_offline.significance import holm, paired
 from gear_offline.strategies_learning import compare_rows
-from gear_offline.strategies_learning_text import findings_lines
+from gear_offline.strategies_learning_text import findings_lines, verdict_text
 from gear_offline.strategies_svg import STYLE
 
 MARKS = (5, 10)
@@ -94,9 +94,26 @@ def test_findings_in_words() -> None:
     assert findings_lines({**training, "targets": [30]}) == [
         "Final return against base: lower with good, noise."
     ]
-    one = rows_of({label: seeds[:1] for label, seeds in PLAYED.items()})
-    compare_rows(one, MARKS, None)
-    assert findings_lines({**training, "strategies": one}) == []
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_or_two_seeds_are_too_few_to_say(seeds: int) -> None:
+    rows = rows_of({label: runs[:seeds] for label, runs in PLAYED.items()})
+    compare_rows(rows, MARKS, None)
+    assert {row["versus"]["score"]["verdict"] for row in rows[1:]} == {"too few seeds"}
+    assert [verdict_text(row) for row in rows[1:]] == ["too few seeds"] * 2
+    training = {"baseline": "base", "targets": [30], "strategies": rows}
+    assert findings_lines(training) == ["Final return against base: too few seeds to say."]
+
+
+def test_a_strategy_that_lost_seeds_is_named_beside_the_others() -> None:
+    rows = rows_of(PLAYED)
+    del rows[2]["runs"][2:]
+    compare_rows(rows, MARKS, None)
+    training = {"baseline": "base", "targets": [30], "strategies": rows}
+    assert findings_lines(training) == [
+        "Final return against base: higher with good; too few seeds to say of noise."
+    ]
 
 
 def luminance(colour: str) -> float:

@@ -272,7 +272,7 @@ def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
     found = run(recipe_of(data), there, run_points=one_fails)
     row = found["strategies"][1]
     assert row["complete"] == 1 and row["versus"]["seeds"] == [0]
-    assert row["versus"]["score"]["verdict"] == "one seed"
+    assert row["versus"]["score"]["verdict"] == "too few seeds"
     assert row["runs"][1]["error"] == "the loss of step 3 is nan"
     console = Console(width=100, record=True)
     print_learning(found, console=console)
