@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.manifest import Manifest
@@ -50,7 +51,8 @@ def inspect(
     dict
         JSON-able: the manifest's keys (see docs/format.md) with `environment`, `source`,
         `returns`, `lengths`, `endings`, `statistics`, `shards`; and `path`, `bytes`, `verified`,
-        `digests` (``{"blocks", "block_bytes", "checked"}``).
+        `digests` (``{"blocks", "block_bytes", "checked"}``), ``returns.left_out``: episodes whose
+        return is NaN or infinite, which `returns` does not cover.
 
     Raises
     ------
@@ -93,6 +95,10 @@ def _document(dataset: Dataset, *, checked: int, verified: bool) -> dict[str, An
         **document,
         "path": str(dataset.path),
         "bytes": manifest.total_bytes,
+        "returns": {
+            **document["returns"],
+            "left_out": manifest.spec.episodes - manifest.returns.count,
+        },
         "endings": {**document["endings"], "neither": neither},
         "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
         "verified": verified,
@@ -284,6 +290,10 @@ def _histogram(what: str, found: Mapping[str, Any], *, whole: bool = False) -> R
                 continue
             label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         table.add_row(label, bar_text(count, most), f"{count:,}")
+    left_out = found.get("left_out", 0)
+    if left_out:
+        note = f"left out: {count_text(left_out, 'episode')} with a {what} that is NaN or infinite"
+        return Group(table, Text(note, style="yellow"))
     return table
 
 

@@ -92,7 +92,7 @@ def plot_data_returns(
     Parameters
     ----------
     returns
-        (E,) returns of the episodes.
+        (E,) returns of the episodes; those that are not finite are left out, and it is said.
     lengths
         (E,) steps of the episodes.
     name
@@ -100,7 +100,7 @@ def plot_data_returns(
     """
     values, steps = np.asarray(returns, np.float64), np.asarray(lengths, np.float64)
     keep = np.isfinite(values)
-    values, steps = values[keep], steps[keep]
+    values, steps, left_out = values[keep], steps[keep], int((~keep).sum())
     mean, best, half = float(values.mean()), float(values.max()), float(np.median(values))
     edges = np.histogram_bin_edges(values, bins=40)
     figure = new_figure()
@@ -125,8 +125,9 @@ def plot_data_returns(
     titles(
         figure,
         f"Half of the episodes return less than {short(half)}, the best {short(best)}",
-        f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}.  "
-        "Bars: share of episodes; line: share of steps.",
+        f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}"
+        + (f", without {left_out:,} whose return is NaN or infinite" if left_out else "")
+        + ".  Bars: share of episodes; line: share of steps.",
     )
     return save_figure(figure, path)
 

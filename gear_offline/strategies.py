@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset import Dataset
-from gear_offline.errors import GearError
+from gear_offline.errors import GearError, InputError
 from gear_offline.preparation import prepare_dataset
 from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe
@@ -26,6 +26,7 @@ from gear_offline.schema import Int64Array
 from gear_offline.selection import Segments, Selection
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.task_recipes import recipe_selection
+from gear_offline.wording import count_text
 
 __all__ = ["compare", "write_comparison"]
 
@@ -62,13 +63,14 @@ def compare(
     Raises
     ------
     InputError
-        ``SELECTION_*``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; those of preparing the
-        recipe's data.
+        ``SELECTION_*``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``NONFINITE`` for returns
+        that are NaN or infinite; those of preparing the recipe's data.
     """
     from gear_offline.bench import machine
 
     candidates = parse_candidates(strategies, recipe)
     dataset = prepare_dataset(recipe, quiet=quiet)
+    _refuse_nonfinite(dataset)
     batch = recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // batch))
     rows: list[dict[str, Any]] = []
@@ -106,6 +108,19 @@ def compare(
         "machine": machine(),
         "strategies": rows,
     }
+
+
+def _refuse_nonfinite(dataset: Dataset) -> None:
+    """Refuse what has no place in a histogram or a mean, and cannot be trained on."""
+    bad = int((~np.isfinite(dataset.returns)).sum())
+    if bad:
+        raise InputError(
+            "NONFINITE",
+            f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
+            where=str(dataset.path),
+            remedy="repair the source and convert it again without --allow-nonfinite, or leave "
+            "them out with pick_episodes (docs/sources.md)",
+        )
 
 
 def _edges(returns: Float64Array) -> list[float]:

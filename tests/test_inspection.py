@@ -124,10 +124,29 @@ def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
     convert(ArraySource(columns, [3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
     document = inspect(tmp_path / "d")
     assert document["statistics"]["rewards"]["mean"] is None
-    assert document["returns"]["count"] == 0
+    assert document["returns"]["count"] == 0 and document["returns"]["left_out"] == 1
     text = text_of(document)
+    assert "left out: 1 episode with a return that is NaN or infinite" in text
     assert "episode return: mean -, std -" in text
     assert "unknown" in text
+
+
+def test_returns_that_the_histogram_leaves_out_are_counted(tmp_path: Path) -> None:
+    columns, lengths = hopper_columns(13), [4, 2, 5, 2]
+    columns["rewards"][[1, 7]] = np.nan, np.inf  # of episodes 0 and 2
+    convert(ArraySource(columns, lengths), tmp_path / "d", allow_nonfinite=True, quiet=True)
+    document = inspect(tmp_path / "d")
+    assert (document["returns"]["count"], document["returns"]["left_out"]) == (2, 2)
+    assert sum(document["returns"]["histogram"]["counts"]) == 2
+    note = "left out: 2 episodes with a return that is NaN or infinite\n"
+    text = text_of(document)
+    assert note in text.split("episode return")[1].split("episode length")[0]
+    assert note.strip() in open_dataset(tmp_path / "d").describe()
+
+
+def test_no_return_is_left_out_of_finite_rewards(document: dict[str, Any]) -> None:
+    assert document["returns"]["left_out"] == 0
+    assert "left out" not in text_of(document)
 
 
 def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:

@@ -105,6 +105,22 @@ def test_picture_of_the_datas_returns(
     check_picture(tmp_path / "data.png", "#D55E00", "#009E73")
 
 
+@pytest.mark.parametrize(
+    ("returns", "words"),
+    [
+        ([1.0, np.nan, 4.0, -np.inf], "2 episodes, 4 steps, without 2 whose return is NaN"),
+        ([1.0, 2.0, 4.0, 3.0], "4 episodes, 10 steps.  Bars"),
+    ],
+)
+def test_the_datas_picture_says_what_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: list[float], words: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("gear_offline.plots.titles", lambda _, *lines: said.extend(lines))
+    plot_data_returns(tmp_path / "data.png", returns, [1, 2, 3, 4], name="tiny")
+    assert words in said[1]
+
+
 def test_picture_of_learning(tmp_path: Path) -> None:
     steps, losses = np.arange(10, 210, 10), np.geomspace(3.0, 0.1, 20)
     plot_learning_curve(tmp_path / "bare.png", steps=steps, losses=losses, name="tiny")

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from gear_offline import cli
-from gear_offline.dataset import Dataset
+from gear_offline.convert import convert
+from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.selection import (
@@ -29,7 +30,7 @@ from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.strategies_page import render
 from gear_offline.strategies_text import COLUMNS, print_comparison
 from tests.law_support import keys
-from tests.support import failing_code, make_dataset
+from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [3, 8, 1, 12, 6]
 BATCHES, BATCH, SPAN = 60, 4, 5
@@ -139,6 +140,15 @@ def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(dataset: Datas
     console = Console(width=90, record=True, file=io.StringIO())
     print_comparison(found, console=console)
     assert "5 episodes make no batch of 6" in " ".join(console.export_text().split())
+
+
+def test_returns_that_are_not_finite_are_refused_in_words(tmp_path: Path) -> None:
+    columns = hopper_columns(9)
+    columns["rewards"][[1, 2, 8]] = np.nan, 1.0, np.inf
+    convert(ArraySource(columns, [3, 3, 3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
+    with pytest.raises(InputError) as caught:
+        compare(recipe_of(open_dataset(tmp_path / "d")), strategies="fifo", quiet=True)
+    assert caught.value.code == "NONFINITE" and "2 episodes" in caught.value.what
 
 
 def test_candidates() -> None:
