@@ -21,7 +21,7 @@ from gear_offline.progress import say
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_checks import check_recipe
 from gear_offline.shared_tables import SharedTables
-from gear_offline.sweep_directory import SweepDirectory
+from gear_offline.sweep_directory import SweepDirectory, recorded_options
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_modes import Choice, Mode, choose
 from gear_offline.sweep_points import SweepPoint, name_points
@@ -58,7 +58,8 @@ def run_sweep(
     """Train every point, each into a run directory of its own under ``OUT/runs``.
 
     Called again with the same points it goes on: runs that are complete stay as they are, the
-    others continue from their newest checkpoints.  Called with more points it runs those too.
+    others continue from their newest checkpoints.  Called with more points it runs those too, and
+    with some of the points these alone: the other runs stay as they are.
 
     Parameters
     ----------
@@ -80,8 +81,8 @@ def run_sweep(
     report
         Write ``sweep.md`` and plots at the end.
     others
-        Whether `out` may hold runs of other points: these are left alone, and ``sweep.json`` tells
-        of the points that were asked for last.
+        Whether recipes may differ in anything from those of runs that `out` holds, as long as their
+        names do.
 
     Returns
     -------
@@ -98,7 +99,7 @@ def run_sweep(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("USAGE", "a sweep runs in one process", remedy="start it without torchrun")
-    whole = name_points(points, names)
+    whole = name_points(points, names, options=() if others else recorded_options(Path(out)))
     for point in whole:
         check_recipe(point.recipe, where=f"run {point.name}")
     sweep = Sweep(whole, Path(out), mode=mode, parallel=parallel, quiet=quiet, others=others)

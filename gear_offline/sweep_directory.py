@@ -3,7 +3,8 @@
 ::
 
     runs/hopper-medium-sweep/
-      sweep.json           the points, how they were run, where each stands, the table at the end
+      sweep.json           the points, how they were run, where each stands, the table at the end;
+                           points that were not asked for last stand apart, under ``others``
       runs/NAME/           a run directory each, as `train` writes it
       sweep.md, plots/     the report
 """
@@ -33,16 +34,19 @@ class SweepDirectory(HeldDirectory):
     path
         Created when missing.
     points
-        What is to be run; those of a sweep that is there must be among them, new ones are added.
+        What is to be run.  Of a sweep that is there they are all points, some, or more; points
+        that are not asked for stay as they are.
     free
         Dotted options that may differ from those of the sweep's beginning.
     others
-        Whether there may be runs of other points; those of the same name must still be the same.
+        Whether recipes may differ in more than in the sweep before, and runs be there that no
+        sweep has made; points of the same name must still be the same.
 
     Raises
     ------
     InputError
-        ``SWEEP_EXISTS`` for a sweep with other points, ``SWEEP_LOCKED`` when another process runs
+        ``SWEEP_EXISTS`` for a sweep whose points are others than these or differ in something
+        else, ``SWEEP_LOCKED`` when another process runs
         it, ``SWEEP_DIRECTORY`` when the place cannot be the directory of a sweep.
 
     Attributes
@@ -84,10 +88,15 @@ class SweepDirectory(HeldDirectory):
             }
             for point in points
         ]
-        before = {row["name"]: row.get("error") for row in self.document.get("points", ())}
+        before = {row["name"]: row for row in recorded_points(self.document)}
         for row in rows:
-            row["error"] = before.get(str(row["name"]))
-        self.document |= {"format": FORMAT, "recipe": points[0].recipe.name, "points": rows}
+            row["error"] = before.pop(str(row["name"]), {}).get("error")
+        self.document |= {
+            "format": FORMAT,
+            "recipe": points[0].recipe.name,
+            "points": rows,
+            "others": list(before.values()),
+        }
 
     @property
     def json_path(self) -> Path:
@@ -129,16 +138,23 @@ class SweepDirectory(HeldDirectory):
         return read_sweep(self.path)
 
     def _check_same(self, points: Sequence[SweepPoint], free: set[str]) -> None:
-        now = {point.name: point.recipe for point in points}
+        now = {point.name: point for point in points}
         what = ""
-        for row in self.document["points"]:
-            if row["name"] not in now:
+        for row in recorded_points(self.document):
+            point, besides = now.get(row["name"]), free
+            if point is None:
                 if self._others:
                     continue
-                what = f"{row['name']} is one of its points and is not asked for"
-                break
-            old, new = flat(row["recipe"]), flat(now[row["name"]].to_dict())
-            changed = next((k for k in sorted({*old, *new} - free) if old.get(k) != new.get(k)), "")
+                point = points[0]
+                more = sorted(point.settings.keys() - row["settings"].keys())
+                if more:  # then runs are called otherwise, and the old ones would be run again
+                    what = f"{row['name']} is one of them, and {more[0]} was the same for all"
+                    break
+                # of what all have in common nothing differs, or names would not tell runs apart
+                besides = free | {"seed", *row["settings"]}
+            old, new = flat(row["recipe"]), flat(point.recipe.to_dict())
+            keys = sorted({*old, *new} - besides)
+            changed = next((k for k in keys if old.get(k) != new.get(k)), "")
             if changed:
                 what = f"{changed} of {row['name']} was {old.get(changed)!r} and is "
                 what += f"{new.get(changed)!r} now"
@@ -148,9 +164,27 @@ class SweepDirectory(HeldDirectory):
                 "SWEEP_EXISTS",
                 f"there is a sweep of other points: {what}",
                 where=str(self.path),
-                remedy="ask for all of its points, and for more if you like, or give another "
-                "directory with --out",
+                remedy="ask for some or all of its points, and for more if you like, or give "
+                "another directory with --out",
             )
+
+
+def recorded_points(document: Mapping[str, Any]) -> list[Any]:
+    """Return the rows of all points of a ``sweep.json``, those asked for last first."""
+    return [*document.get("points", ()), *document.get("others", ())]
+
+
+def recorded_options(path: Path) -> tuple[str, ...]:
+    """Return the dotted options that name the runs of a sweep; nothing where there is none.
+
+    Raises
+    ------
+    InputError
+        ``SWEEP_DIRECTORY`` if its ``sweep.json`` is damaged.
+    """
+    if not (path / "sweep.json").is_file():
+        return ()
+    return tuple(read_sweep(path)["points"][0]["settings"])
 
 
 def read_sweep(path: Path) -> dict[str, Any]:
@@ -166,9 +200,13 @@ def read_sweep(path: Path) -> dict[str, Any]:
         found = json.loads(read_regular(place, most=MOST_BYTES))
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}")
-        for row in found["points"]:
+        if not found["points"]:
+            raise ValueError("no points")
+        for row in recorded_points(found):
             if not isinstance(row["name"], str) or not isinstance(row["recipe"], Mapping):
                 raise ValueError("a point without name or recipe")
+            if not isinstance(row["settings"], Mapping):
+                raise ValueError("a point without settings")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             "SWEEP_DIRECTORY",

@@ -150,9 +150,14 @@ def grid(
 
 
 def name_points(
-    recipes: Sequence[Recipe], names: Sequence[str] | None = None
+    recipes: Sequence[Recipe],
+    names: Sequence[str] | None = None,
+    *,
+    options: Sequence[str] = (),
 ) -> tuple[SweepPoint, ...]:
     """Return the points of `recipes`, named by what differs and the seed unless `names` are given.
+
+    Dotted `options` name the points whether they differ or not.
 
     Raises
     ------
@@ -164,10 +169,10 @@ def name_points(
     leaves = [flat(recipe.to_dict()) for recipe in recipes]
     keys = list(dict.fromkeys(key for row in leaves for key in row))
     first = leaves[0]
-    differ = [
+    differ = [*options] + [
         key
         for key in keys
-        if key not in ("seed", "description")
+        if key not in ("seed", "description", *options)
         and any(row.get(key) != first.get(key) for row in leaves)
     ]
     settings = [{key: row.get(key) for key in differ} for row in leaves]

@@ -123,7 +123,15 @@ def _facts(document: Row, results: Sequence[RunResult]) -> str:
     if document.get("mode"):
         at_once = document.get("parallel") or 1
         text += f" Trained by {document['mode']}, {at_once} at a time."
-    return f"{text} Intervals: {INTERVAL}.\n"
+    return f"{text} Intervals: {INTERVAL}.{_others(document)}\n"
+
+
+def _others(document: Row) -> str:
+    """Return what the table leaves out, with a space before it; nothing where it has all runs."""
+    count = len(document.get("others", ()))
+    if not count:
+        return ""
+    return f" Not asked for last and not in the table: {count_text(count, 'more run')}."
 
 
 def shown_columns(rows: Sequence[Row]) -> list[str]:
@@ -181,16 +189,18 @@ def _escaped(text: str) -> str:
 def sweep_document(path: str | Path) -> dict[str, Any]:
     """Return what ``--json`` prints: the content of ``sweep.json`` without the recipes."""
     document = read_sweep(Path(path))
-    points = [
-        {key: value for key, value in row.items() if key != "recipe"} for row in document["points"]
-    ]
-    return {**document, "points": points, "path": os.fspath(path)}
+    rows = {
+        name: [{key: value for key, value in row.items() if key != "recipe"} for row in found]
+        for name, found in document.items()
+        if name in ("points", "others")
+    }
+    return {**document, **rows, "path": os.fspath(path)}
 
 
 def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     """Print the table of a sweep, one row a setting, the best one first."""
     console = Console() if console is None else console
-    _, points, results = load_sweep(Path(path))
+    document, points, results = load_sweep(Path(path))
     rows = ranked(summarize(points, results))
     title = f"{Path(path).name}, by setting"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title)
@@ -205,7 +215,7 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
         cells = [_cell(row[name]).replace(" (", "\n(") for name in columns]
         table.add_row(escape(plain_label(row["label"])), str(row["complete"]), *cells)
     console.print(table, highlight=False)
-    console.print(f"In brackets: {INTERVAL}.", highlight=False)
+    console.print(f"In brackets: {INTERVAL}.{_others(document)}", highlight=False)
     for result in results:
         if result.status == "failed":
             console.print(

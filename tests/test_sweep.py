@@ -166,10 +166,6 @@ def test_a_sweep_in_series_and_what_it_leaves(
     assert [os.stat(result.path / "metrics.jsonl").st_mtime_ns for result in again] == stamps
     assert [result.loss for result in again] == [result.loss for result in results]
     # a longer one goes on where these ended
-    longer = [recipe.replace(train__steps=22) for recipe in recipes[:1]]
-    with pytest.raises(InputError) as caught:
-        run_sweep(longer, tmp_path / "sweep", quiet=True)
-    assert caught.value.code == "SWEEP_EXISTS"
     longer = [recipe.replace(train__steps=22) for recipe in recipes]
     last = run_sweep(longer, tmp_path / "sweep", mode="serial", quiet=True, report=False)
     assert [result.steps for result in last] == [22] * 4
@@ -192,11 +188,65 @@ def test_directories_that_are_not_this_sweeps(
     out = tmp_path / "sweep"
     results = run_sweep(recipes, out, quiet=True, report=False)
     assert [result.status for result in results] == ["open"] * 4
-    assert code_of(out, recipes[:3]) == "SWEEP_EXISTS"
     assert code_of(out, [r.replace(model__hidden_size=16) for r in recipes]) == "SWEEP_EXISTS"
     run_sweep([r.replace(train__checkpoint_every=4) for r in recipes], out, quiet=True)
     (out / "sweep.json").write_text("{")
     assert code_of(out, recipes) == "SWEEP_DIRECTORY"
+
+
+def told(out: Path) -> dict[str, list[str]]:
+    """Return the names of the points that a sweep's file tells of."""
+    document = json.loads((out / "sweep.json").read_text())
+    return {key: [row["name"] for row in document[key]] for key in ("points", "others")}
+
+
+def test_some_of_the_points_are_a_sweep_of_their_own(
+    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    out = tmp_path / "sweep"
+
+    def names(points: list[Recipe]) -> list[str]:
+        return [result.name for result in run_sweep(points, out, quiet=True, report=False)]
+
+    first, second, third, fourth = names(recipes)
+    text = json.loads((out / "sweep.json").read_text())
+    text["points"][3]["error"] = "LOSS_NONFINITE: of step 7"
+    (out / "sweep.json").write_text(json.dumps(text))
+    assert names(recipes[:2]) == [first, second], "named as before, although one rate is left"
+    assert told(out) == {"points": [first, second], "others": [third, fourth]}
+    assert names(recipes[1:3]) == [second, third]
+    new = [recipes[3].replace(seed=7)]
+    assert names(new) == ["learning_rate=0.001,s7"]
+    assert len(told(out)["others"]) == 4, "nothing of those before is forgotten"
+    results = run_sweep(recipes, out, quiet=True, report=False)
+    assert results[3].error == "LOSS_NONFINITE: of step 7"
+    assert told(out) == {
+        "points": [first, second, third, fourth],
+        "others": ["learning_rate=0.001,s7"],
+    }
+
+
+def test_points_that_differ_in_something_else_are_refused_whatever_is_asked_for(
+    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no run of these names is there yet: a name would not tell what it is."""
+    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    out = tmp_path / "sweep"
+    run_sweep(recipes, out, quiet=True, report=False)
+    run_sweep(recipes[:1], out, quiet=True, report=False)
+    before = told(out)
+    wide = [recipe.replace(model__hidden_size=16) for recipe in recipes]
+    for points, words in (
+        (wide[:1], "model.hidden_size of learning_rate=0.01,s0 was 8 and is 16"),
+        (wide[3:], "model.hidden_size of learning_rate=0.01,s0 was 8 and is 16"),
+        ([wide[0].replace(seed=9)], "model.hidden_size of learning_rate=0.01,s0 was 8 and is 16"),
+        ([*recipes[:1], *wide[:1]], "model.hidden_size was the same for all"),
+    ):
+        with pytest.raises(InputError) as caught:
+            run_sweep(points, out, quiet=True, report=False)
+        assert caught.value.code == "SWEEP_EXISTS" and words in caught.value.what
+    assert told(out) == before
 
 
 def test_nothing_starts_when_a_point_does_not_fit(recipes: list[Recipe], tmp_path: Path) -> None:
@@ -322,11 +372,17 @@ def test_the_command(
     assert "layers=2" in captured.out
     assert main([*words, "model.layers=1,1"]) == 2
     assert "SWEEP_POINTS" in capsys.readouterr().err
-    assert main(["sweep", str(recipe), "--seeds", "3", "--out", "runs/tiny-sweep"]) == 2
+    wider = [*words[:-1], "model.hidden_size=8,16"]
+    assert main(wider) == 2
     assert "SWEEP_EXISTS" in capsys.readouterr().err
-    fewer = [*words[:3], "1", *words[4:]]
-    assert main(fewer) == 2
-    assert "layers=1,s1 is one of its points" in capsys.readouterr().err
+    # fewer: the table covers them alone
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/runs/*/*") if p.is_file()}
+    assert main([*words[:3], "1,", *words[4:6], "model.layers=2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "layers=2" in printed and "layers=1" not in printed
+    assert "not in the table: 3 more runs." in printed
+    assert "not in the table: 3 more runs." in Path("runs/tiny-sweep/sweep.md").read_text()
+    assert {p: p.stat().st_mtime_ns for p in stamps} == stamps and stamps
     # more seeds and values: what is there stays, what is new is run
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/runs/*/metrics.jsonl")}
     more = [*words[:3], "3", *words[4:6], "model.layers=1,2,3", "--json", "--quiet"]

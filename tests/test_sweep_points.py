@@ -132,6 +132,20 @@ def test_what_is_refused(overrides: list[str], seeds: list[int] | None, code: st
     assert caught.value.code == code
 
 
+@given(chosen=st.sets(st.integers(0, 7), min_size=1))
+def test_some_points_of_a_grid_are_called_as_in_the_whole(chosen: set[int]) -> None:
+    """With the options that name the whole, also where a law's option is no leaf of any of them."""
+    words = ["selection.strategy=uniform_steps,uniform_episodes", "model.layers=1,2"]
+    recipes = parse_points("paper", words, seeds=[0, 3])
+    ranked = recipes[7].replace(selection__strategy="top_k", selection__options={"k": 5})
+    whole = [*recipes[:7], ranked]
+    points = name_points(whole)
+    options = tuple(points[0].settings)
+    assert {"selection.strategy", "selection.options.k", "model.layers"} <= set(options)
+    found = name_points([whole[number] for number in sorted(chosen)], options=options)
+    assert found == tuple(points[number] for number in sorted(chosen))
+
+
 def test_points_and_names_that_do_not_fit() -> None:
     base = load_recipe("paper")
     other = base.replace(seed=1)

@@ -123,6 +123,7 @@ def test_the_report_names_settings_runs_and_failures(sweep: Path) -> None:
     assert "layers=2" in printed and "layers=2,s1 failed: LOSS_NONFINITE" in printed
     document = sweep_document(sweep)
     assert "recipe" not in document["points"][0] and document["points"][0]["seed"] == 0
+    assert document["others"] == [] and "not in the table" not in text + printed
     json.dumps(document, allow_nan=False)
 
 
@@ -159,6 +160,28 @@ def test_nothing_done_yet_is_reported_too(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         write_sweep_report(tmp_path)
     assert caught.value.code == "SWEEP_DIRECTORY"
+
+
+@pytest.mark.parametrize("change", [{"points": []}, {"others": [{"name": "s0"}]}])
+def test_a_damaged_file_is_refused(sweep: Path, change: dict[str, Any]) -> None:
+    document = json.loads((sweep / "sweep.json").read_text())
+    (sweep / "sweep.json").write_text(json.dumps(document | change))
+    for read in (sweep_document, write_sweep_report):
+        with pytest.raises(InputError) as caught:
+            read(sweep)
+        assert caught.value.code == "SWEEP_DIRECTORY"
+
+
+def test_the_table_covers_what_was_asked_for_last(sweep: Path) -> None:
+    points = name_points(grid(recipe(), {"model.layers": [1]}, [0, 2]), options=["model.layers"])
+    with SweepDirectory(sweep, points, free=()) as directory:
+        directory.note(mode="serial")
+    table, _, runs = write_sweep_report(sweep).read_text().partition("## Runs")
+    assert "2 runs of `made-up`: 2 complete" in table and "not in the table: 4 more runs" in table
+    assert "| model.layers=1 | 2 |" in table and "layers=2" not in table + runs
+    document = sweep_document(sweep)
+    assert [row["name"] for row in document["points"]] == ["layers=1,s0", "layers=1,s2"]
+    assert len(document["others"]) == 4 and "recipe" not in document["others"][0]
 
 
 def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
