@@ -35,6 +35,7 @@ from gear_offline.recipe_sections import (
 )
 from gear_offline.recipe_task_checks import check_tasks
 from gear_offline.strict_yaml import dump_yaml
+from gear_offline.wording import count_text
 
 __all__ = [
     "Recipe",
@@ -62,6 +63,17 @@ class Recipe(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     train: TrainSettings = TrainSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+
+    def __repr__(self) -> str:
+        loader, model, tasks = self.loader, self.model, self.data.tasks
+        data = f"tasks {', '.join(tasks)}" if tasks else self.data.path or "no data"
+        return (
+            f"Recipe({self.name!r}: {data}, {self.train.steps:,} steps of {loader.batch_size} x "
+            f"{loader.context_length}, {self.selection.strategy}, {model.hidden_size} wide, "
+            f"{count_text(model.layers, 'layer')}, seed {self.seed}, on {self.train.device})"
+        )
+
+    __str__ = __repr__  # all options: `to_yaml`
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
@@ -182,6 +194,8 @@ def load_recipe(
     --------
     >>> import gear_offline as go
     >>> recipe = go.load_recipe("smoke", {"train.steps": 100})
+    >>> recipe
+    Recipe('smoke': data/smoke-pendulum, 100 steps of 16 x 5, uniform_steps, ...)
     >>> recipe.name, recipe.train.steps, recipe.loader.batch_size
     ('smoke', 100, 16)
     >>> recipe.replace(optimizer__learning_rate=0.01).optimizer.learning_rate

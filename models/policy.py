@@ -19,6 +19,7 @@ from gear_offline.errors import InputError
 from gear_offline.fields import STD_FLOOR
 from gear_offline.models.checks import check_observations
 from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.wording import count_text
 
 __all__ = ["Policy"]
 
@@ -100,9 +101,17 @@ class Policy:
         self._frames = self._empty_frames(0)  # (E, stack, *frame) uint8, the newest one last
 
     def __repr__(self) -> str:
+        config = self.model.config
+        seen = count_text(self.state_dim, "observation value")
+        if self.frame_shape:
+            shape = " x ".join(map(str, self.frame_shape))
+            seen = f"{count_text(self.frame_stack, 'frame')} of {shape}"
+        acts = count_text(self.action_dim, "discrete action" if self.discrete else "action value")
+        playing = count_text(self.environments, "environment")
         return (
-            f"Policy({self.state_dim} states, {self.action_dim} actions, K {self.context_length}, "
-            f"{self.environments} environments, on {self.device})"
+            f"Policy({seen} to {acts}, {config.hidden_size} wide, "
+            f"{count_text(config.n_layer, 'layer')}, K {self.context_length}, {playing}, "
+            f"on {self.device})"
         )
 
     @property

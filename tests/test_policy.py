@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
 from tests.model_support import ACTIONS, STATES, make, released_twin
 
@@ -112,8 +112,28 @@ def test_targets_fall_by_the_rewards_in_reward_units() -> None:
 def test_repr_says_sizes_and_environments() -> None:
     policy = make_policy()
     policy.reset([0, 1], 1.0)
-    said = f"{policy.state_dim} states, {policy.action_dim} actions, K {CONTEXT}, 2 environments"
+    config = policy.model.config
+    said = f"{STATES} observation values to {ACTIONS} action values, {config.hidden_size} wide, "
+    said += f"{config.n_layer} layers, K {CONTEXT}, 2 environments"
     assert repr(policy) == f"Policy({said}, on cpu)"
+
+
+def test_repr_of_frames_and_discrete_actions() -> None:
+    model = build_model(
+        state_dim=40 * 36,
+        action_dim=6,
+        discrete=True,
+        hidden_size=8,
+        layers=1,
+        max_timestep=5,
+        frame_shape=(40, 36),
+        frame_stack=4,
+    )
+    policy = make_policy(model, state_mean=None, state_std=None)
+    assert repr(policy) == (
+        "Policy(4 frames of 40 x 36 to 6 discrete actions, 8 wide, 1 layer, K 4, 0 environments, "
+        "on cpu)"
+    )
 
 
 def test_window_holds_targets_divided_by_the_scale() -> None:

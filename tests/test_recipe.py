@@ -317,6 +317,15 @@ def test_what_is_no_whole_number_stays_refused(text: str) -> None:
         load_recipe("paper", [f"train.steps={text}"])
 
 
+def test_a_recipe_is_shown_in_a_line() -> None:
+    recipe = load_recipe("paper", {"train.steps": 12_000, "seed": 3, "train.device": "cpu"})
+    said = "12,000 steps of 64 x 20, uniform_steps, 128 wide, 3 layers, seed 3, on cpu)"
+    assert repr(recipe) == str(recipe) == f"Recipe('paper': no data, {said}"
+    assert repr(recipe.replace(data__path="data/mine")).startswith("Recipe('paper': data/mine, ")
+    tasks = {"one": {"path": "a"}, "two": {"path": "b"}}
+    assert repr(recipe.replace(data__tasks=tasks)).startswith("Recipe('paper': tasks one, two, ")
+
+
 def test_a_recipe_is_frozen() -> None:
     recipe = load_recipe("paper")
     with pytest.raises(ValidationError):
