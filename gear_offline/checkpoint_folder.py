@@ -118,3 +118,11 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
 def run_of(checkpoint: Path) -> Path:
     """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
+
+
+def typed_run(run: Path, home: Path) -> Path:
+    """Return how to name the run directory `home` to who has named it, or a checkpoint, `run`."""
+    if (run / "checkpoints").is_dir():
+        return run
+    here = Path.cwd()
+    return home if run.is_absolute() or not home.is_relative_to(here) else home.relative_to(here)

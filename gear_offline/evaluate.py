@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from gear_offline.checkpoint_folder import find_checkpoint, run_of
+from gear_offline.checkpoint_folder import find_checkpoint, run_of, typed_run
 from gear_offline.environment_ids import check_no_import
 from gear_offline.episode_runner import (
     ActingPolicy,
@@ -231,6 +231,7 @@ def evaluate(
             quiet=quiet,
         )
     home = run_of(folder)
+    shown = typed_run(Path(run), home)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
     try:  # what was played must not be lost because it cannot be written or drawn
         if out is not None:
@@ -239,14 +240,14 @@ def evaluate(
         kept = keep_earlier(home / "evaluation.json")
         report.write(home / "evaluation.json")
         if kept is not None:
-            say(f"the result before this one is kept in {kept}", quiet=quiet)
-        written = write_report(home)
-        say(f"written: {home / 'evaluation.json'}, {written} and its plots", quiet=quiet)
+            say(f"the result before this one is kept in {shown / kept.name}", quiet=quiet)
+        written = shown / write_report(home).name
+        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
     except (OSError, GearError) as error:
         if out is not None and isinstance(error, OSError):
             print_report(report, console=Console(stderr=True))
             raise write_error(error, str(out)) from error
-        say(f"the result could not be kept in {home}: {error}")
+        say(f"the result could not be kept in {shown}: {error}")
     return report
 
 

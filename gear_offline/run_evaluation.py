@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gear_offline.checkpoint_folder import find_checkpoint, run_of
+from gear_offline.checkpoint_folder import find_checkpoint, run_of, typed_run
 from gear_offline.environment_ids import check_no_import
 from gear_offline.errors import GearError
 from gear_offline.evaluate import check_sizes, evaluate, print_report
@@ -82,7 +82,7 @@ def evaluate_run(
             check_no_import(named, source=f"task {name} of the run", option="--environment ")
     report = _play(folder, recipe, only, targets, episodes, seed, device, quiet)
     report = report.replace(run=run_of(folder).name, step=state["step"])
-    _keep(report, run_of(folder), out, quiet)
+    _keep(report, run_of(folder), typed_run(Path(run), run_of(folder)), out, quiet)
     return report
 
 
@@ -126,7 +126,9 @@ def _play(
     return report.replace(device=str(where))
 
 
-def _keep(report: TasksReport, home: Path, out: str | Path | None, quiet: bool) -> None:
+def _keep(
+    report: TasksReport, home: Path, shown: Path, out: str | Path | None, quiet: bool
+) -> None:
     """Write the result and the run's report; what was played is not lost if that fails."""
     from gear_offline.report import write_report
 
@@ -137,14 +139,14 @@ def _keep(report: TasksReport, home: Path, out: str | Path | None, quiet: bool) 
         kept = keep_earlier(home / "evaluation.json")
         report.write(home / "evaluation.json")
         if kept is not None:
-            say(f"the result before this one is kept in {kept}", quiet=quiet)
-        written = write_report(home)
-        say(f"written: {home / 'evaluation.json'}, {written} and its plots", quiet=quiet)
+            say(f"the result before this one is kept in {shown / kept.name}", quiet=quiet)
+        written = shown / write_report(home).name
+        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
     except (OSError, GearError) as error:
         if out is not None and isinstance(error, OSError):
             print_tasks(report, console=Console(stderr=True))
             raise write_error(error, str(out)) from error
-        say(f"the result could not be kept in {home}: {error}")
+        say(f"the result could not be kept in {shown}: {error}")
 
 
 def print_run(report: EvaluationReport | TasksReport) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gear_offline.checkpoint import TrainingState, save_checkpoint
-from gear_offline.checkpoint_folder import find_checkpoint
+from gear_offline.checkpoint_folder import find_checkpoint, typed_run
 from gear_offline.errors import InputError
 from gear_offline.evaluate import (
     check_sizes,
@@ -281,6 +281,22 @@ def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     assert "2 discrete actions" in str(mismatch.value)
 
 
+def test_a_run_is_named_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "runs" / "one"
+    (home / "checkpoints" / "step-00000010").mkdir(parents=True)
+    for here, given, said in (
+        (tmp_path, "runs/one", "runs/one"),
+        (tmp_path, "runs/one/checkpoints/step-00000010", "runs/one"),
+        (home, ".", "."),
+        (home, "checkpoints/step-00000010", "."),
+        (home / "checkpoints", "step-00000010", str(home)),  # it is not below
+        (tmp_path, str(home), str(home)),
+        (tmp_path, str(home / "checkpoints" / "step-00000010"), str(home)),
+    ):
+        monkeypatch.chdir(here)
+        assert str(typed_run(Path(given), home)) == said
+
+
 def test_a_checkpoint_and_another_name_for_it_contradict(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny-s0")
     first, second = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
@@ -296,11 +312,22 @@ def test_a_checkpoint_and_another_name_for_it_contradict(tmp_path: Path) -> None
     assert failing_code(lambda: find_checkpoint(alone, "last")) == "EVALUATE_OPTION"
 
 
-def test_no_result_replaces_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "tiny-s0")
-    reports = [evaluate(run, episodes=1, seed=seed, targets=-300.0).to_json() for seed in range(3)]
-    said = capfd.readouterr().err
-    assert "kept in" in said and "evaluation-2.json" in said
+def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "runs" / "tiny-s0")
+    monkeypatch.chdir(tmp_path)
+    given = (run, Path("runs/tiny-s0"), Path("runs/tiny-s0/checkpoints/step-00000010"))
+    reports = []
+    for seed, place in enumerate(given):
+        report = evaluate(place, episodes=1, seed=seed, targets=-300.0)
+        assert report.run == "tiny-s0"
+        reports.append(report.to_json())
+        home = run if place == run else Path("runs/tiny-s0")
+        said = capfd.readouterr().err
+        assert f"written: {home}/evaluation.json, {home}/report.md and" in said
+        assert place == run or f" is kept in {home}/evaluation-{seed}.json\n" in said
+        assert place == run or str(tmp_path) not in said
     names = ("evaluation-1.json", "evaluation-2.json", "evaluation.json")
     assert [json.loads((run / name).read_text()) for name in names] == reports
 
