@@ -38,7 +38,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "studies" / "sampling-on-replay-data.md"
 QUALITY = DOCS / "quality.md"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-LEFT_OUT = ("score", "p, signs", "seconds to it", "training s")  # in the JSON
+LEFT_OUT = ("score", "p, signs", "seconds to it", "seconds trained")  # in the JSON
 
 
 def refreshed(document: Mapping[str, Any]) -> dict[str, Any]:

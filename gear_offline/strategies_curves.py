@@ -7,6 +7,7 @@ The picture of scores is one row a strategy on a common axis: a ring for each se
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -37,6 +38,7 @@ from gear_offline.strategies_svg import (
 
 Row = Mapping[str, Any]
 ROW_HEIGHT = 26
+_UNBROKEN = re.compile(r"(?<! to)(?<!,) ")
 
 
 def learning_section(training: Row) -> str:
@@ -125,16 +127,21 @@ def _score_row(
 
 def _table(rows: Sequence[Row], training: Row) -> str:
     columns = columns_of(training)
-    head = "".join(f'<th class="wide">{escape(column.title)}</th>' for column in columns)
+    head = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
     lines = []
     for number_of, row in enumerate(rows):
-        cells = "".join(f"<td>{escape(column.text(row))}</td>" for column in columns)
+        cells = "".join(f"<td>{cell(column.text(row))}</td>" for column in columns)
         own = ' class="own"' if number_of == 0 else ""
         lines.append(f"<tr{own}><td>{breakable(row['label'])}</td>{cells}</tr>")
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Results"><table><thead><tr>'
         f"<th>strategy</th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def cell(text: str) -> str:
+    """Return a figure that may break behind the ``to`` of an interval and behind a comma alone."""
+    return escape(_UNBROKEN.sub("\N{NO-BREAK SPACE}", text))
 
 
 def breakable(label: str) -> str:

@@ -181,7 +181,7 @@ PROBED = (
         _final("probe_best", _error),
         "the same on fixed windows of the best episodes that make up a tenth of the steps",
     ),
-    Column("training s", _seconds, "mean seconds of a run's steps, without playing"),
+    Column("seconds trained", _seconds, "mean seconds of a run's steps, without playing"),
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from gear_offline.strategies_curves import breakable, learning_figures, learning_section
+from gear_offline.strategies_curves import breakable, cell, learning_figures, learning_section
 from gear_offline.strategies_learning_text import learning_method_lines
 from gear_offline.strategies_svg import (
     BOTTOM,
@@ -83,10 +83,10 @@ def _name(path: str | None) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    head = "".join(f'<th class="wide">{escape(column.title)}</th>' for column in COLUMNS)
+    head = "".join(f"<th>{escape(column.title)}</th>" for column in COLUMNS)
     lines = []
     for number, row in enumerate(rows):
-        cells = "".join(f"<td>{escape(column.text(row))}</td>" for column in COLUMNS)
+        cells = "".join(f"<td>{cell(column.text(row))}</td>" for column in COLUMNS)
         own = ' class="own"' if number == 0 else ""
         lines.append(f"<tr{own}><td>{breakable(row['label'])}</td>{cells}</tr>")
     return (

@@ -28,11 +28,11 @@ h2 { font-size: 1.15rem; margin: 2.25rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 0 0 .5rem; overflow-wrap: anywhere; }
 p, li { max-width: 52rem; } p.soft, li, figcaption, dt { color: var(--soft); }
 .scroll { overflow-x: auto; border-block: 1px solid var(--line); }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .35rem; text-align: right; vertical-align: bottom; white-space: nowrap; }
-th { font-weight: 600; color: var(--soft); } th.wide { white-space: normal; min-width: 4.2rem; }
+table { border-collapse: collapse; font-size: .8125rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .4rem .3rem; text-align: right; vertical-align: bottom; }
+th { font-weight: 600; color: var(--soft); }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--page); min-width: 9.5rem; white-space: normal; padding-left: 0; }
+  background: var(--page); min-width: 8rem; padding-left: 0; }
 tbody tr { border-top: 1px solid var(--line); } tr.own td:first-child { font-weight: 650; }
 .cards { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); }

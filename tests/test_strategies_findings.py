@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from gear_offline.significance import holm, paired
+from gear_offline.strategies_curves import cell
 from gear_offline.strategies_learning import compare_rows
 from gear_offline.strategies_learning_text import findings_lines, verdict_text
+from gear_offline.strategies_page import render
 from gear_offline.strategies_svg import STYLE
 
+STUDY = Path(__file__).parent.parent / "docs" / "studies" / "sampling-on-replay-data.json"
 MARKS = (5, 10)
 # strategy -> seed -> mean return for each of two targets, after steps 5 and 10
 PLAYED: dict[str, list[list[tuple[float, float]]]] = {
@@ -114,6 +122,72 @@ def test_a_strategy_that_lost_seeds_is_named_beside_the_others() -> None:
     assert findings_lines(training) == [
         "Final return against base: higher with good; too few seeds to say of noise."
     ]
+
+
+class Tables(HTMLParser):
+    """The rows of a page's tables, each a list of the texts of its cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append("")
+            self.inside = True
+        elif tag == "wbr" and self.inside:
+            self.tables[-1][-1][-1] += " "
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside &= tag not in ("th", "td")
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.tables[-1][-1][-1] += data
+
+
+def pixels(text: str, *, bold: bool) -> float:
+    """Width in 13 pixels of DejaVu Sans, which is wider than what most readers have."""
+    font = get_font(findfont(FontProperties(family="DejaVu Sans", weight=700 if bold else 400)))
+    font.set_size(13, 72)
+    font.set_text(text)
+    return float(font.get_width_height()[0]) / 64
+
+
+@pytest.mark.parametrize("name", ["hopper", "walker2d"])
+def test_the_tables_of_a_page_fit_1200_pixels(name: str) -> None:
+    """As a browser lays tables out: a column is no narrower than its longest unbroken piece."""
+    text = render(json.loads(STUDY.read_text())[name])
+    assert "font-size: .8125rem; font-variant" in text and "padding: .4rem .3rem" in text
+    page = Tables()
+    page.feed(text)
+    assert [len(table) for table in page.tables] == [9, 9]
+    for head, *rows in page.tables:
+        width = 0.0
+        for title, *cells in zip(head, *rows, strict=True):
+            pieces = [(piece, True) for piece in title.split(" ")]
+            pieces += [(piece, False) for one in cells for piece in one.split(" ")]
+            column = max(pixels(piece, bold=bold) for piece, bold in pieces) + 2 * 0.3 * 16
+            width += max(column, 8 * 16 if title == "strategy" else 0)
+        assert 800 < width <= 1200 - 2 * 16 - 15, "margins and a scroll bar"
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("762 to 1,824", ["762 to", "1,824"]),
+        ("\N{MINUS SIGN}738 to +13.7", ["\N{MINUS SIGN}738 to", "+13.7"]),
+        ("567, within noise", ["567,", "within noise"]),
+        *((whole, [whole]) for whole in ("3 of 5", "> 99.9 %", "< 0.0001", "0.77 M/s", "-")),
+    ],
+)
+def test_cells_break_at_intervals_and_commas_alone(text: str, pieces: list[str]) -> None:
+    assert unescape(cell(text)).replace(" ", "|").replace("\xa0", " ").split("|") == pieces
 
 
 def luminance(colour: str) -> float:

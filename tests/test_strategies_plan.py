@@ -191,7 +191,7 @@ def test_processes_judge_beside_training(data: Path, tmp_path: Path) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     print_learning({**found, "engine": "serial", "device": "cpu"}, console=console)
     text = " ".join(console.export_text().split())
-    assert "error, all error, best training" in text and "final" not in text
+    assert "error, all error, best seconds trained" in text and "final" not in text
 
 
 def test_errors_beside_training_are_told(data: Path, tmp_path: Path) -> None:
