@@ -20,6 +20,7 @@ from gear_offline.interruption import StopRequest
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
+from gear_offline.significance import LEAST_PAIRS, limits_text
 from gear_offline.strategies_candidates import Candidate
 from gear_offline.strategies_judge import Judges, write_probes
 from gear_offline.strategies_learning import learning_document
@@ -148,6 +149,8 @@ def train_strategies(
         f"policies are played {'beside training' if beside else 'after training'}",
         quiet=quiet,
     )
+    if seeds < LEAST_PAIRS:  # before the work, not only after it
+        say(limits_text(seeds), quiet=quiet)
     began = time.monotonic()
     outlook = Outlook(plan, judges, beside=beside, quiet=quiet)
 

@@ -345,6 +345,7 @@ def test_the_command(data: Path, out: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main([*words, "--train", "--seeds", "2", "--jobs", "0"]) == 0
     streams = capsys.readouterr()
     assert "so it is" in " ".join(streams.out.split()) and "policies played" in streams.err
+    assert "2 seeds are too few" in streams.err and "too few seeds to say" in streams.out
     assert cli.main([*words, "--seeds", "2"]) == 2
     assert "error[USAGE]" in capsys.readouterr().err
 
