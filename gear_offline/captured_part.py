@@ -15,6 +15,7 @@ from torch import Tensor
 from gear_offline.optimizer import Optimizer
 
 if TYPE_CHECKING:
+    from gear_offline.kernels.adamw import Update
     from gear_offline.loaders.device_batches import DeviceBatches
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
@@ -159,6 +160,12 @@ class CapturedPart:
     def finish(self, loss: Tensor) -> None:
         """Clip and update by the gradients, note loss and norm, and count."""
         self._optimizer.finish_on_device(
+            loss, index=self._index, row=self._row, window=self._window
+        )
+
+    def update(self, loss: Tensor) -> Update:
+        """Return what `finish` would do, to be done together with others."""
+        return self._optimizer.update_on_device(
             loss, index=self._index, row=self._row, window=self._window
         )
 

@@ -14,7 +14,7 @@ from gear_offline.parallel import spread, whole
 from gear_offline.recipe_sections import OptimizerSettings
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.adamw import DeviceAdamW
+    from gear_offline.kernels.adamw import DeviceAdamW, Update
 
 STATE = "optimizer/"  # before the names of the state's tensors
 
@@ -119,6 +119,15 @@ class Optimizer:
         """Clip and update without the host; see `DeviceAdamW.enqueue`."""
         assert self._device_adamw is not None, "made with captured=True"
         self._device_adamw.enqueue(loss, index=index, row=row, window=window)
+
+    def update_on_device(
+        self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor
+    ) -> Update:
+        """Return what `finish_on_device` would do, to be done together with others."""
+        from gear_offline.kernels.adamw import Update
+
+        assert self._device_adamw is not None, "made with captured=True"
+        return Update(self._device_adamw, loss, index, row, window)
 
     @property
     def is_on_device(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gear_offline.captured_part import CapturedPart, capture, warm_up
+from gear_offline.captured_part import capture, warm_up
 from gear_offline.compilation import is_compiled
 from gear_offline.data_parallel import COMPILE
 from gear_offline.errors import GearError, UnavailableError
@@ -153,7 +153,7 @@ class Stack:
 class CapturedStack:
     """One step of every learner as one CUDA graph.
 
-    Batches and updates of the learners are branches of the graph, each on a stream of its own.
+    The batches are branches of the graph, each made on a stream of its own.
 
     Parameters
     ----------
@@ -186,21 +186,21 @@ class CapturedStack:
         self._graph.replay()
 
     def _run(self) -> None:
-        self._branch(lambda number, part: part.batches.begin(timed=True))
-        losses = self._gradients([part.batches.batch for part in self._parts]).unbind()
-        self._branch(lambda number, part: part.finish(losses[number]))
-        for part in self._parts:
-            part.batches.end(timed=True)
+        from gear_offline.kernels.adamw import enqueue_together
 
-    def _branch(self, do: Callable[[int, CapturedPart], None]) -> None:
-        """Do something for each part, beside the others."""
         main = torch.cuda.current_stream(self._device)
-        for number, (part, stream) in enumerate(zip(self._parts, self._streams, strict=True)):
+        for part, stream in zip(self._parts, self._streams, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
-                do(number, part)
+                part.batches.begin(timed=True)
         for stream in self._streams:
             main.wait_stream(stream)
+        losses = self._gradients([part.batches.batch for part in self._parts]).unbind()
+        enqueue_together(
+            [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
+        )
+        for part in self._parts:
+            part.batches.end(timed=True)
 
     def _rehearse(self) -> None:
         for part in self._parts:

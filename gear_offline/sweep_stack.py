@@ -19,6 +19,14 @@ from gear_offline.sweep_turns import PAUSE_SECONDS, Ended, Turns, in_words
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.world import current
 
+STACKS = 2  # that take turns: one more gains nothing
+LARGEST = 8  # runs of one stack: from there on two stacks beside each other gain more
+
+
+def stack_size(parallel: int) -> int:
+    """Return the most runs of a stack where so many are to run at a time."""
+    return parallel if parallel <= LARGEST else -(-parallel // STACKS)
+
 
 def in_groups(points: Sequence[SweepPoint], most: int) -> Iterator[list[SweepPoint]]:
     """Yield points that can be stacked, at most so many together; the order stays within them."""
@@ -32,65 +40,81 @@ def in_groups(points: Sequence[SweepPoint], most: int) -> Iterator[list[SweepPoi
 
 
 class StackTurns(Turns):
-    """Runs the points of a sweep in one process, as many at a time as one step takes together.
+    """Runs the points of a sweep in one process, in stacks that take turns.
 
-    The runs of a stack look at their numbers after the same steps.  Where one fails it ends alone;
-    its place in the stack stays, and what is computed there is not used.
+    The runs of a stack look at their numbers after the same steps; meanwhile the GPU does those of
+    the other stack.  Where a run fails it ends alone; its place in the stack stays, and what is
+    computed there is not used.
     """
 
     def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
         """As `Turns.complete`."""
         self._ended = ended
+        groups = deque(in_groups(points, stack_size(len(self._lanes))))
+        turns: list[Iterator[bool]] = []
         with self._stop, current(self._device), self._many_shapes(points):
-            for group in in_groups(points, len(self._lanes)):
-                self._complete_group(group)
+            try:
+                while groups or turns:
+                    while groups and len(groups[0]) <= len(self._lanes) - len(self._busy()):
+                        turns.append(self._complete_group(groups.popleft()))
+                        next(turns[-1])  # it takes its lanes
+                    moved = [next(turn, None) for turn in turns]
+                    turns = [t for t, m in zip(turns, moved, strict=True) if m is not None]
+                    self._stop_if_asked()
+                    if not any(m is not False for m in moved):
+                        time.sleep(PAUSE_SECONDS)
+            finally:
+                for lane in self._busy():
+                    self._abandon(lane)
 
-    def _complete_group(self, points: Sequence[SweepPoint]) -> None:
-        """Run points of one `stack_key` to their end."""
+    def _complete_group(self, points: Sequence[SweepPoint]) -> Iterator[bool]:
+        """Run points of one `stack_key` to their end; yield whether anything moved.
+
+        It has its lanes after the first turn.
+        """
         track = Track(self._device)
-        for lane in self._lanes:
+        mine = []
+        for point in points:
+            lane = next(lane for lane in self._lanes if lane.point is None)
             lane.track = track
-        try:
-            for lane, point in zip(self._lanes, points, strict=False):
-                try:
-                    with in_words(point, self._place(point)):
-                        self._open(lane, point)
-                except GearError as error:
-                    self._ended(point, error)
-            self._begin_random(track)
-            # a kill may have come when some had saved a step and others had not
-            busy = sorted(self._busy(), key=lambda lane: lane.run.learner.step)
-            for _, lanes in groupby(busy, key=lambda lane: lane.run.learner.step):
-                self._complete_stack(list(lanes))
-        finally:
-            for lane in self._busy():
-                self._abandon(lane)
+            try:
+                with in_words(point, self._place(point)):
+                    self._open(lane, point)
+                mine.append(lane)
+            except GearError as error:
+                self._ended(point, error)
+        yield True
+        self._begin_random(track, mine)
+        # a kill may have come when some had saved a step and others had not
+        mine.sort(key=lambda lane: lane.run.learner.step)
+        for _, lanes in groupby(mine, key=lambda lane: lane.run.learner.step):
+            yield from self._complete_stack(list(lanes))
 
-    def _begin_random(self, track: Track) -> None:
+    def _begin_random(self, track: Track, lanes: Sequence[Lane]) -> None:
         """Let a group that begins draw from the seed of its first run."""
-        learners = [lane.run.learner for lane in self._busy()]
+        learners = [lane.run.learner for lane in lanes]
         if learners and all(learner.step == 0 for learner in learners):
             with track.alone():
                 torch.manual_seed(learners[0].recipe.seed)
 
-    def _complete_stack(self, lanes: list[Lane]) -> None:
+    def _complete_stack(self, lanes: list[Lane]) -> Iterator[bool]:
         """Do all steps of runs that have done as many."""
         try:
             with in_words(_point(lanes[0]), lanes[0].run.path):
                 with lanes[0].alone():
                     stack = Stack([lane.run.learner for lane in lanes])
                 while (there := _there(lanes)) and not there[0].run.is_done:
-                    self._advance(stack, lanes, there[0].run.steps_to_look)
-                    self._look(stack, lanes)
+                    yield from self._advance(stack, lanes, there[0].run.steps_to_look)
+                    yield from self._look(stack, lanes)
         except TrainingInterrupted:
             raise
         except GearError as error:  # of all together
             for lane in _there(lanes):
                 self._fail(lane, error)
         for lane in _there(lanes):
-            self._finish(lane)
+            yield from self._finish(lane)
 
-    def _advance(self, stack: Stack, lanes: list[Lane], steps: int) -> None:
+    def _advance(self, stack: Stack, lanes: list[Lane], steps: int) -> Iterator[bool]:
         """Launch steps, a few at a time, until the GPU has done them."""
         began, marks = time.perf_counter(), deque[Any]()
         for first in range(0, steps, CHUNK):
@@ -104,18 +128,18 @@ class StackTurns(Turns):
                     for number, error in stack.advance().items():
                         self._fail(lanes[number], error)
             marks.append(there[0].track.mark())
-            if len(marks) > DEEP:
-                _wait(marks.popleft())
             for lane in _there(lanes):
                 self._display.step(_point(lane).name, lane.run.learner.step)
-            self._stop_if_asked()
-        for mark in marks:
-            _wait(mark)
+            yield True
+            while len(marks) > DEEP:
+                yield _is_past(marks)
+        while marks:
+            yield _is_past(marks)
         if stack.is_captured:
             for lane in _there(lanes):
                 lane.run.learner.count_busy(time.perf_counter() - began)
 
-    def _look(self, stack: Stack, lanes: list[Lane]) -> None:
+    def _look(self, stack: Stack, lanes: list[Lane]) -> Iterator[bool]:
         """Log, evaluate and save, whatever is due after the step that was done last."""
         for number, lane in enumerate(lanes):
             if lane.point is None:
@@ -123,7 +147,8 @@ class StackTurns(Turns):
             try:
                 with in_words(lane.point, lane.run.path):
                     while lane.run.must_wait:
-                        self._pause(lane)
+                        lane.run.poll()
+                        yield False
                     with lane.alone():
                         lane.run.look()
             except TrainingInterrupted:  # it has saved; the others follow
@@ -131,14 +156,15 @@ class StackTurns(Turns):
             except GearError as error:
                 stack.leave(number)
                 self._fail(lane, error)
-        self._stop_if_asked()
+            yield True
 
-    def _finish(self, lane: Lane) -> None:
+    def _finish(self, lane: Lane) -> Iterator[bool]:
         point = _point(lane)
         try:
             with in_words(point, lane.run.path):
                 while not lane.run.is_settled:
-                    self._pause(lane)
+                    lane.run.poll()
+                    yield False
                 with lane.alone():
                     lane.run.finish()
         except TrainingInterrupted:
@@ -149,11 +175,7 @@ class StackTurns(Turns):
         lane.release()
         self._display.step(point.name, point.recipe.train.steps)
         self._ended(point, None)
-
-    def _pause(self, lane: Lane) -> None:
-        lane.run.poll()
-        self._stop_if_asked()
-        time.sleep(PAUSE_SECONDS)
+        yield True
 
     def _stop_if_asked(self) -> None:
         if self._stop.signal_name is not None:
@@ -175,6 +197,9 @@ def _point(lane: Lane) -> SweepPoint:
     return lane.point
 
 
-def _wait(mark: Any) -> None:
-    if mark is not None:
-        mark.synchronize()
+def _is_past(marks: deque[Any]) -> bool:
+    """Take away the oldest mark if the GPU is past it; return whether it was."""
+    past = marks[0] is None or bool(marks[0].query())
+    if past:
+        marks.popleft()
+    return past

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ _POINTERS = (
 )
 _NUMBERS = ("beta1", "beta2", "epsilon", "decay", "limit")
 JOB = np.dtype([*((n, np.uint64) for n in _POINTERS), *((n, np.float64) for n in _NUMBERS)])
+MOST_JOBS = 16
+JOBS = np.dtype([("count", np.uint64), ("jobs", JOB, MOST_JOBS)])
 
 
 def cut(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -154,6 +157,24 @@ class DeviceAdamW:
             ``GRADIENT_LAYOUT`` if a gradient is missing, of another type than that of the weights
             the model computes with, or not laid out as its parameter.
         """
+        self._prepare(loss, index=index, row=row, window=window)
+        parameters = Parameters(self._job.ctypes.data)
+        stream = torch.cuda.current_stream(self._rates.device).cuda_stream
+        self._norm.launch(self._blocks, THREADS, stream, parameters)
+        self._step.launch(self._blocks, THREADS, stream, parameters)
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
+        parts = zip(self.steps.unbind(), self.first, self.second, strict=True)
+        return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in parts]
+
+    def send_addresses(self) -> None:
+        """Tell the GPU where parameters, moments and gradients lie."""
+        self._tensors.copy_(self._addresses)
+        self._sent = self._addresses.clone()
+
+    def _prepare(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
+        """Describe the step to come; as `enqueue`."""
         computed = self._parameters if self._shadows is None else self._shadows
         for number, (parameter, used) in enumerate(zip(self._parameters, computed, strict=True)):
             gradient = used.grad
@@ -179,17 +200,41 @@ class DeviceAdamW:
         job = self._job
         job["index"], job["row"] = index.data_ptr(), row.data_ptr()
         job["window"], job["loss"] = window.data_ptr(), loss.data_ptr()
-        parameters = Parameters(job.ctypes.data)
-        stream = torch.cuda.current_stream(self._rates.device).cuda_stream
-        self._norm.launch(self._blocks, THREADS, stream, parameters)
-        self._step.launch(self._blocks, THREADS, stream, parameters)
 
-    def states(self) -> list[dict[str, Tensor]]:
-        """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
-        parts = zip(self.steps.unbind(), self.first, self.second, strict=True)
-        return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in parts]
 
-    def send_addresses(self) -> None:
-        """Tell the GPU where parameters, moments and gradients lie."""
-        self._tensors.copy_(self._addresses)
-        self._sent = self._addresses.clone()
+@dataclass(frozen=True)
+class Update:
+    """A step of one model: as the parameters of `DeviceAdamW.enqueue`."""
+
+    adamw: DeviceAdamW
+    loss: Tensor
+    index: Tensor
+    row: Tensor
+    window: Tensor
+
+
+def enqueue_together(updates: Sequence[Update]) -> None:
+    """As `DeviceAdamW.enqueue` for each, in two launches for up to `MOST_JOBS` models.
+
+    Parameters
+    ----------
+    updates
+        Of models with parameters of the same sizes, without shadows, on one GPU.
+    """
+    for first in range(0, len(updates), MOST_JOBS):
+        some = updates[first : first + MOST_JOBS]
+        jobs = np.zeros(1, JOBS)
+        jobs["count"] = len(some)
+        for number, update in enumerate(some):
+            adamw = update.adamw
+            assert adamw._shadows is None and adamw._blocks == some[0].adamw._blocks, "one shape"
+            adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
+            jobs["jobs"][0, number] = adamw._job[0]
+        device = some[0].adamw._rates.device
+        names = ("adamw_norm_together", "adamw_step_together")
+        kernels = load("adamw.cu", names, device=device.index or 0)
+        parameters = Parameters(jobs.ctypes.data)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for name in names:
+            blocks = len(some) * some[0].adamw._blocks
+            kernels[name].launch(blocks, THREADS, stream, parameters)

@@ -29,3 +29,4 @@ extern "C" void adamw(const gear::AdamwJob* job) { run<false>(job); }
 extern "C" void adamw_shadowed(const gear::AdamwJob* job) { run<true>(job); }
 extern "C" unsigned short narrow(float value) { return gear::narrow(value); }
 extern "C" long long job_bytes() { return sizeof(gear::AdamwJob); }
+extern "C" long long jobs_bytes() { return sizeof(gear::AdamwJobs); }

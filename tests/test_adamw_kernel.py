@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gear_offline.errors import GearError
-from gear_offline.kernels.adamw import CHUNK, JOB, DeviceAdamW, cut, describe, laid_out_alike
+from gear_offline.kernels.adamw import CHUNK, JOB, JOBS, DeviceAdamW, cut, describe, laid_out_alike
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
@@ -39,8 +39,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found = ctypes.CDLL(str(target))
     found.adamw.argtypes = found.adamw_shadowed.argtypes = [ctypes.c_void_p]
     found.narrow.argtypes, found.narrow.restype = [ctypes.c_float], ctypes.c_ushort
-    found.job_bytes.restype = ctypes.c_longlong
-    assert found.job_bytes() == JOB.itemsize
+    found.job_bytes.restype = found.jobs_bytes.restype = ctypes.c_longlong
+    assert found.job_bytes() == JOB.itemsize and found.jobs_bytes() == JOBS.itemsize <= 4096
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gear_offline.kernels.adamw import DeviceAdamW
+from gear_offline.kernels.adamw import DeviceAdamW, Update, enqueue_together
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.kernels.select import DeviceSelect
@@ -223,3 +223,46 @@ def test_adamw(
             assert torch.equal(one.detach().bfloat16(), two)
         results.append([w.detach().clone() for w in weights])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_adamw_of_several_models_is_that_of_each(
+    optimizer: ThreadedKernels, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Bit for bit, with rates, decay, limits, steps and rows of their own; 17 need two launches."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    sizes, results = [1500, 7], []
+    for together in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        models, updates = [], []
+        with on_cpu(optimizer):
+            for number in range(count):
+                weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+                rates = torch.tensor([1e-3, 2e-3, 1e-2]) * (number + 1)
+                limit = None if number % 2 else 0.5
+                adamw = DeviceAdamW(
+                    weights, rates, betas=(0.9, 0.99), weight_decay=0.1 * number, clip_norm=limit
+                )
+                places = [torch.full((1,), n, dtype=torch.int64) for n in (number % 2, number % 3)]
+                window, loss = torch.full((4, 2), -1.0), torch.tensor(float(number))
+                models.append((weights, adamw, window, places))
+                updates.append(Update(adamw, loss, places[0], places[1], window))
+            for _ in range(2):
+                for weights, *_ in models:
+                    for weight in weights:
+                        weight.grad = torch.randn(weight.shape, generator=generator)
+                if together:
+                    enqueue_together(updates)
+                    continue
+                for each in updates:
+                    each.adamw.enqueue(
+                        each.loss, index=each.index, row=each.row, window=each.window
+                    )
+        results.append(
+            [
+                [*weights, *adamw.first, *adamw.second, adamw.steps, window, *places]
+                for weights, adamw, window, places in models
+            ]
+        )
+    for number, (alone, beside) in enumerate(zip(*results, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True)), number

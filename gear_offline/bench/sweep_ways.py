@@ -36,14 +36,7 @@ def streams(dataset: Dataset, options: Sequence[str], count: int, seconds: float
     gives.
     """
     with torch.random.fork_rng([DEVICE]):
-        learner = make_learner(dataset, options, 0)
-
-        def alone(steps: int) -> None:
-            for _ in range(steps):
-                learner.advance()
-            torch.cuda.synchronize()
-
-        found: dict[str, Any] = {"1": rate(alone, seconds, 1)}
+        found: dict[str, Any] = {"1": rate(_alone(dataset, options), seconds, 1)}
     runs = Runs(dataset, options, count)
     some = 2
     while some <= count:
@@ -51,6 +44,18 @@ def streams(dataset: Dataset, options: Sequence[str], count: int, seconds: float
         found[str(some)] = rate(part.advance, seconds, some) | {"host_us": part.host_us()}
         some *= 2
     return found
+
+
+def _alone(dataset: Dataset, options: Sequence[str]) -> Callable[[int], None]:
+    """Return what advances one run by some steps."""
+    learner = make_learner(dataset, options, 0)
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            learner.advance()
+        torch.cuda.synchronize()
+
+    return advance
 
 
 def streams_plain(
@@ -134,7 +139,7 @@ def stacked_2(dataset: Dataset, options: Sequence[str], count: int, seconds: flo
 
 
 def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float) -> dict[str, Any]:
-    """The kernels of one step of one run, and the share of the GPU that each one holds.
+    """The kernels of one step of one run or one stack, and the share of the GPU that each holds.
 
     A kernel holds multiprocessors as far as its blocks fill them, by threads, registers and shared
     memory; what it holds times its duration, summed, is the time of a step that could at best
@@ -142,15 +147,11 @@ def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float
     """
     from torch.profiler import ProfilerActivity
 
-    learner = make_learner(dataset, options, 0)
-    for _ in range(50):
-        learner.advance()
-    torch.cuda.synchronize()
+    advance = _stacks(dataset, options, count, 1) if count > 1 else _alone(dataset, options)
+    advance(50)
     untyped: Any = torch.profiler.profile
     with untyped(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
-            learner.advance()
-        torch.cuda.synchronize()
+        advance(PROFILED)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

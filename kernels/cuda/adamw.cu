@@ -18,9 +18,9 @@ GEAR_CODE double block_sum(double mine) {
 }
 
 template <bool SHADOWED>
-GEAR_CODE void norm(const AdamwJob& job) {
+GEAR_CODE void norm(const AdamwJob& job, u32 block, u32 blocks) {
     double sum = 0.0;
-    for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
+    for (i64 number = block; number < job.chunk_count; number += blocks) {
         Chunk chunk = job.chunks[number];
         Weights tensor = job.tensors[chunk.tensor];
         for (i64 first = threadIdx.x; first < chunk.count; first += FOUR * THREADS) {
@@ -36,16 +36,16 @@ GEAR_CODE void norm(const AdamwJob& job) {
         }
     }
     sum = block_sum(sum);
-    if (threadIdx.x == 0) job.partials[blockIdx.x] = sum;
+    if (threadIdx.x == 0) job.partials[block] = sum;
 }
 
 // Every block reads `index` and `row` before it takes a ticket, so whoever takes the last one may
 // advance them.
-GEAR_CODE void finish(const AdamwJob& job, double norm, bool& last, Rule& rule) {
+GEAR_CODE void finish(const AdamwJob& job, u32 blocks, double norm, bool& last, Rule& rule) {
     i64 index = *(const volatile i64*)job.index, row = *(const volatile i64*)job.row;
     rule = rule_of(job, index, norm);
     __threadfence();
-    last = atomicAdd(job.ticket, 1ull) == gridDim.x - 1;
+    last = atomicAdd(job.ticket, 1ull) == blocks - 1;
     if (last) {
         *(volatile u64*)job.ticket = 0;
         job.window[2 * row] = *job.loss;
@@ -57,19 +57,19 @@ GEAR_CODE void finish(const AdamwJob& job, double norm, bool& last, Rule& rule) 
 }
 
 template <bool SHADOWED>
-GEAR_CODE void step(const AdamwJob& job) {
+GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
     __shared__ Rule shared_rule;
     __shared__ bool last;
     double sum = 0.0;
     for (i64 i = threadIdx.x; i < job.partial_count; i += THREADS) sum += job.partials[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) finish(job, sqrt(sum), last, shared_rule);
+    if (threadIdx.x == 0) finish(job, blocks, sqrt(sum), last, shared_rule);
     __syncthreads();
     Rule rule = shared_rule;
     if (last)
         for (i64 i = threadIdx.x + 1; i < job.tensor_count; i += THREADS)
             job.steps[i] = job.steps[0];
-    for (i64 number = blockIdx.x; number < job.chunk_count; number += gridDim.x) {
+    for (i64 number = block; number < job.chunk_count; number += blocks) {
         Chunk chunk = job.chunks[number];
         Weights tensor = job.tensors[chunk.tensor];
         for (i64 first = threadIdx.x; first < chunk.count; first += FOUR * THREADS) {
@@ -94,9 +94,19 @@ GEAR_CODE void step(const AdamwJob& job) {
 #define GEAR_ADAMW(name, body, shadowed)                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                     \
         name(const __grid_constant__ gear::AdamwJob job) {                                \
-        gear::body<shadowed>(job);                                                        \
+        gear::body<shadowed>(job, blockIdx.x, gridDim.x);                                 \
     }
 GEAR_ADAMW(adamw_norm, norm, false)
 GEAR_ADAMW(adamw_step, step, false)
 GEAR_ADAMW(adamw_norm_shadowed, norm, true)
 GEAR_ADAMW(adamw_step_shadowed, step, true)
+
+// As many blocks for each of several models.
+#define GEAR_ADAMW_TOGETHER(name, body)                                                   \
+    extern "C" __global__ void __launch_bounds__(256)                                     \
+        name(const __grid_constant__ gear::AdamwJobs together) {                          \
+        unsigned each = gridDim.x / (unsigned)together.count;                             \
+        gear::body<false>(together.jobs[blockIdx.x / each], blockIdx.x % each, each);     \
+    }
+GEAR_ADAMW_TOGETHER(adamw_norm_together, norm)
+GEAR_ADAMW_TOGETHER(adamw_step_together, step)

@@ -42,6 +42,13 @@ struct AdamwJob {
     double limit;         // of the norm; infinite for none
 };
 
+enum { MOST_JOBS = 16 };  // parameters of a kernel are limited to 4 KB
+
+struct AdamwJobs {  // of models that are updated together
+    i64 count;
+    AdamwJob jobs[MOST_JOBS];
+};
+
 struct Rule {  // of one step
     float scale, shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
 };
