@@ -4,7 +4,8 @@ Library kernels are made for thousands of tokens.  A window of a Decision Transf
 there attention is bound by memory, and what costs is reading tensors more often than needed and
 putting the three gradients together again.  Here a program does one head of one window: queries,
 keys and values are read once from where the projection left them, and the gradients are written
-to where its backward wants them.
+to where its backward wants them.  The bias of the projection can be added on the way in, and its
+gradient summed on the way out, which saves two passes over the packed tensors.
 
 Dropout stores no mask.  Forward and backward draw it from Philox 4x32-7, Triton's and, for the
 CPU, `kept_weights`: key = (low, high 32 bits of the seed), counter = (32 query + key // 4, window,
@@ -13,7 +14,7 @@ head, 0), and word ``key % 4`` is that of one weight, which is kept if it is at 
 
 Triton comes with CUDA builds of torch; `packed_attention_reference` is the same in plain torch.
 
-Shape legend: B windows, T tokens, N heads, D elements of a head, H = N D.
+Shape legend: B windows in G groups, T tokens, N heads, D elements of a head, H = N D.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, he
 
 
 def packed_attention_reference(
-    qkv: Tensor, heads: int, scale: float, kept: Tensor | None = None, dropout: float = 0.0
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    kept: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """`packed_attention` in plain torch, for any device and size.
 
@@ -60,6 +66,9 @@ def packed_attention_reference(
     by ``1 / (1 - dropout)``.  Without it all stay as they are.
     """
     batch, tokens, width = qkv.shape
+    if bias is not None:
+        grouped = qkv.view(len(bias), -1, tokens, width)
+        qkv = (grouped + bias[:, None, None]).to(qkv.dtype).view_as(qkv)
     parts = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
     query, key, value = parts.unbind()
     if kept is None:
@@ -102,7 +111,12 @@ def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tok
 
 @torch.library.custom_op("gear_offline::packed_attention", mutates_args=())
 def packed_attention(
-    qkv: Tensor, heads: int, scale: float, dropout: float = 0.0, seeds: Tensor | None = None
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float = 0.0,
+    seeds: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Causal self-attention.
 
@@ -122,6 +136,9 @@ def packed_attention(
         (G,) int64 on the device of `qkv`, needed for dropout.  The windows lie in G groups of
         ``B / G``, one a seed.  Which weights are kept depends on the seed and on window, head,
         query and key within the group, so that a model among others keeps what it keeps alone.
+    bias
+        (G, 3H) float32 or dtype of `qkv`, contiguous: what is added to the rows of each group,
+        in float32, before they are rounded to their dtype again.
 
     Returns
     -------
@@ -131,16 +148,16 @@ def packed_attention(
     Raises
     ------
     InputError
-        ``MODEL_INPUT`` if `dropout` is not in [0, 1), or `seeds` are missing or do not divide the
-        windows.
+        ``MODEL_INPUT`` if `dropout` is not in [0, 1), `seeds` are missing, or `seeds` or `bias` do
+        not divide the windows or fit each other.
     """
     batch, tokens, width = qkv.shape
     mixed = qkv.new_empty(batch, tokens, width // 3)
     head, block = width // 3 // heads, _block(tokens)
-    of_seed = _windows_of_a_seed(batch, dropout, seeds)
+    of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     _forward[(batch * heads,)](
-        qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_seed, 1 / (1 - dropout),
-        _dropped(dropout), head, block, num_warps=_warps(block),
+        qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_group, 1 / (1 - dropout),
+        bias, _dropped(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return mixed
 
@@ -153,22 +170,36 @@ def packed_attention_gradient(
     scale: float,
     dropout: float = 0.0,
     seeds: Tensor | None = None,
-) -> Tensor:
-    """Return the gradient of `qkv`, (B, T, 3H), from that of the result, (B, T, H)."""
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what follows from `gradient`, (B, T, H), that of the result.
+
+    Returns
+    -------
+    tuple of Tensor
+        The gradient of `qkv`, (B, T, 3H), and its sums over the tokens of each window from before
+        it is rounded, (B, 3H) float32: zeros for the keys, and (0, 3H) without `bias`.
+    """
     batch, tokens, width = qkv.shape
-    found = torch.empty_like(qkv)
     head, block = width // 3 // heads, _block(tokens)
-    of_seed = _windows_of_a_seed(batch, dropout, seeds)
+    of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
+    found, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_seed,
-        1 / (1 - dropout), _dropped(dropout), head, block, num_warps=_warps(block),
+        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_group,
+        1 / (1 - dropout), bias, None if bias is None else sums,
+        _dropped(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
-    return found
+    return found, sums
 
 
 @packed_attention.register_fake
 def _shape(
-    qkv: Tensor, heads: int, scale: float, dropout: float = 0.0, seeds: Tensor | None = None
+    qkv: Tensor,
+    heads: int,
+    scale: float,
+    dropout: float = 0.0,
+    seeds: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
 
@@ -181,24 +212,49 @@ def _gradient_shape(
     scale: float,
     dropout: float = 0.0,
     seeds: Tensor | None = None,
-) -> Tensor:
-    return torch.empty_like(qkv)
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    windows = 0 if bias is None else qkv.shape[0]
+    sums = qkv.new_empty(windows, qkv.shape[2], dtype=torch.float32)
+    return torch.empty_like(qkv), sums
 
 
-def _remember(
-    ctx: Any, inputs: tuple[Tensor, int, float, float, Tensor | None], output: Tensor
-) -> None:
-    qkv, ctx.heads, ctx.scale, ctx.dropout, seeds = inputs
-    ctx.save_for_backward(qkv, seeds)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, ctx.heads, ctx.scale, ctx.dropout, seeds, bias = inputs
+    ctx.save_for_backward(qkv, seeds, bias)
 
 
-def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    qkv, seeds = ctx.saved_tensors
-    found = packed_attention_gradient(gradient, qkv, ctx.heads, ctx.scale, ctx.dropout, seeds)
-    return found, None, None, None, None
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, seeds, bias = ctx.saved_tensors
+    options = (ctx.heads, ctx.scale, ctx.dropout, seeds, bias)
+    of_qkv, sums = packed_attention_gradient(gradient, qkv, *options)
+    of_bias = None
+    if bias is not None:
+        of_bias = sums.view(len(bias), -1, sums.shape[1]).sum(1).to(bias.dtype)
+    return of_qkv, None, None, None, None, of_bias
 
 
 packed_attention.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | None) -> int:
+    """Return ``B / G``, 0 without `seeds` and `bias`; refuse what does not fit."""
+    windows, _, width = qkv.shape
+    each = _windows_of_a_seed(windows, dropout, seeds)
+    if bias is None:
+        return each
+    groups = None if seeds is None else len(seeds)
+    fits = bias.ndim == 2 and bias.shape[1] == width and bias.is_contiguous()
+    fits = fits and bias.dtype in (torch.float32, qkv.dtype) and groups in (None, len(bias))
+    if not fits or not len(bias) or windows % len(bias):
+        raise InputError(
+            "MODEL_INPUT",
+            f"bias is {tuple(bias.shape)} {bias.dtype} for {windows} windows of {qkv.dtype} rows "
+            f"{width} wide and {groups or 'no'} seeds",
+            remedy="give (G, 3H) float32 or of the rows' type, contiguous, where G is the number "
+            "of seeds and divides the windows",
+        )
+    return windows // len(bias)
 
 
 def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
@@ -248,6 +304,17 @@ if triton is not None:
         tl.store(places, values.to(base.dtype.element_ty), mask=rows < tokens)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _store_sum(base, values, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Store the sum over rows, (D,); rows beyond the window are zero in all gradients."""
+        tl.store(base + tl.arange(0, D), tl.sum(values, 0))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _biased(rows, bias, D: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Add (D,) to (BLOCK, D) in float32; no token sees the rows beyond the window."""
+        added = tl.load(bias + tl.arange(0, D)).to(tl.float32)
+        return (rows.to(tl.float32) + added[None, :]).to(rows.dtype)
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _weights(query, key, scale2, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Softmax of the dot products, (BLOCK, BLOCK) float32; `scale2` is the scale in bits."""
         scores = tl.dot(query, tl.trans(key)) * scale2
@@ -258,11 +325,11 @@ if triton is not None:
         return shares / tl.sum(shares, 1)[:, None]
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _kept(seeds, window, of_seed, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _kept(seeds, window, of_group, head, DROPPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Say which weights stay, (BLOCK, BLOCK) bool: four neighbours share one block of words."""
-        seed = tl.load(seeds + window // of_seed)
+        seed = tl.load(seeds + window // of_group)
         fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
-        a, b, c, d = tl.philox(seed, fours, window % of_seed, head, 0, n_rounds=7)
+        a, b, c, d = tl.philox(seed, fours, window % of_group, head, 0, n_rounds=7)
         # Words become bits before they are put side by side: that is less to move.
         even = tl.join(a >= DROPPED, c >= DROPPED)
         odd = tl.join(b >= DROPPED, d >= DROPPED)
@@ -270,8 +337,8 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _forward(  # type: ignore[no-untyped-def]
-        qkv, mixed, tokens, heads, scale2, seeds, of_seed, factor,
-        DROPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+        qkv, mixed, tokens, heads, scale2, seeds, of_group, factor, bias,
+        DROPPED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         window, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         width = heads * D
@@ -279,9 +346,13 @@ if triton is not None:
         query = _load(base, tokens, 3 * width, D, BLOCK)
         key = _load(base + width, tokens, 3 * width, D, BLOCK)
         value = _load(base + 2 * width, tokens, 3 * width, D, BLOCK)
+        if BIASED:
+            own = bias + window // of_group * 3 * width + head * D
+            query, key = _biased(query, own, D), _biased(key, own + width, D)
+            value = _biased(value, own + 2 * width, D)
         weights = _weights(query, key, scale2, BLOCK)
         if DROPPED > 0:
-            kept = _kept(seeds, window, of_seed, head, DROPPED, BLOCK)
+            kept = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
             weights = tl.where(kept, weights * factor, 0.0)
         found = tl.dot(weights.to(value.dtype), value)
         place = window.to(tl.int64) * tokens * width + head * D
@@ -289,8 +360,8 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _backward(  # type: ignore[no-untyped-def]
-        qkv, gradient, found, tokens, heads, scale, seeds, of_seed, factor,
-        DROPPED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+        qkv, gradient, found, tokens, heads, scale, seeds, of_group, factor, bias, sums,
+        DROPPED: tl.constexpr, BIASED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         window, head = tl.program_id(0) // heads, tl.program_id(0) % heads
         width = heads * D
@@ -298,6 +369,11 @@ if triton is not None:
         query = _load(qkv + place, tokens, 3 * width, D, BLOCK)
         key = _load(qkv + place + width, tokens, 3 * width, D, BLOCK)
         value = _load(qkv + place + 2 * width, tokens, 3 * width, D, BLOCK)
+        if BIASED:
+            own = bias + window // of_group * 3 * width + head * D
+            query, key = _biased(query, own, D), _biased(key, own + width, D)
+            value = _biased(value, own + 2 * width, D)
+            sums += window.to(tl.int64) * 3 * width + head * D
         above = _load(
             gradient + window.to(tl.int64) * tokens * width + head * D, tokens, width, D, BLOCK
         )
@@ -305,13 +381,20 @@ if triton is not None:
         of_weights = tl.dot(above, tl.trans(value))
         dropped = weights
         if DROPPED > 0:
-            kept = _kept(seeds, window, of_seed, head, DROPPED, BLOCK)
+            kept = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
             dropped = tl.where(kept, weights * factor, 0.0)
             of_weights = tl.where(kept, of_weights * factor, 0.0)
         of_value = tl.dot(tl.trans(dropped.to(value.dtype)), above)
         _store(found + place + 2 * width, of_value, tokens, 3 * width, D, BLOCK)
+        if BIASED:
+            _store_sum(sums + 2 * width, of_value, D)
         mean = tl.sum(weights * of_weights, 1)
         of_scores = (weights * (of_weights - mean[:, None]) * scale).to(query.dtype)
-        _store(found + place, tl.dot(of_scores, key), tokens, 3 * width, D, BLOCK)
+        of_query = tl.dot(of_scores, key)
+        _store(found + place, of_query, tokens, 3 * width, D, BLOCK)
+        if BIASED:
+            _store_sum(sums, of_query, D)
         of_key = tl.dot(tl.trans(of_scores), query)
         _store(found + place + width, of_key, tokens, 3 * width, D, BLOCK)
+        if BIASED:  # no softmax sees what is the same for all keys
+            tl.store(sums + width + tl.arange(0, D), tl.zeros((D,), tl.float32))

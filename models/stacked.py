@@ -176,8 +176,7 @@ class StackedModels(nn.Module):
     ) -> Tensor:
         """One block of all models; with `keep` only the state tokens go on after attention."""
         name = f"encoder.h.{layer}"
-        packed = self._linear(f"{name}.attn.c_attn", self._norm(f"{name}.ln_1", hidden), True)
-        mixed = self._attend(packed.view(self.count * windows, tokens, -1), layer, seeds)
+        mixed = self._attend(layer, self._norm(f"{name}.ln_1", hidden), tokens, seeds)
         if keep:
             mixed = mixed[:, STATE_TOKENS].contiguous()
             width = hidden.shape[-1]
@@ -190,14 +189,15 @@ class StackedModels(nn.Module):
         out = self._linear(f"{name}.mlp.c_proj", self._activation(inner), True)
         return add_dropped(hidden, out, self._dropout)
 
-    def _attend(self, packed: Tensor, layer: int, seeds: Tensor | None) -> Tensor:
-        """(N * B, T, 3H) -> (N * B, T, H)."""
-        width = packed.shape[-1] // 3
-        head, tokens = width // self._heads, packed.shape[1]
-        if supports_packed(packed.device, packed.dtype, tokens=tokens, head=head):
-            mine = None if seeds is None else seeds[layer]
-            found = packed_attention(packed, self._heads, self._scale, self._dropout, mine)
+    def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
+        """(N, R, H) -> (N * B, T, H), what each token has gathered."""
+        name, head = f"encoder.h.{layer}.attn.c_attn", rows.shape[-1] // self._heads
+        if supports_packed(rows.device, self._kind, tokens=tokens, head=head):
+            packed = self._product(name, rows, True).view(-1, tokens, 3 * rows.shape[-1])
+            mine, bias = None if seeds is None else seeds[layer], self._get(f"{name}.bias")
+            found = packed_attention(packed, self._heads, self._scale, self._dropout, mine, bias)
             return cast(Tensor, found)
+        packed = self._linear(name, rows, True).view(-1, tokens, 3 * rows.shape[-1])
         query, key, value = (
             part.reshape(-1, tokens, self._heads, head).transpose(1, 2)
             for part in packed.chunk(3, dim=2)
@@ -208,16 +208,20 @@ class StackedModels(nn.Module):
     def _get(self, name: str) -> Tensor:
         return cast(Tensor, getattr(self, self._keys[name]))
 
+    def _product(self, name: str, rows: Tensor, transposed: bool) -> Tensor:
+        """(N, R, in) -> (N, R, out); `transposed`: the weight is stored as (in, out)."""
+        weight = self._get(f"{name}.weight")
+        weight = weight if transposed else weight.transpose(1, 2)
+        return torch.bmm(rows.to(self._kind), weight.to(self._kind))
+
     def _linear(self, name: str, rows: Tensor, transposed: bool = False) -> Tensor:
-        """(N, R, in) -> (N, R, out); `transposed`: the weight is stored as (in, out).
+        """(N, R, in) -> (N, R, out), the product and its bias.
 
         The bias is added on its own: it joins the operations that follow, while a product that
         adds it would read a copy of it as large as the result.
         """
-        weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
-        weight = weight if transposed else weight.transpose(1, 2)
-        product = torch.bmm(rows.to(self._kind), weight.to(self._kind))
-        return product + bias[:, None].to(self._kind)
+        bias = self._get(f"{name}.bias")[:, None]
+        return self._product(name, rows, transposed) + bias.to(self._kind)
 
     def _norm(self, name: str, rows: Tensor, epsilon: float | None = None) -> Tensor:
         epsilon = self._epsilon if epsilon is None else epsilon

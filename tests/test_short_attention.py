@@ -8,7 +8,6 @@ so that everything around them runs: the operators, their shapes and gradients, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gear_offline.errors import InputError
-from gear_offline.kernels import short_attention
 from gear_offline.kernels.short_attention import (
     kept_weights,
     packed_attention,
@@ -26,6 +24,7 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
 )
 from gear_offline.models import blocks
+from tests.attention_support import stand_in
 from tests.model_support import make
 from tests.test_philox import oracle
 
@@ -106,88 +105,102 @@ def test_reference_with_a_mask() -> None:
         torch.testing.assert_close(found[window, token, 4 * head : 4 * head + 4], expected)
 
 
-class StandIn:
-    """A kernel in plain torch, launched as the kernel is."""
-
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self.launch = launch
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return self.launch
-
-
-def mask_of(qkv: Tensor, heads: int, seeds: Tensor | None, of_seed: int, dropped: int) -> Tensor:
-    windows, tokens, _ = qkv.shape
-    if not dropped:
-        return torch.ones(windows, heads, tokens, tokens, dtype=torch.bool)
-    assert seeds is not None and of_seed * len(seeds) == windows
-    return kept_weights(seeds, dropped / 2**32, windows=windows, heads=heads, tokens=tokens)
-
-
-def forward(
-    qkv: Tensor, mixed: Tensor, tokens: int, heads: int, scale2: float, seeds: Tensor | None,
-    of_seed: int, factor: float, dropped: int, head: int, block: int, num_warps: int,
-) -> None:  # fmt: skip
-    assert (tokens, 3 * heads * head) == qkv.shape[1:] and block >= tokens
-    mask = mask_of(qkv, heads, seeds, of_seed, dropped)
-    scale = scale2 / short_attention.LOG2_E
-    mixed.copy_(packed_attention_reference(qkv, heads, scale, mask, 1 - 1 / factor))
-
-
-def backward(
-    qkv: Tensor, gradient: Tensor, found: Tensor, tokens: int, heads: int, scale: float,
-    seeds: Tensor | None, of_seed: int, factor: float, dropped: int, head: int, block: int,
-    num_warps: int,
-) -> None:  # fmt: skip
-    parts = qkv.view(-1, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
-    query, key, value = parts.unbind()
-    above = gradient.view(-1, tokens, heads, head).transpose(1, 2)
-    past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    weights = (query @ key.mT * scale).masked_fill(~past, float("-inf")).softmax(-1)
-    share = mask_of(qkv, heads, seeds, of_seed, dropped) * factor
-    of_weights = above @ value.mT * share
-    mean = (weights * of_weights).sum(-1, keepdim=True)
-    of_scores = weights * (of_weights - mean) * scale
-    all_three = torch.stack([of_scores @ key, of_scores.mT @ query, (weights * share).mT @ above])
-    found.copy_(all_three.permute(1, 3, 0, 2, 4).reshape(qkv.shape))
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(short_attention, "_forward", StandIn(forward), raising=False)
-    monkeypatch.setattr(short_attention, "_backward", StandIn(backward), raising=False)
+    stand_in(monkeypatch)
 
 
-CASES = [(0.0, None), (0.0, SEEDS), (DROPOUT, SEEDS[:1]), (DROPOUT, SEEDS)]
+# dropout, seeds, how many biases
+CASES = [
+    (0.0, None, 0),
+    (0.0, SEEDS, 0),
+    (DROPOUT, SEEDS[:1], 0),
+    (DROPOUT, SEEDS, 0),
+    (0.0, None, 2),
+    (0.0, None, 8),
+    (DROPOUT, SEEDS[:1], 1),
+    (DROPOUT, SEEDS, 4),
+]
+
+
+def some_bias(count: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    return torch.randn(count, 24, dtype=dtype, requires_grad=True) if count else None
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("dropout", "seeds"), CASES)
-def test_operators_are_well_formed(dropout: float, seeds: Tensor | None) -> None:
+@pytest.mark.parametrize(("dropout", "seeds", "biases"), CASES)
+def test_operators_are_well_formed(dropout: float, seeds: Tensor | None, biases: int) -> None:
     torch.manual_seed(0)
-    packed = torch.randn(8, 5, 24, requires_grad=True)
-    torch.library.opcheck(packed_attention, (packed, 2, SCALE, dropout, seeds))
-    arguments = (torch.randn(8, 5, 8), packed.detach(), 2, SCALE, dropout, seeds)
+    packed, bias = torch.randn(8, 5, 24, requires_grad=True), some_bias(biases)
+    torch.library.opcheck(packed_attention, (packed, 2, SCALE, dropout, seeds, bias))
+    bias = None if bias is None else bias.detach()
+    arguments = (torch.randn(8, 5, 8), packed.detach(), 2, SCALE, dropout, seeds, bias)
     torch.library.opcheck(packed_attention_gradient, arguments)
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("dropout", "seeds"), CASES)
-def test_gradients_use_the_same_draws(dropout: float, seeds: Tensor | None) -> None:
+@pytest.mark.parametrize(("dropout", "seeds", "biases"), CASES)
+def test_gradients_use_the_same_draws(dropout: float, seeds: Tensor | None, biases: int) -> None:
     torch.manual_seed(0)
     packed = torch.randn(8, 5, 24, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda x: packed_attention(x, 2, SCALE, dropout, seeds), packed, fast_mode=True
-    )
+    bias = some_bias(biases, torch.float64)
+
+    def call(x: Tensor, *more: Tensor) -> Any:
+        return packed_attention(x, 2, SCALE, dropout, seeds, *more)
+
+    inputs = (packed,) if bias is None else (packed, bias)
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_to_its_group(kind: torch.dtype) -> None:
+    """Against a sum outside and against the reference, in values and gradients."""
+    torch.manual_seed(0)
+    packed = torch.randn(8, 5, 24).bfloat16()
+    bias, above = torch.randn(4, 24).to(kind), torch.randn(8, 5, 8).bfloat16()
+    mask = kept_weights(SEEDS, DROPOUT, windows=8, heads=2, tokens=5)
+    results = []
+    for way in ("kernel", "reference", "outside"):
+        rows, added = packed.clone().requires_grad_(), bias.clone().requires_grad_()
+        if way == "kernel":
+            found = packed_attention(rows, 2, SCALE, DROPOUT, SEEDS, added)
+        elif way == "reference":
+            found = packed_attention_reference(rows, 2, SCALE, mask, DROPOUT, added)
+        else:
+            whole = (rows + added.repeat_interleave(2, 0)[:, None]).bfloat16()
+            found = packed_attention_reference(whole, 2, SCALE, mask, DROPOUT)
+        found.backward(above)
+        assert rows.grad is not None and added.grad is not None
+        assert added.grad.dtype == kind and found.dtype == torch.bfloat16
+        results.append((found.detach(), rows.grad, added.grad.float()))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(results[1][0], results[2][0], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_bias_alone_has_a_gradient() -> None:
+    """The rows are a constant, as in a model whose first layers are frozen."""
+    torch.manual_seed(0)
+    packed, bias = torch.randn(8, 5, 24), torch.randn(2, 24, requires_grad=True)
+    packed_attention(packed, 2, SCALE, 0.0, None, bias).square().sum().backward()
+    plain = bias.detach().clone().requires_grad_()
+    packed_attention_reference(packed, 2, SCALE, bias=plain).square().sum().backward()
+    torch.testing.assert_close(bias.grad, plain.grad)
 
 
 def test_shapes_without_values() -> None:
     with FakeTensorMode():
         packed = torch.empty(8, 60, 384, dtype=torch.bfloat16, requires_grad=True)
-        found = packed_attention(packed, 2, SCALE, DROPOUT, torch.empty(4, dtype=torch.int64))
+        bias = torch.empty(4, 384, requires_grad=True)
+        seeds = torch.empty(4, dtype=torch.int64)
+        found = packed_attention(packed, 2, SCALE, DROPOUT, seeds, bias)
         assert found.shape == (8, 60, 128) and found.dtype == torch.bfloat16
         found.sum().backward()
         assert packed.grad is not None and packed.grad.shape == packed.shape
+        assert packed.grad.dtype == packed.dtype
+        assert bias.grad is not None and bias.grad.shape == bias.shape
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -208,6 +221,32 @@ def test_senseless_dropout_is_refused(dropout: float, seeds: Tensor | None, word
     for call in (
         lambda: packed_attention(packed, 2, SCALE, dropout, seeds),
         lambda: packed_attention_gradient(packed[..., :8], packed, 2, SCALE, dropout, seeds),
+    ):
+        with pytest.raises(InputError, match=words) as caught:
+            call()
+        assert caught.value.code == "MODEL_INPUT"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("seeds", "bias", "words"),
+    [
+        (SEEDS, torch.zeros(2, 24), r"bias is \(2, 24\) torch\.float32 for 8 windows.* 4 seeds"),
+        (None, torch.zeros(3, 24), r"\(3, 24\).* no seeds"),
+        (None, torch.zeros(0, 24), r"\(0, 24\)"),
+        (None, torch.zeros(24), r"\(24,\)"),
+        (None, torch.zeros(4, 23), "24 wide"),
+        (None, torch.zeros(24, 4).T, "contiguous"),
+        (None, torch.zeros(4, 24, dtype=torch.bfloat16), r"torch\.bfloat16"),
+    ],
+)
+def test_a_bias_that_does_not_fit_is_refused(
+    seeds: Tensor | None, bias: Tensor, words: str
+) -> None:
+    packed = torch.randn(8, 5, 24)
+    for call in (
+        lambda: packed_attention(packed, 2, SCALE, 0.0, seeds, bias),
+        lambda: packed_attention_gradient(packed[..., :8], packed, 2, SCALE, 0.0, seeds, bias),
     ):
         with pytest.raises(InputError, match=words) as caught:
             call()

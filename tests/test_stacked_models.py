@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.adamw import laid_out_alike
 from gear_offline.loaders.batch import Batch
+from gear_offline.models import stacked as stacked_module
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.stacked import StackedModels, why_not_stacked
+from tests.attention_support import stand_in
 
 STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
 
@@ -83,6 +85,24 @@ def test_losses_and_gradients_are_those_of_each_alone(
             if mine.grad is not None:
                 assert laid_out_alike(mine.grad, mine), "the optimiser on the GPU asks for it"
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_attention_takes_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of 16-bit numbers on a GPU, with plain torch in the place of the kernels."""
+    stand_in(monkeypatch)
+    batches = [make_batch(seed, 3) for seed in range(3)]
+    results = []
+    for packed in (False, True):
+        monkeypatch.setattr(stacked_module, "supports_packed", lambda *_, p=packed, **__: p)
+        models = [make_model(seed) for seed in range(3)]
+        for model in models:
+            for block in model.encoder.h:
+                torch.nn.init.normal_(block.attn.c_attn.bias)
+        stacked = StackedModels(models)
+        losses = stacked.losses(batches)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        results.append((losses.detach(), [p.grad for p in stacked.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_sees_updates_and_the_stack_sees_its_own() -> None:
