@@ -16,7 +16,9 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
+from gear_offline.models.stacked import StackedModels
 from tests.model_support import make
+from tests.test_stacked_models import make_batch, make_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,9 +86,48 @@ def test_values_and_gradients(groups: int, each: int, tokens: int, heads: int, h
         assert torch.equal(again, found[own]) and torch.equal(alone.grad, mine.grad[own])
 
 
-def test_the_operator_is_well_formed() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "each", "tokens", "heads", "head"), SIZES)
+def test_a_bias(
+    groups: int, each: int, tokens: int, heads: int, head: int, kind: torch.dtype, dropout: float
+) -> None:
+    torch.manual_seed(0)
+    seeds, windows, scale = draw_seeds(groups), groups * each, head**-0.5
+    width = heads * head
+    packed = torch.randn(windows, tokens, 3 * width, device="cuda").bfloat16()
+    bias = torch.randn(groups, 3 * width, device="cuda").to(kind)
+    above = torch.randn(windows, tokens, width, device="cuda").bfloat16()
+    whole = (packed.view(groups, -1, 3 * width).float() + bias[:, None].float()).bfloat16()
+    outside = whole.view_as(packed).requires_grad_()
+    mine, added = packed.clone().requires_grad_(), bias.clone().requires_grad_()
+    found = packed_attention(mine, heads, scale, dropout, seeds, added)
+    expected = packed_attention(outside, heads, scale, dropout, seeds)
+    found.backward(above)
+    expected.backward(above)
+    assert mine.grad is not None and added.grad is not None and outside.grad is not None
+    torch.testing.assert_close(found, expected, **BF16)
+    torch.testing.assert_close(mine.grad, outside.grad, **BF16)
+    # the sum of rows that were rounded, and of the keys' gradients, where only rounding is left
+    sums = outside.grad.view(groups, -1, 3 * width).float().sum(1)
+    rounding = 2**-7 * outside.grad.float().square().sum((0, 1)).sqrt().max()
+    assert added.grad.dtype == kind
+    torch.testing.assert_close(added.grad.float(), sums, rtol=3e-2, atol=float(rounding))
+    for group in range(groups):  # the same bits alone
+        own, one = slice(group * each, (group + 1) * each), slice(group, group + 1)
+        alone, its = packed[own].clone().requires_grad_(), bias[one].clone().requires_grad_()
+        again = packed_attention(alone, heads, scale, dropout, seeds[one], its)
+        again.backward(above[own])
+        assert alone.grad is not None and its.grad is not None
+        assert torch.equal(again, found[own]) and torch.equal(alone.grad, mine.grad[own])
+        torch.testing.assert_close(its.grad, added.grad[one])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_operator_is_well_formed(biased: bool) -> None:
     packed = torch.randn(8, 60, 384, device="cuda").bfloat16().requires_grad_()
-    torch.library.opcheck(packed_attention, (packed, 2, 0.1, 0.1, draw_seeds(4)))
+    bias = torch.randn(4, 384, device="cuda", requires_grad=True) if biased else None
+    torch.library.opcheck(packed_attention, (packed, 2, 0.1, 0.1, draw_seeds(4), bias))
 
 
 def test_replays_of_a_graph_draw_anew() -> None:
@@ -162,6 +203,28 @@ def test_recomputing_a_block_draws_the_same() -> None:
     once = with_gradient(some, hidden)
     twice = with_gradient(lambda x: checkpoint(some, x, use_reentrant=False), hidden)
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
+
+
+@INDUCTOR
+def test_stacked_models_compiled() -> None:
+    """The bias inside of the kernel against float32 without it, losses and gradients."""
+    batches = [make_batch(seed, 16).to("cuda") for seed in range(4)]
+    results = []
+    for precision in (None, torch.bfloat16):
+        models: list[Any] = [make_model(seed, hidden_size=32) for seed in range(4)]
+        for model in models:
+            model.cuda()
+            for some in model.encoder.h:
+                torch.nn.init.normal_(some.attn.c_attn.bias)
+        stacked = StackedModels(models, precision=precision)
+        losses = torch.compile(stacked.losses, dynamic=False)(batches)
+        losses.sum().backward()
+        gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
+        results.append((losses.detach(), gradients))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=2e-3, atol=2e-3)
+    for name, plain in results[0][1].items():
+        error = float((results[1][1][name] - plain).norm() / plain.norm())
+        assert error < 0.06, f"{name}: {error}"
 
 
 @INDUCTOR
