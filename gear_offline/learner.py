@@ -22,6 +22,7 @@ from gear_offline.compilation import is_compiled
 from gear_offline.data_parallel import GradientPass, random_states, restore_random, seed_rank
 from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError
+from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
@@ -260,12 +261,13 @@ class Learner:
         self._filled += 1
         self._timed += 1
 
-    def join(self) -> CapturedPart:
+    def join(self, windows: Windows) -> CapturedPart:
         """Return this learner's part of a step that is captured together with others' steps.
 
-        From then on those steps are launched there, and `count_replay` tells of each.
+        From then on those steps are launched there, and `count_replay` tells of each.  Its batches
+        lie in `windows`.
         """
-        batches = self.loader.device_batches(ahead=True)
+        batches = self.loader.device_batches(ahead=True, windows=windows)
         self._captured = CapturedPart(
             self.optimizer, batches, self._window, step=self.step, filled=self._filled
         )

@@ -21,7 +21,8 @@ from gear_offline.compilation import is_compiled
 from gear_offline.data_parallel import COMPILE
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.learner import Learner
-from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.batch import Batch, join_batches
+from gear_offline.loaders.device_batches import side_by_side
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels
 from gear_offline.recipe import Recipe
@@ -89,7 +90,7 @@ class Stack:
         self._left: set[int] = set()
         models = [learner.model for learner in learners]
         self._models = StackedModels(models, precision=first.precision)
-        self._losses: Callable[[Sequence[TrainingBatch]], Tensor] = self._models.losses
+        self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         self._captured: CapturedStack | None = None
@@ -132,7 +133,7 @@ class Stack:
             self._batches = list(taken.values())
         for number, batch in taken.items():
             self._batches[number] = batch
-        losses = self._gradients(self._batches)
+        losses = self._gradients(join_batches(self._batches))
         for number in there:
             try:
                 self.learners[number].apply(losses[number])
@@ -141,10 +142,10 @@ class Stack:
                 self.leave(number)
         return failed
 
-    def _gradients(self, batches: Sequence[TrainingBatch]) -> Tensor:
+    def _gradients(self, batch: TrainingBatch) -> Tensor:
         """Give every parameter its gradient; return the losses, (N,), detached."""
         self._models.zero_gradients()
-        losses = self._losses(batches)
+        losses = self._losses(batch)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         self._models.hand_out_gradients()
         return losses.detach()
@@ -153,7 +154,8 @@ class Stack:
 class CapturedStack:
     """One step of every learner as one CUDA graph.
 
-    The batches are branches of the graph, each made on a stream of its own.
+    The batches are branches of the graph, each made on a stream of its own, and lie one after
+    another in memory.
 
     Parameters
     ----------
@@ -164,10 +166,13 @@ class CapturedStack:
     """
 
     def __init__(
-        self, learners: Sequence[Learner], gradients: Callable[[Sequence[TrainingBatch]], Tensor]
+        self, learners: Sequence[Learner], gradients: Callable[[TrainingBatch], Tensor]
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
-        self._parts = [learner.join() for learner in learners]
+        loader = learners[0].loader
+        assert loader.engine is not None, "steps that are captured have one"
+        places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
+        self._parts = [learner.join(place) for learner, place in zip(learners, places, strict=True)]
         self._streams: list[Any] = [
             torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for _ in learners
@@ -195,7 +200,7 @@ class CapturedStack:
                 part.batches.begin(timed=True)
         for stream in self._streams:
             main.wait_stream(stream)
-        losses = self._gradients([part.batches.batch for part in self._parts]).unbind()
+        losses = self._gradients(self._batch).unbind()
         enqueue_together(
             [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
         )

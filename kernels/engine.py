@@ -215,12 +215,13 @@ class DeviceEngine:
         """Numbers of the stores that the copy engine serves where the host knows the segments."""
         return self._long.numbers
 
-    def static(self, *, chances: bool = False) -> StaticFill:
+    def static(self, *, chances: bool = False, windows: Windows | None = None) -> StaticFill:
         """Return a fill of one step with memory and a step counter of its own.
 
-        With `chances` it also writes the probability of each segment.
+        With `chances` it also writes the probability of each segment.  It fills `windows`, of the
+        layout of `allocate`, if given.
         """
-        return StaticFill(self, chances=chances)
+        return StaticFill(self, chances=chances, windows=windows)
 
     def _tell_law(self, law: int) -> None:
         """Describe the law to the kernels."""
@@ -314,9 +315,11 @@ class StaticFill:
         (1,) int64, the step that the next fill takes.
     """
 
-    def __init__(self, engine: DeviceEngine, *, chances: bool = False) -> None:
+    def __init__(
+        self, engine: DeviceEngine, *, chances: bool = False, windows: Windows | None = None
+    ) -> None:
         self._engine = engine
-        self.windows = engine.allocate((engine.batch_size,))
+        self.windows = engine.allocate((engine.batch_size,)) if windows is None else windows
         self.chances: Tensor | None = None
         # counter, and tickets of its own: two of these may run on two streams
         self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)

@@ -6,7 +6,7 @@ Shape legend: B segments, K steps of a window, S and A per-step shapes of states
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -131,3 +131,14 @@ class Batch:
             extras={name: change(tensor) for name, tensor in self.extras.items()},
             task_bounds=None if bounds is None else bounds.to(segments.device),  # not of segments
         )
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the segments of batches of equal shapes one after another; without tasks."""
+    first = batches[0]
+    parts = [batch._fields() | {"segments": batch.segments} for batch in batches]
+    return Batch(
+        **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        padding=first.padding,
+        extras={name: torch.cat([b.extras[name] for b in batches]) for name in first.extras},
+    )

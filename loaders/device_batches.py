@@ -65,6 +65,8 @@ class DeviceBatches:
         Fetch a step ahead; pays where rows come from host memory.
     task_bounds
         As `gear_offline.loaders.batch.Batch`.
+    windows
+        Where `batch` lies, if `ahead`; otherwise it is where `fill` puts it.
 
     Attributes
     ----------
@@ -82,9 +84,12 @@ class DeviceBatches:
         step: int,
         ahead: bool = False,
         task_bounds: Tensor | None = None,
+        windows: Windows | None = None,
     ) -> None:
         self._fill, self.ahead = fill, ahead
-        self._windows = _like(fill.windows) if ahead else fill.windows
+        self._windows = fill.windows
+        if ahead:
+            self._windows = _like(fill.windows) if windows is None else windows
         (self.batch,) = split(_lifted(self._windows), padding, task_bounds)
         self._stream: Any = None
         if ahead:
@@ -159,19 +164,34 @@ def make_batches(
     step: int,
     ahead: bool,
     task_bounds: Tensor | None = None,
+    windows: Windows | None = None,
 ) -> DeviceBatches:
     """Return the batches of an engine, a step ahead if asked for and where that pays.
 
-    Those of a selection that learns are never ahead, and have probabilities.
+    Those of a selection that learns are never ahead, and have probabilities.  They lie in
+    `windows`, of the layout of `DeviceEngine.allocate`, if given.
     """
     learns = learner_of(engine.selection) is not None
-    fill = engine.static(chances=learns)
+    fill = engine.static(chances=learns, windows=windows)
     batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
     ahead = ahead and not learns
     ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
     if ahead:
+        if windows is not None:  # what travels needs memory of its own
+            fill = engine.static()
         fill.limit_blocks(AHEAD_BLOCKS)
-    return DeviceBatches(fill, padding=padding, step=step, ahead=ahead, task_bounds=task_bounds)
+    return DeviceBatches(
+        fill, padding=padding, step=step, ahead=ahead, task_bounds=task_bounds, windows=windows
+    )
+
+
+def side_by_side(engine: DeviceEngine, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
+    """Return windows for `count` batches that lie one after another, and all as one batch."""
+    size = engine.batch_size
+    whole = engine.allocate((count * size,))
+    parts = [_map(whole, lambda t, n=n: t[n * size : (n + 1) * size]) for n in range(count)]  # type: ignore[misc]
+    (batch,) = split(_lifted(whole), padding)
+    return parts, batch
 
 
 def _tensors(windows: Windows) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.kernels.disk_gather import Stream
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
@@ -309,11 +309,14 @@ class GearLoader(Closing, Iterator[Batch]):
             return self.spread.slots_at(step)
         return np.arange(self.share) + self._stream.first_slot
 
-    def device_batches(self, *, ahead: bool = False) -> DeviceBatches:
+    def device_batches(
+        self, *, ahead: bool = False, windows: Windows | None = None
+    ) -> DeviceBatches:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
         It begins at `step`; its position is its own.  With `ahead` rows that come from host memory
-        in bulk are fetched while the step before is computed.
+        in bulk are fetched while the step before is computed.  It lies in `windows` if given, see
+        `gear_offline.loaders.device_batches.side_by_side`.
 
         Raises
         ------
@@ -323,7 +326,7 @@ class GearLoader(Closing, Iterator[Batch]):
         if self.engine is None or self.spread is not None:
             raise no_engine("the GPU alone does not gather this loader's batches")
         options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
-        return make_batches(self.engine, step=self._step, ahead=ahead, **options)
+        return make_batches(self.engine, step=self._step, ahead=ahead, windows=windows, **options)
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""

@@ -100,20 +100,18 @@ class StackedModels(nn.Module):
             self.register_parameter(self._keys[name], stacked)
             self._parts.append((stacked, mine))
 
-    def losses(self, batches: Sequence[TrainingBatch]) -> Tensor:
-        """Return (N,) float32, the loss of each model on its batch.
+    def losses(self, batch: TrainingBatch) -> Tensor:
+        """Return (N,) float32, the loss of each model on its part of a batch.
 
         Parameters
         ----------
-        batches
-            One a model, of equal shapes, padded on the right.
+        batch
+            N * B windows, those of the first model first, padded on the right.
         """
-        fields = [batch.model_inputs() for batch in batches]
-        timesteps = [field["timesteps"] for field in fields]
-        if timesteps[0].device.type == "cpu" and not torch.compiler.is_compiling():
-            for times in timesteps:
-                check_timesteps(times, self._rows)
-        given = (torch.stack([field[name] for field in fields]) for name in INPUTS)
+        fields = batch.model_inputs()
+        if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
+            check_timesteps(fields["timesteps"], self._rows)
+        given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
         hidden = self._embed(returns, states, actions, steps)
         seeds = self._seeds(hidden.device)
@@ -121,12 +119,12 @@ class StackedModels(nn.Module):
         for layer in range(self.layers):
             keep = layer == self.layers - 1
             hidden = self._block(layer, hidden, windows, tokens, seeds, keep=keep)
-        found = self._linear("predict_action.0", self._norm("encoder.ln_f", hidden))
+        found = self._linear(self._plain(hidden), *self._map("predict_action.0", "encoder.ln_f"))
         found = torch.tanh(found) if self._tanh else found
         error = step_losses(found.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
         real = mask.flatten(1) != 0
         total = error.view_as(real).where(real, 0.0).sum(1)
-        return total / real.sum(1).clamp(min=1)
+        return cast(Tensor, total / real.sum(1).clamp(min=1))
 
     def hand_out_gradients(self) -> None:
         """Give each model's parameters their part of the gradients; views."""
@@ -144,18 +142,18 @@ class StackedModels(nn.Module):
     def _embed(self, returns: Tensor, states: Tensor, actions: Tensor, steps: Tensor) -> Tensor:
         """Interleave (return, state, action) of each step: (N, R, H)."""
         parts = (
-            self._linear("embed_return", returns.flatten(1, 2)),
-            self._linear("embed_state", states.flatten(1, 2).flatten(2)),
-            self._linear("embed_action", actions.flatten(1, 2)),
+            self._linear(returns.flatten(1, 2), *self._map("embed_return")),
+            self._linear(states.flatten(1, 2).flatten(2), *self._map("embed_state")),
+            self._linear(actions.flatten(1, 2), *self._map("embed_action")),
         )
         table = self._get("embed_timestep.weight")  # (N, rows, H)
         first = torch.arange(self.count, device=steps.device) * table.shape[1]
         when = F.embedding((steps + first[:, None, None]).flatten(1), table.flatten(0, 1))
         tokens = (torch.stack(parts, dim=2) + when.unsqueeze(2)).flatten(1, 2)
-        tokens = (
-            self._norm("embed_ln", tokens, EMBED_EPSILON) + self._get("encoder.wpe.weight")[:, :1]
-        )
-        return drop(tokens, self._dropout)
+        tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=EMBED_EPSILON)
+        tokens = tokens * self._get("embed_ln.weight")[:, None]
+        shift = self._get("embed_ln.bias")[:, None] + self._get("encoder.wpe.weight")[:, :1]
+        return drop(tokens + shift, self._dropout)
 
     def _seeds(self, device: torch.device) -> Tensor | None:
         """Return (layers, N) int64, what attention draws its dropout from."""
@@ -176,28 +174,30 @@ class StackedModels(nn.Module):
     ) -> Tensor:
         """One block of all models; with `keep` only the state tokens go on after attention."""
         name = f"encoder.h.{layer}"
-        mixed = self._attend(layer, self._norm(f"{name}.ln_1", hidden), tokens, seeds)
+        mixed = self._attend(layer, self._plain(hidden), tokens, seeds)
         if keep:
             mixed = mixed[:, STATE_TOKENS].contiguous()
             width = hidden.shape[-1]
             hidden = hidden.view(self.count, windows, tokens, width)[:, :, STATE_TOKENS]
             hidden = hidden.reshape(self.count, -1, width)
         mixed = mixed.reshape(hidden.shape)
-        out = self._linear(f"{name}.attn.c_proj", mixed, True)
+        out = self._linear(mixed, *self._map(f"{name}.attn.c_proj", stored="in, out"))
         hidden = add_dropped(hidden, out, self._dropout)
-        inner = self._linear(f"{name}.mlp.c_fc", self._norm(f"{name}.ln_2", hidden), True)
-        out = self._linear(f"{name}.mlp.c_proj", self._activation(inner), True)
+        widen = self._map(f"{name}.mlp.c_fc", f"{name}.ln_2", stored="in, out")
+        inner = self._activation(self._linear(self._plain(hidden), *widen))
+        out = self._linear(inner, *self._map(f"{name}.mlp.c_proj", stored="in, out"))
         return add_dropped(hidden, out, self._dropout)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
         """(N, R, H) -> (N * B, T, H), what each token has gathered."""
-        name, head = f"encoder.h.{layer}.attn.c_attn", rows.shape[-1] // self._heads
+        name, head = f"encoder.h.{layer}", rows.shape[-1] // self._heads
+        weight, bias = self._map(f"{name}.attn.c_attn", f"{name}.ln_1", stored="in, out")
         if supports_packed(rows.device, self._kind, tokens=tokens, head=head):
-            packed = self._product(name, rows, True).view(-1, tokens, 3 * rows.shape[-1])
-            mine, bias = None if seeds is None else seeds[layer], self._get(f"{name}.bias")
+            packed = self._product(rows, weight).view(-1, tokens, 3 * rows.shape[-1])
+            mine = None if seeds is None else seeds[layer]
             found = packed_attention(packed, self._heads, self._scale, self._dropout, mine, bias)
             return cast(Tensor, found)
-        packed = self._linear(name, rows, True).view(-1, tokens, 3 * rows.shape[-1])
+        packed = self._linear(rows, weight, bias).view(-1, tokens, 3 * rows.shape[-1])
         query, key, value = (
             part.reshape(-1, tokens, self._heads, head).transpose(1, 2)
             for part in packed.chunk(3, dim=2)
@@ -208,22 +208,34 @@ class StackedModels(nn.Module):
     def _get(self, name: str) -> Tensor:
         return cast(Tensor, getattr(self, self._keys[name]))
 
-    def _product(self, name: str, rows: Tensor, transposed: bool) -> Tensor:
-        """(N, R, in) -> (N, R, out); `transposed`: the weight is stored as (in, out)."""
-        weight = self._get(f"{name}.weight")
-        weight = weight if transposed else weight.transpose(1, 2)
+    def _map(
+        self, name: str, norm: str | None = None, *, stored: str = "out, in"
+    ) -> tuple[Tensor, Tensor]:
+        """Return (N, in, out) and (N, out), float32, of a linear layer.
+
+        With `norm` they contain the weight and the bias of the norm before it: what the layer is
+        given then are plain normalised rows, and the gradients of those two come of matrices as
+        large as the weight, not of sums over all rows.
+        """
+        weight, bias = self._get(f"{name}.weight"), self._get(f"{name}.bias")
+        weight = weight if stored == "in, out" else weight.transpose(1, 2)
+        if norm is not None:
+            bias = bias + (self._get(f"{norm}.bias")[:, :, None] * weight).sum(1)
+            weight = self._get(f"{norm}.weight")[:, :, None] * weight
+        return weight, bias
+
+    def _product(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """(N, R, in) -> (N, R, out)."""
         return torch.bmm(rows.to(self._kind), weight.to(self._kind))
 
-    def _linear(self, name: str, rows: Tensor, transposed: bool = False) -> Tensor:
+    def _linear(self, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """(N, R, in) -> (N, R, out), the product and its bias.
 
         The bias is added on its own: it joins the operations that follow, while a product that
         adds it would read a copy of it as large as the result.
         """
-        bias = self._get(f"{name}.bias")[:, None]
-        return self._product(name, rows, transposed) + bias.to(self._kind)
+        return self._product(rows, weight) + bias[:, None].to(self._kind)
 
-    def _norm(self, name: str, rows: Tensor, epsilon: float | None = None) -> Tensor:
-        epsilon = self._epsilon if epsilon is None else epsilon
-        plain = F.layer_norm(rows.float(), rows.shape[-1:], eps=epsilon)
-        return plain * self._get(f"{name}.weight")[:, None] + self._get(f"{name}.bias")[:, None]
+    def _plain(self, rows: Tensor) -> Tensor:
+        """Normalise rows, without the norm's weight and bias, which `_map` takes."""
+        return F.layer_norm(rows.float(), rows.shape[-1:], eps=self._epsilon)

@@ -122,7 +122,7 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
         selection = object()
         fill = Fill(log)
 
-        def static(self, *, chances: bool) -> Fill:
+        def static(self, *, chances: bool, windows: Any = None) -> Fill:
             assert not chances
             return self.fill
 

@@ -16,6 +16,7 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
+from gear_offline.loaders.batch import join_batches
 from gear_offline.models.stacked import StackedModels
 from tests.model_support import make
 from tests.test_stacked_models import make_batch, make_model
@@ -208,7 +209,7 @@ def test_recomputing_a_block_draws_the_same() -> None:
 @INDUCTOR
 def test_stacked_models_compiled() -> None:
     """The bias inside of the kernel against float32 without it, losses and gradients."""
-    batches = [make_batch(seed, 16).to("cuda") for seed in range(4)]
+    batch = join_batches([make_batch(seed, 16) for seed in range(4)]).to("cuda")
     results = []
     for precision in (None, torch.bfloat16):
         models: list[Any] = [make_model(seed, hidden_size=32) for seed in range(4)]
@@ -217,7 +218,7 @@ def test_stacked_models_compiled() -> None:
             for some in model.encoder.h:
                 torch.nn.init.normal_(some.attn.c_attn.bias)
         stacked = StackedModels(models, precision=precision)
-        losses = torch.compile(stacked.losses, dynamic=False)(batches)
+        losses = torch.compile(stacked.losses, dynamic=False)(batch)
         losses.sum().backward()
         gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
         results.append((losses.detach(), gradients))

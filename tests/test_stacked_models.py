@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.adamw import laid_out_alike
-from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.models import stacked as stacked_module
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_each_alone(
     alone = [make_model(seed, **options) for seed in range(count)]
     batches = [make_batch(seed, size) for seed in range(count)]
     stacked = StackedModels(models)
-    losses = stacked.losses(batches)
+    losses = stacked.losses(join_batches(batches))
     losses.sum().backward()  # type: ignore[no-untyped-call]
     stacked.hand_out_gradients()
     for loss, model, other, batch in zip(losses, models, alone, batches, strict=True):
@@ -99,7 +99,7 @@ def test_packed_attention_takes_the_bias(monkeypatch: pytest.MonkeyPatch) -> Non
             for block in model.encoder.h:
                 torch.nn.init.normal_(block.attn.c_attn.bias)
         stacked = StackedModels(models)
-        losses = stacked.losses(batches)
+        losses = stacked.losses(join_batches(batches))
         losses.sum().backward()  # type: ignore[no-untyped-call]
         results.append((losses.detach(), [p.grad for p in stacked.parameters()]))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
@@ -111,7 +111,7 @@ def test_a_model_sees_updates_and_the_stack_sees_its_own() -> None:
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.mul_(0.5)
-    losses = stacked.losses([batch, batch]).detach()
+    losses = stacked.losses(join_batches([batch, batch])).detach()
     torch.testing.assert_close(losses[1], models[1].loss(batch).detach())
     stacked.zero_gradients()
     assert all(p.grad is None for model in models for p in model.parameters())
@@ -122,7 +122,7 @@ def test_one_that_is_not_a_number_leaves_the_others() -> None:
     batches = [make_batch(seed, 3) for seed in range(3)]
     batches[1].states.fill_(float("nan"))
     stacked = StackedModels(models)
-    losses = stacked.losses(batches)
+    losses = stacked.losses(join_batches(batches))
     losses.sum().backward()  # type: ignore[no-untyped-call]
     stacked.hand_out_gradients()
     finite = [
@@ -138,9 +138,9 @@ def test_dropout_drops_and_differs_between_models() -> None:
     batch = make_batch(0, 4)
     stacked = StackedModels(models)
     torch.manual_seed(1)
-    first = stacked.losses([batch, batch]).detach()
+    first = stacked.losses(join_batches([batch, batch])).detach()
     torch.manual_seed(1)
-    assert torch.equal(stacked.losses([batch, batch]).detach(), first)
+    assert torch.equal(stacked.losses(join_batches([batch, batch])).detach(), first)
     assert first[0] != first[1]
     plain = make_model(0, dropout=0.0).loss(batch).detach()
     assert first[0] != plain
@@ -151,7 +151,7 @@ def test_timesteps_beyond_the_embedding_are_refused() -> None:
     batches = [make_batch(seed, 3) for seed in range(2)]
     batches[0].timesteps[1, 2] = LONGEST  # it would read the row of another model
     with pytest.raises(InputError, match=str(LONGEST)):
-        StackedModels(models).losses(batches)
+        StackedModels(models).losses(join_batches(batches))
 
 
 def test_models_of_other_shapes_are_refused() -> None:
