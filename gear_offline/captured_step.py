@@ -60,8 +60,8 @@ def why_not_captured(
         reason = "CUDA graphs need a GPU"
     elif world.size > 1 and train.graph == "auto":
         reason = "several processes exchange gradients while they compute them"
-    elif world.size > 1 and (sharded or train.weights == "bf16"):
-        reason = "graphs of several ranks need replicas and float32 gradients"
+    elif world.size > 1 and sharded:
+        reason = "graphs of several ranks need replicas"
     elif world.size > 1 and loader.learner is not None:
         reason = "the ranks tell each other the losses of segments"
     elif loader.spread:
@@ -133,7 +133,7 @@ class CapturedStep(CapturedPart):
         self._divisor: float | None = None
         if world is not None and world.size > 1:
             self._divisor = float(batches.batch.attention_mask.numel())
-            self._ranks = RankGradients(optimizer.parameters, divisor=self._divisor)
+            self._ranks = RankGradients(optimizer.computed, divisor=self._divisor)
         self._graph = torch.cuda.CUDAGraph()
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             warm_up(self._rehearse, self.written(), window.device)

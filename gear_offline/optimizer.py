@@ -103,6 +103,11 @@ class Optimizer:
         """Those that learn."""
         return self._parameters
 
+    @property
+    def computed(self) -> list[nn.Parameter]:
+        """Those that forward and backward passes compute with: of the working copy, if any."""
+        return self._parameters if self._shadows is None else self._shadows
+
     def clip(self) -> Tensor:
         """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
         limit = self._settings.clip_norm

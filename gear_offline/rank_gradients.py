@@ -2,7 +2,8 @@
 
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
 not repeat.  Here what ranks add up is one run of memory: the gradients of all parameters, the loss
-and the number of real steps, so that a step has one collective.
+and the number of real steps, so that a step has one collective.  Loss and steps of bfloat16
+gradients are another one, in float32.
 
 Shape legend: P elements of all parameters, W ranks.
 """
@@ -30,7 +31,7 @@ class RankGradients:
     Parameters
     ----------
     parameters
-        Those that learn, float32, on one device.
+        Those that gradients belong to, of one type, on one device.
     divisor
         Any positive number near that of real steps of a rank; it keeps sums in a common range.
     """
@@ -46,18 +47,27 @@ class RankGradients:
         GearError
             ``GRADIENT_LAYOUT`` if a gradient is missing.
         """
-        steps = (batch.attention_mask != 0).sum()
-        flat = torch.cat(self._pieces(loss, steps))  # (P + 2,)
-        dist.all_reduce(flat)
-        flat[:-1].mul_(self.divisor / flat[-1].clamp(min=1.0))
+        steps = (batch.attention_mask != 0).sum().float().reshape(1)
+        facts = [loss.detach().float().reshape(1), steps]
+        gradients = self._gradients()
+        if gradients[0].dtype == torch.float32:
+            flat = torch.cat([*gradients, *facts])  # (P + 2,)
+            dist.all_reduce(flat)
+            flat, sums = flat[:-2], flat[-2:]
+        else:
+            flat, sums = torch.cat(gradients), torch.cat(facts)
+            dist.all_reduce(flat)
+            dist.all_reduce(sums)
+        factor = self.divisor / sums[1].clamp(min=1.0)
+        flat.mul_(factor)
         begin = 0
         for parameter in self._parameters:
             end = begin + parameter.numel()
             parameter.grad = flat[begin:end].view_as(parameter)
             begin = end
-        return flat[-2]
+        return sums[0] * factor
 
-    def _pieces(self, loss: Tensor, steps: Tensor) -> list[Tensor]:
+    def _gradients(self) -> list[Tensor]:
         found = []
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is None:
@@ -67,4 +77,4 @@ class RankGradients:
                     remedy="use train.graph=off",
                 )
             found.append(parameter.grad.reshape(-1))
-        return [*found, loss.detach().float().reshape(1), steps.float().reshape(1)]
+        return found

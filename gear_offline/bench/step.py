@@ -67,6 +67,8 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_87m, one graph, float32 weights": ("dt_87m", ("train.graph=on", *AUTOCAST)),
     "dt_1b, FSDP, collected twice": ("dt_1b", ("train.parallel=fsdp", "train.reshard=on")),
     "dt_1b, FSDP, collected once": ("dt_1b", ("train.parallel=fsdp", "train.reshard=off")),
+    "dt_87m, one graph": ("dt_87m", ("train.graph=on",)),
+    "dt_1b, one graph": ("dt_1b", ("train.graph=on", "train.parallel=ddp")),
 }
 QUICK = 2  # rows
 SUMS = {16: torch.bfloat16, 32: torch.float32}
