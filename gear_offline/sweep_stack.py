@@ -20,7 +20,7 @@ from gear_offline.training_run import TrainingInterrupted
 from gear_offline.world import current
 
 STACKS = 2  # that take turns: one more gains nothing
-LARGEST = 8  # runs of one stack: from there on two stacks beside each other gain more
+LARGEST = 16  # runs of one stack: where more are to run at a time two stacks share them
 
 
 def stack_size(parallel: int) -> int:
