@@ -130,3 +130,51 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
     engine: Any = Engine()
     assert make_batches(engine, padding="right", step=0, ahead=asked).ahead is ahead
     assert engine.fill.blocks == (module.AHEAD_BLOCKS if ahead else 1000)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_batches_of_several_lie_one_after_another(
+    log: list[str], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(module, "learner_of", lambda _: None)
+    field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
+
+    class Engine:
+        batch_size, selection = 2, object()
+        placed = type("Placed", (), {"host_bytes": int(ahead)})
+
+        def allocate(self, shape: tuple[int, ...]) -> Windows:
+            (size,) = shape
+            return Windows(
+                buffers=tuple(torch.full((size, 3, 1), -1.0) for _ in NAMES),
+                fields=tuple((Field(name=name, **field),) for name in NAMES),  # type: ignore[arg-type]
+                timesteps=torch.full((size, 3), -1),
+                attention_mask=torch.full((size, 3), -1),
+                segments=torch.full((size, 2), -1),
+            )
+
+        def static(self, *, chances: bool = False, windows: Windows | None = None) -> Fill:
+            fill = Fill(log)
+            fill.windows = self.allocate((2,)) if windows is None else windows
+            return fill
+
+    engine: Any = Engine()
+    places, whole = module.side_by_side(engine, 3, "right")
+    parts = [
+        make_batches(engine, padding="right", step=10 * n, ahead=True, windows=place)
+        for n, place in enumerate(places)
+    ]
+    assert [part.ahead for part in parts] == [ahead] * 3
+    for turn in range(2):
+        for part in parts:
+            part.begin()
+        assert [seen(part) for part in parts] == [turn, 10 + turn, 20 + turn]
+        for tensor in [*whole.model_inputs().values(), whole.segments]:
+            assert [set(part.flatten().tolist()) for part in tensor.chunk(3)] == [
+                {turn},
+                {10 + turn},
+                {20 + turn},
+            ]
+        for part in parts:
+            part.end()

@@ -22,7 +22,7 @@ from gear_offline.sweep import run_sweep
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_points import SweepPoint, grid, name_points
 from gear_offline.sweep_results import steps_done
-from gear_offline.sweep_stack import StackTurns, in_groups
+from gear_offline.sweep_stack import LARGEST, StackTurns, in_groups, stack_size
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
 from tests.training_support import learnt, tiny_recipe
@@ -214,6 +214,20 @@ def test_groups_are_of_runs_that_differ_in_seed_and_optimiser_alone(data: Path) 
     assert stack_key(base) == stack_key(base.replace(seed=3, optimizer__clip_norm=None))
     assert stack_key(base) != stack_key(base.replace(loader__batch_size=8))
     assert stack_key(base) != stack_key(base.replace(train__steps=21))
+
+
+def test_two_stacks_share_what_one_does_not_take(data: Path, tmp_path: Path) -> None:
+    assert [stack_size(n) for n in (1, 8, LARGEST)] == [1, 8, LARGEST]
+    assert [stack_size(LARGEST + n) for n in (1, 2, 3)] == [
+        LARGEST // 2 + 1,
+        LARGEST // 2 + 1,
+        LARGEST // 2 + 2,
+    ]
+    few = ("model.dropout=0", "train.steps=4", "optimizer.warmup_steps=1", "model.layers=1")
+    recipes = grid(tiny_recipe(data, "evaluate.episodes=0", *few), {}, seeds=range(LARGEST + 2))
+    points = name_points(recipes)
+    assert set(stacked(points, tmp_path, parallel=LARGEST + 1).values()) == {None}
+    assert {steps_done(tmp_path / point.name) for point in points} == {4}
 
 
 @pytest.mark.parametrize(

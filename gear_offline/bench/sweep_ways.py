@@ -147,7 +147,10 @@ def profile(dataset: Dataset, options: Sequence[str], count: int, seconds: float
     """
     from torch.profiler import ProfilerActivity
 
-    advance = _stacks(dataset, options, count, 1) if count > 1 else _alone(dataset, options)
+    if count > 1:  # as a graph with branches CUPTI does not come back from it
+        advance = _stacks(dataset, (*options, "train.graph=off"), count, 1)
+    else:
+        advance = _alone(dataset, options)
     advance(50)
     untyped: Any = torch.profiler.profile
     with untyped(activities=[ProfilerActivity.CUDA]) as profiler:
