@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
+from gear_offline.kernels.stacked_mlp import stacked_mlp, supports_stacked
 from gear_offline.models.blocks import add_dropped, attend, drop
 from gear_offline.models.checks import check_timesteps
 from gear_offline.models.decision_transformer import STATE_TOKENS, DecisionTransformer
@@ -184,9 +185,17 @@ class StackedModels(nn.Module):
         out = self._linear(mixed, *self._map(f"{name}.attn.c_proj", stored="in, out"))
         hidden = add_dropped(hidden, out, self._dropout)
         widen = self._map(f"{name}.mlp.c_fc", f"{name}.ln_2", stored="in, out")
-        inner = self._activation(self._linear(self._plain(hidden), *widen))
-        out = self._linear(inner, *self._map(f"{name}.mlp.c_proj", stored="in, out"))
+        second, bias = self._map(f"{name}.mlp.c_proj", stored="in, out")
+        out = self._mlp(self._plain(hidden), *widen, second) + bias[:, None].to(self._kind)
         return add_dropped(hidden, out, self._dropout)
+
+    def _mlp(self, rows: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
+        """(N, R, H) -> (N, R, H), both products, without the bias of the second."""
+        kind, (width, inner) = self._kind, first.shape[1:]
+        relu = isinstance(self._activation, nn.ReLU)
+        if relu and supports_stacked(rows.device, kind, width=width, inner=inner):
+            return stacked_mlp(rows.to(kind), first.to(kind), bias, second.to(kind))
+        return self._product(self._activation(self._linear(rows, first, bias)), second)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
         """(N, R, H) -> (N * B, T, H), what each token has gathered."""
