@@ -1,0 +1,165 @@
+"""The MLPs of several models at once on a GPU, against plain torch in float32."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gear_offline.kernels.stacked_mlp import (
+    stacked_mlp,
+    stacked_mlp_gradient,
+    stacked_mlp_parts,
+    stacked_mlp_reference,
+)
+from gear_offline.models import stacked as stacked_module
+from gear_offline.models.stacked import StackedModels
+from tests.test_stacked_models import make_batch, make_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+]
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+# models, rows of each, inputs, elements between the products, outputs
+SIZES = [
+    (8, 3840, 128, 512, 128),
+    (2, 1280, 128, 512, 128),
+    (3, 1, 16, 16, 16),
+    (2, 300, 48, 144, 80),
+    (1, 129, 256, 64, 192),
+]
+
+
+def draw(
+    sizes: tuple[int, ...], kind: torch.dtype = torch.bfloat16, of_bias: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """Return rows, maps and bias, and a gradient of the result; sums are about one."""
+    models, rows, width, size, outputs = sizes
+    torch.manual_seed(0)
+    given = [
+        torch.randn(models, rows, width, device="cuda").to(kind),
+        (torch.randn(models, width, size, device="cuda") * width**-0.5).to(kind),
+        torch.randn(models, size, device="cuda").to(of_bias),
+        (torch.randn(models, size, outputs, device="cuda") * size**-0.5).to(kind),
+    ]
+    above = torch.randn(models, rows, outputs, device="cuda").to(kind)
+    return [x.requires_grad_() for x in given], above
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """Error as a share of the whole."""
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def alike(given: list[Tensor]) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in given]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_result_and_gradients(sizes: tuple[int, ...], kind: torch.dtype) -> None:
+    of_bias = torch.float32 if sizes[0] > 1 else kind
+    given, above = draw(sizes, kind, of_bias)
+    found, inner = stacked_mlp_parts(*given)
+    found.backward(above)
+    plain = [x.detach().double().requires_grad_() for x in given]
+    before = torch.bmm(plain[0], plain[1]) + plain[2][:, None]
+    # what is clamped is decided by sums in float32: those next to zero may go either way
+    expected = torch.bmm(before * (inner > 0), plain[3])
+    expected.backward(above.double())
+    rounding = torch.finfo(kind).eps
+    assert off(inner, before.detach().relu()) < rounding
+    assert off(found, expected.detach()) < rounding
+    for mine, theirs in zip(given, plain, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert mine.grad.dtype == mine.dtype
+        assert off(mine.grad, theirs.grad) < rounding
+    for model in range(sizes[0]):  # nothing of the neighbours
+        alone = alike([x[model : model + 1] for x in given])
+        again = stacked_mlp(*alone)
+        again.backward(above[model : model + 1])
+        torch.testing.assert_close(again[0], found[model], rtol=4 * rounding, atol=4 * rounding)
+        for mine, its in zip(given, alone, strict=True):
+            assert mine.grad is not None and its.grad is not None
+            assert off(its.grad[0], mine.grad[model].float()) < rounding
+
+
+def test_one_that_is_not_a_number_stays_so() -> None:
+    given, above = draw((3, 200, 32, 48, 16))
+    with torch.no_grad():
+        given[0][1, 130, 5] = float("nan")
+    found = stacked_mlp(*given)
+    found.backward(above)
+    broken = torch.zeros(3, 200, dtype=torch.bool)
+    broken[1, 130] = True
+    assert torch.equal(found.isnan().all(2).cpu(), broken)
+    assert torch.equal(found.isnan().any(2).cpu(), broken)
+    for x in (given[1], given[3]):
+        assert x.grad is not None
+        assert x.grad.isfinite().flatten(1).all(1).tolist() == [True, False, True]
+
+
+def test_the_operators_are_well_formed() -> None:
+    given, above = draw((2, 300, 128, 512, 128))
+    torch.library.opcheck(stacked_mlp_parts, tuple(given))
+    inner = stacked_mlp_parts(*given)[1]
+    torch.library.opcheck(stacked_mlp_gradient, (above, given[3].detach(), inner))
+
+
+@INDUCTOR
+def test_compiled() -> None:
+    def act(rows: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
+        return stacked_mlp(rows * 1.0, first, bias, second).mT * 2.0
+
+    given, above = draw((2, 300, 128, 512, 128))
+    mine, plain = alike(given), alike(given)
+    torch.compile(act)(*mine).backward(above.mT)
+    act(*plain).backward(above.mT)
+    for one, other in zip(mine, plain, strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert off(one.grad, other.grad.float()) < 2**-8
+
+
+def test_replays_of_a_graph_read_new_rows() -> None:
+    given, _ = draw((2, 300, 128, 512, 128))
+    with torch.no_grad():
+        stacked_mlp(*given)  # compiles the kernel
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            stacked_mlp(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = stacked_mlp(*given)
+        for factor in (1.0, 0.5):
+            given[0].mul_(factor)
+            graph.replay()
+            assert off(found, stacked_mlp_reference(*(x.float() for x in given))) < 2**-7
+
+
+@INDUCTOR
+def test_stacked_models_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that take the kernels against models that do not."""
+    batches = [make_batch(seed, 30).to("cuda") for seed in range(3)]
+    results = []
+    for fits in (True, False):
+        if not fits:
+            monkeypatch.setattr(stacked_module, "supports_stacked", lambda *_, **__: False)
+        models: list[Any] = [make_model(seed, hidden_size=64) for seed in range(3)]
+        for model in models:
+            model.cuda()
+            for some in model.encoder.h:
+                torch.nn.init.normal_(some.mlp.c_fc.bias)
+        stacked = StackedModels(models, precision=torch.bfloat16)
+        losses = torch.compile(stacked.losses, dynamic=False)(batches)
+        losses.sum().backward()
+        gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
+        results.append((losses.detach(), gradients))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=4e-3, atol=4e-3)
+    for name, plain in results[1][1].items():
+        assert off(results[0][1][name], plain) < 0.1, name
