@@ -25,6 +25,7 @@ from gear_offline.kernels.stacked_mlp import (
     stacked_mlp_reference,
     supports_stacked,
 )
+from gear_offline.loaders.batch import join_batches
 from gear_offline.models import stacked as stacked_module
 from gear_offline.models.stacked import StackedModels
 from tests.attention_support import StandIn
@@ -186,7 +187,7 @@ def test_only_16_bits_on_cuda_are_supported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("activation", ["relu", "gelu_new"])
 def test_stacked_models_use_it(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [make_batch(seed, 3) for seed in range(3)]
+    batch = join_batches([make_batch(seed, 3) for seed in range(3)])
     results = []
     for fits in (False, True):
         monkeypatch.setattr(stacked_module, "supports_stacked", lambda *_, f=fits, **__: f)
@@ -196,7 +197,7 @@ def test_stacked_models_use_it(activation: str, monkeypatch: pytest.MonkeyPatch)
                 torch.nn.init.normal_(block.mlp.c_fc.bias)
         LAUNCHES.clear()
         stacked = StackedModels(models)
-        losses = stacked.losses(batches)
+        losses = stacked.losses(batch)
         losses.sum().backward()
         assert len(LAUNCHES) == (4 if fits and activation == "relu" else 0)
         results.append((losses.detach(), [p.grad for p in stacked.parameters()]))

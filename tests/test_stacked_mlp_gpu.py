@@ -15,6 +15,7 @@ from gear_offline.kernels.stacked_mlp import (
     stacked_mlp_parts,
     stacked_mlp_reference,
 )
+from gear_offline.loaders.batch import join_batches
 from gear_offline.models import stacked as stacked_module
 from gear_offline.models.stacked import StackedModels
 from tests.test_stacked_models import make_batch, make_model
@@ -145,7 +146,7 @@ def test_replays_of_a_graph_read_new_rows() -> None:
 @INDUCTOR
 def test_stacked_models_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that take the kernels against models that do not."""
-    batches = [make_batch(seed, 30).to("cuda") for seed in range(3)]
+    batch = join_batches([make_batch(seed, 30) for seed in range(3)]).to("cuda")
     results = []
     for fits in (True, False):
         if not fits:
@@ -156,7 +157,7 @@ def test_stacked_models_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             for some in model.encoder.h:
                 torch.nn.init.normal_(some.mlp.c_fc.bias)
         stacked = StackedModels(models, precision=torch.bfloat16)
-        losses = torch.compile(stacked.losses, dynamic=False)(batches)
+        losses = torch.compile(stacked.losses, dynamic=False)(batch)
         losses.sum().backward()
         gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
         results.append((losses.detach(), gradients))
