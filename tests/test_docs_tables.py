@@ -118,6 +118,23 @@ def several_table() -> Iterator[list[float | None]]:
             yield [count, *(found[k] for k in keys), found["memory_bytes"] / GIB, *linear]
 
 
+def four_table() -> Iterator[list[float | None]]:
+    names = ["dt_1b", "dt_1b, DDP", "dt_1b, FSDP, collected once", "dt_1b, FSDP, collected twice"]
+    for name in [*names, "dt_87m", "dt_87m, launched one by one", "dt_87m, DDP"]:
+        found = row("step-four", name=name)
+        alone = row("step-four", name=name.split(",")[0], gpus=1)["segments_per_second"]
+        keys, gpus = ("milliseconds", "segments_per_second", "tflops"), found["gpus"]
+        linear = [found["segments_per_second"] / alone / gpus * 100] if gpus > 1 else []
+        yield [gpus, *(found[k] for k in keys), found["memory_bytes"] / GIB, *linear]
+
+
+def stacks_table() -> Iterator[list[float | None]]:
+    rows = measured("sweep")["third"]["hosts"][1]["rows"]
+    for name in ("1", "streams 2", "streams 4", "streams 8", "stacked 8", "stacked 16"):
+        rate = rows[name]["steps_per_second"]
+        yield [int(name.split()[-1]), rate, rate / rows["1"]["steps_per_second"]]
+
+
 def traffic_table() -> Iterator[list[float | None]]:
     names = ("nodes", "ranks_per_node", "segments_per_rank", "skew", "replicated")
     rows = [(8, 1, 1024, 0), (8, 8, 16, 0), (8, 8, 256, 0), (8, 8, 4096, 0), (64, 8, 128, 0)]
@@ -173,6 +190,8 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Iterator[list[float | None]]]]
     "step": ("docs/large-models.md", "against a fixed batch", step_table),
     "step-sizes": ("docs/large-models.md", "stall", sizes_table),
     "step-several": ("docs/large-models.md", "of linear", several_table),
+    "sweep": ("docs/sweeps.md", "steps/s in sum", stacks_table),
+    "step-four": ("docs/large-models.md", "share of linear", four_table),
     "traffic": ("docs/clusters.md", "crosses nodes", traffic_table),
     "recovery": ("docs/clusters.md", "detection", recovery_table),
     "save": ("docs/training.md", "`dcp.async_save`", save_table),
