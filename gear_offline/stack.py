@@ -25,6 +25,7 @@ from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.device_batches import side_by_side
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels
+from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 
 REMEDY = "use --mode streams, processes or serial"
@@ -37,8 +38,17 @@ def stack_key(recipe: Recipe) -> str:
     return json.dumps(shared, sort_keys=True)
 
 
-def check_stackable(recipe: Recipe) -> None:
+def check_stackable(
+    recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool = False
+) -> None:
     """Refuse a recipe whose steps need more than one forward and backward pass of plain models.
+
+    Parameters
+    ----------
+    sizes
+        Of the model, where they are known already.
+    learns
+        The selection learns from losses.
 
     Raises
     ------
@@ -55,6 +65,14 @@ def check_stackable(recipe: Recipe) -> None:
         reason = "steps run on a bfloat16 copy of the weights (train.weights)"
     elif recipe.loader.padding != "right":
         reason = "windows are padded on the left (loader.padding)"
+    elif learns:
+        reason = "their selection learns from losses"
+    elif sizes is not None and sizes.tasks:
+        reason = "the model has several tasks"
+    elif sizes is not None and sizes.discrete:
+        reason = "actions are discrete"
+    elif sizes is not None and sizes.frame_shape and recipe.model.encoder != "none":
+        reason = "frames have an encoder"
     if reason:
         raise UnavailableError(
             "STACK_UNAVAILABLE", f"these runs cannot be stacked: {reason}", remedy=REMEDY
@@ -93,6 +111,8 @@ class Stack:
         self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
+        if first.device.type == "cuda":  # each was made on a stream of its own
+            torch.cuda.synchronize(first.device)
         self._captured: CapturedStack | None = None
         self._is_captured = not first.graph_reason
 
@@ -106,6 +126,11 @@ class Stack:
         """Whether a step is one replay of a graph that is there."""
         return self._captured is not None
 
+    def prepare(self) -> None:
+        """Capture a step, where steps are captured and that is not done yet: no step is done."""
+        if self.will_capture:
+            self._captured = CapturedStack(self.learners, self._gradients)
+
     def advance(self) -> dict[int, GearError]:
         """Do one step of each learner; return what ended some of them, by number.
 
@@ -113,8 +138,8 @@ class Stack:
         """
         if not self._is_captured:
             return self._launch()
-        if self._captured is None:
-            self._captured = CapturedStack(self.learners, self._gradients)
+        self.prepare()
+        assert self._captured is not None, "it is prepared"
         self._captured.replay()
         for number, learner in enumerate(self.learners):
             if number not in self._left:

@@ -1,8 +1,8 @@
 """Many runs as one: a directory with an ordinary run directory a point, and a table over seeds.
 
 What a run of a sweep leaves behind is what `gear_offline.trainer.train` would have left: the same
-batches, the same random numbers, the same steps.  `gear_offline.sweep_modes` decides how the runs
-share the machine.
+batches, the same random numbers, the same steps; but for dropout and rounding where runs are
+stacked.  `gear_offline.sweep_modes` decides how the runs share the machine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_checks import check_recipe
+from gear_offline.selection import learner_of
 from gear_offline.shared_tables import SharedTables
+from gear_offline.stack import check_stackable
 from gear_offline.sweep_directory import SweepDirectory, recorded_options
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_modes import Choice, Mode, choose
 from gear_offline.sweep_points import SweepPoint, name_points
 from gear_offline.sweep_results import RunResult, is_complete, read_result, steps_done
-from gear_offline.task_recipes import data_key
+from gear_offline.task_recipes import data_key, recipe_selection
 from gear_offline.trainer import RESUMABLE, train
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.wording import count_text
@@ -91,6 +93,8 @@ def run_sweep(
 
     Raises
     ------
+    UnavailableError
+        ``DEVICE`` for streams without a GPU, ``STACK_UNAVAILABLE``.
     InputError
         ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``, and
         those of checking recipes and preparing data, before any run begins.
@@ -141,21 +145,27 @@ class Sweep:
     def complete(self, *, report: bool) -> list[RunResult]:
         """Run what is left to run, and report."""
         for point in self._points:  # whatever does not fit shows before the first step
-            resolve(point.recipe, self._dataset(point), quiet=True)
+            dataset = self._dataset(point)
+            recipe, sizes = resolve(point.recipe, dataset, quiet=True)
+            if self._mode == "stacked":
+                learns = learner_of(recipe_selection(recipe, dataset)) is not None
+                check_stackable(recipe, sizes, learns=learns)
         with SweepDirectory(
             self._out, self._points, free=RESUMABLE, others=self._others
         ) as directory:
-            place = directory.run_path
+            place, mode = directory.run_path, self._mode
+            if mode == "auto" and directory.document.get("mode") == "stacked":
+                mode = "stacked"  # others would go on with other random numbers
             choice = choose(
                 self._points,
                 self._device,
-                mode=self._mode,
+                mode=mode,
                 parallel=self._parallel,
                 threads=directory.document.get("threads"),
             )
             open_ = [point for point in self._points if not is_complete(point, place(point))]
-            directory.note(mode=choice.mode, parallel=choice.parallel, threads=choice.threads)
             if open_:
+                directory.note(mode=choice.mode, parallel=choice.parallel, threads=choice.threads)
                 self._announce(choice, len(open_))
                 try:
                     self._run(directory, choice, open_)

@@ -160,7 +160,7 @@ class Lane:
             if self.run.must_wait:
                 self.run.poll()
                 return False
-            self._count_time()
+            self.count_time()
             with self.alone():
                 self.run.look()
             self._looking = False
@@ -175,8 +175,7 @@ class Lane:
 
     def _launch(self) -> None:
         run, began = self.run, time.perf_counter()
-        if self._window_began is None:
-            self._window_began, self._launched_seconds = began, 0.0
+        self.begin_window()
         to_look = run.steps_to_look
         steps = min(CHUNK, to_look)
         simple = run.learner.is_captured
@@ -189,7 +188,12 @@ class Lane:
         self._looking = steps == to_look
         self._launched_seconds += time.perf_counter() - began
 
-    def _count_time(self) -> None:
+    def begin_window(self) -> None:
+        """Count the time from now on as that of steps, all of it."""
+        if self._window_began is None:
+            self._window_began, self._launched_seconds = time.perf_counter(), 0.0
+
+    def count_time(self) -> None:
         """Tell the learner of the time in which its steps ran and it was not asked."""
         if self._window_began is not None and self.track.stream is not None:
             whole = time.perf_counter() - self._window_began

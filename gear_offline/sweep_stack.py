@@ -8,34 +8,32 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any
 
-import torch
-
 from gear_offline.errors import GearError
 from gear_offline.stack import Stack, stack_key
 from gear_offline.sweep_lane import CHUNK, DEEP, Lane
 from gear_offline.sweep_points import SweepPoint
-from gear_offline.sweep_track import Track
 from gear_offline.sweep_turns import PAUSE_SECONDS, Ended, Turns, in_words
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.world import current
 
-STACKS = 2  # that take turns: one more gains nothing
-LARGEST = 16  # runs of one stack: where more are to run at a time two stacks share them
-
-
-def stack_size(parallel: int) -> int:
-    """Return the most runs of a stack where so many are to run at a time."""
-    return parallel if parallel <= LARGEST else -(-parallel // STACKS)
+LARGEST = 16  # runs of one stack: more of them are hardly faster, see docs/sweeps.md
 
 
 def in_groups(points: Sequence[SweepPoint], most: int) -> Iterator[list[SweepPoint]]:
-    """Yield points that can be stacked, at most so many together; the order stays within them."""
+    """Yield points that can be stacked, in stacks of about the same size; the order stays in them.
+
+    Parameters
+    ----------
+    most
+        Points of a stack.
+    """
     kinds: dict[str, list[SweepPoint]] = {}
     for point in points:
         kinds.setdefault(stack_key(point.recipe), []).append(point)
     for alike in kinds.values():
+        size = -(-len(alike) // -(-len(alike) // most))
         rest = iter(alike)
-        while group := list(islice(rest, most)):
+        while group := list(islice(rest, size)):
             yield group
 
 
@@ -43,22 +41,23 @@ class StackTurns(Turns):
     """Runs the points of a sweep in one process, in stacks that take turns.
 
     The runs of a stack look at their numbers after the same steps; meanwhile the GPU does those of
-    the other stack.  Where a run fails it ends alone; its place in the stack stays, and what is
+    other stacks.  Where a run fails it ends alone; its place in the stack stays, and what is
     computed there is not used.
     """
 
     def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
         """As `Turns.complete`."""
         self._ended = ended
-        groups = deque(in_groups(points, stack_size(len(self._lanes))))
-        turns: list[Iterator[bool]] = []
+        room, self._lanes = len(self._lanes), []
+        groups = deque(in_groups(points, min(room, LARGEST)))
+        turns: list[tuple[int, Iterator[bool]]] = []
         with self._stop, current(self._device), self._many_shapes(points):
             try:
                 while groups or turns:
-                    while groups and len(groups[0]) <= len(self._lanes) - len(self._busy()):
-                        turns.append(self._complete_group(groups.popleft()))
-                        next(turns[-1])  # it takes its lanes
-                    moved = [next(turn, None) for turn in turns]
+                    while groups and len(groups[0]) <= room - sum(size for size, _ in turns):
+                        group = groups.popleft()
+                        turns.append((len(group), self._complete_group(group)))
+                    moved = [next(turn, None) for _, turn in turns]
                     turns = [t for t, m in zip(turns, moved, strict=True) if m is not None]
                     self._stop_if_asked()
                     if not any(m is not False for m in moved):
@@ -68,39 +67,30 @@ class StackTurns(Turns):
                     self._abandon(lane)
 
     def _complete_group(self, points: Sequence[SweepPoint]) -> Iterator[bool]:
-        """Run points of one `stack_key` to their end; yield whether anything moved.
-
-        It has its lanes after the first turn.
-        """
-        track = Track(self._device)
+        """Run points of one `stack_key` to their end; yield whether anything moved."""
         mine = []
         for point in points:
-            lane = next(lane for lane in self._lanes if lane.point is None)
-            lane.track = track
+            lane = Lane(self._device)
+            self._lanes.append(lane)
             try:
                 with in_words(point, self._place(point)):
                     self._open(lane, point)
                 mine.append(lane)
             except GearError as error:
                 self._ended(point, error)
-        yield True
-        self._begin_random(track, mine)
+            yield True
         # a kill may have come when some had saved a step and others had not
         mine.sort(key=lambda lane: lane.run.learner.step)
         for _, lanes in groupby(mine, key=lambda lane: lane.run.learner.step):
             yield from self._complete_stack(list(lanes))
-
-    def _begin_random(self, track: Track, lanes: Sequence[Lane]) -> None:
-        """Let a group that begins draw from the seed of its first run."""
-        learners = [lane.run.learner for lane in lanes]
-        if learners and all(learner.step == 0 for learner in learners):
-            with track.alone():
-                torch.manual_seed(learners[0].recipe.seed)
+        self._lanes = [lane for lane in self._lanes if lane not in mine]
 
     def _complete_stack(self, lanes: list[Lane]) -> Iterator[bool]:
         """Do all steps of runs that have done as many."""
         try:
             with in_words(_point(lanes[0]), lanes[0].run.path):
+                for lane in lanes:  # all draw from the random numbers of the first one
+                    lane.track = lanes[0].track
                 with lanes[0].alone():
                     stack = Stack([lane.run.learner for lane in lanes])
                 while (there := _there(lanes)) and not there[0].run.is_done:
@@ -110,19 +100,25 @@ class StackTurns(Turns):
             raise
         except GearError as error:  # of all together
             for lane in _there(lanes):
-                self._fail(lane, error)
+                name = _point(lane).name
+                self._fail(lane, GearError(error.code, error.what, where=name, remedy=error.remedy))
         for lane in _there(lanes):
             yield from self._finish(lane)
 
     def _advance(self, stack: Stack, lanes: list[Lane], steps: int) -> Iterator[bool]:
         """Launch steps, a few at a time, until the GPU has done them."""
-        began, marks = time.perf_counter(), deque[Any]()
+        if stack.will_capture:
+            self._settle_saves()
+            with _there(lanes)[0].alone():
+                stack.prepare()
+        marks = deque[Any]()
+        if stack.is_captured:
+            for lane in _there(lanes):
+                lane.begin_window()
         for first in range(0, steps, CHUNK):
             there = _there(lanes)
             if not there:
                 return
-            if stack.will_capture:
-                self._settle_saves()
             with there[0].track.launching() if stack.is_captured else there[0].alone():
                 for _ in range(min(CHUNK, steps - first)):
                     for number, error in stack.advance().items():
@@ -135,9 +131,6 @@ class StackTurns(Turns):
                 yield _is_past(marks)
         while marks:
             yield _is_past(marks)
-        if stack.is_captured:
-            for lane in _there(lanes):
-                lane.run.learner.count_busy(time.perf_counter() - began)
 
     def _look(self, stack: Stack, lanes: list[Lane]) -> Iterator[bool]:
         """Log, evaluate and save, whatever is due after the step that was done last."""
@@ -149,6 +142,7 @@ class StackTurns(Turns):
                     while lane.run.must_wait:
                         lane.run.poll()
                         yield False
+                    lane.count_time()
                     with lane.alone():
                         lane.run.look()
             except TrainingInterrupted:  # it has saved; the others follow

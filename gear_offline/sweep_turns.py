@@ -184,8 +184,11 @@ class Turns:
         for lane in self._busy():
             assert lane.point is not None, "a busy lane"
             try:
-                with in_words(lane.point, lane.run.path), lane.alone():
-                    lane.run.look()
+                with in_words(lane.point, lane.run.path):
+                    lane.count_time()
+                    if lane.run.learner.step:  # before the first step there is nothing to save
+                        with lane.alone():
+                            lane.run.look()
             except TrainingInterrupted:
                 pass  # as it should be
             except GearError as error:

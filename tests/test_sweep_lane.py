@@ -208,15 +208,22 @@ def test_an_interruption_goes_on_past_a_run_that_cannot_be_saved(lane: Lane) -> 
         looked.append("other")
         raise TrainingInterrupted("TRAIN_INTERRUPTED", "stopped")
 
-    run.look = full
-    (point,) = name_points([load_recipe("paper").replace(seed=9)])
-    other: Any = SimpleNamespace(
-        point=point, run=SimpleNamespace(path=Path("two"), look=saved), alone=lane.alone
-    )
-    turns = turns_of(lane, other)
+    run.look, run.learner.step = full, 3
+    points = name_points([load_recipe("paper").replace(seed=seed) for seed in (9, 10)])
+    others: list[Any] = [
+        SimpleNamespace(
+            point=point,
+            run=SimpleNamespace(path=Path("two"), look=saved, learner=SimpleNamespace(step=step)),
+            alone=lane.alone,
+            count_time=lambda: looked.append("counted"),
+        )
+        for point, step in zip(points, (5, 0), strict=True)
+    ]
+    turns = turns_of(lane, *others)
     with pytest.raises(TrainingInterrupted):
         turns._interrupt()
-    assert looked == ["other"] and [code for _, code in turns.told] == ["OUTPUT_SPACE"]
+    assert looked == ["counted", "other", "counted"], "of a run without steps nothing is saved"
+    assert [code for _, code in turns.told] == ["OUTPUT_SPACE"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler

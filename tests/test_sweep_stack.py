@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -22,7 +23,7 @@ from gear_offline.sweep import run_sweep
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_points import SweepPoint, grid, name_points
 from gear_offline.sweep_results import steps_done
-from gear_offline.sweep_stack import LARGEST, StackTurns, in_groups, stack_size
+from gear_offline.sweep_stack import LARGEST, StackTurns, in_groups
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
 from tests.training_support import learnt, tiny_recipe
@@ -176,6 +177,60 @@ def test_a_run_that_fails_ends_alone(
     assert stacked(points[1:2], tmp_path) == {points[1].name: None}
 
 
+def test_another_stack_is_not_touched_by_one_that_lost_a_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that waits for room begins when there is some, and does all of its own steps."""
+    short = make_recipes(data, "model.dropout=0")[:3]
+    longer = short[0].replace(train__steps=40, seed=5)
+    points = name_points([*short, longer], ["a", "b", "c", "longer"])
+    take = Learner.take
+
+    def poisoned(self: Learner) -> Any:
+        if self.recipe.seed == 1 and self.step == 8:
+            with torch.no_grad():
+                self.model.embed_ln.bias.fill_(float("nan"))
+        return take(self)
+
+    monkeypatch.setattr(Learner, "take", poisoned)
+    ended = stacked(points, tmp_path, parallel=3)
+    assert [name for name, error in ended.items() if error is not None] == ["b"]
+    assert [steps_done(tmp_path / p.name) for p in points] == [20, 6, 20, 40]
+
+
+def test_a_stop_while_runs_open_saves_nothing_of_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = name_points(make_recipes(data))
+    build, count = Learner.__init__, 0
+
+    def interrupting(self: Learner, *arguments: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        build(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "__init__", interrupting)
+    with pytest.raises(TrainingInterrupted):
+        stacked(points, tmp_path)
+    assert count == 2, "no further run is opened"
+    assert not list(tmp_path.glob("*/checkpoints/step-*"))
+    monkeypatch.setattr(Learner, "__init__", build)
+    assert set(stacked(points, tmp_path).values()) == {None}
+
+
+def test_a_sweep_stays_stacked(data: Path, tmp_path: Path) -> None:
+    recipes = grid(tiny_recipe(data, "evaluate.episodes=0"), {}, seeds=[0, 1])
+    out = tmp_path / "sweep"
+    run_sweep(recipes, out, mode="stacked", quiet=True)
+    run_sweep(recipes, out, mode="serial", quiet=True, report=False)  # nothing is left to run
+    assert json.loads((out / "sweep.json").read_text())["mode"] == "stacked"
+    more = grid(tiny_recipe(data, "evaluate.episodes=0"), {}, seeds=[0, 1, 2])
+    run_sweep(more, out, quiet=True, report=False)
+    assert json.loads((out / "sweep.json").read_text())["mode"] == "stacked"
+
+
 def test_runs_that_stand_at_other_steps_are_stacked_apart(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +262,7 @@ def test_groups_are_of_runs_that_differ_in_seed_and_optimiser_alone(data: Path) 
     changes: dict[str, list[Any]] = {"model.layers": [1, 2], "optimizer.weight_decay": [0.0, 0.1]}
     points = name_points(grid(base, changes, seeds=[0, 1, 2]))
     groups = list(in_groups(points, 4))
-    assert [len(group) for group in groups] == [4, 2, 4, 2]
+    assert [len(group) for group in groups] == [3, 3, 3, 3]
     assert sorted(p.name for group in groups for p in group) == sorted(p.name for p in points)
     for group in groups:
         assert len({point.recipe.model.layers for point in group}) == 1
@@ -217,16 +272,12 @@ def test_groups_are_of_runs_that_differ_in_seed_and_optimiser_alone(data: Path) 
 
 
 def test_two_stacks_share_what_one_does_not_take(data: Path, tmp_path: Path) -> None:
-    assert [stack_size(n) for n in (1, 8, LARGEST)] == [1, 8, LARGEST]
-    assert [stack_size(LARGEST + n) for n in (1, 2, 3)] == [
-        LARGEST // 2 + 1,
-        LARGEST // 2 + 1,
-        LARGEST // 2 + 2,
-    ]
     few = ("model.dropout=0", "train.steps=4", "optimizer.warmup_steps=1", "model.layers=1")
     recipes = grid(tiny_recipe(data, "evaluate.episodes=0", *few), {}, seeds=range(LARGEST + 2))
     points = name_points(recipes)
-    assert set(stacked(points, tmp_path, parallel=LARGEST + 1).values()) == {None}
+    sizes = [len(group) for group in in_groups(points, LARGEST)]
+    assert sizes == [LARGEST // 2 + 1] * 2
+    assert set(stacked(points, tmp_path, parallel=LARGEST + 2).values()) == {None}
     assert {steps_done(tmp_path / point.name) for point in points} == {4}
 
 
@@ -237,6 +288,7 @@ def test_two_stacks_share_what_one_does_not_take(data: Path, tmp_path: Path) -> 
         ("train.recompute=true", "computed twice"),
         ("loader.padding=left", "padded on the left"),
         ("train.weights=bf16", "bfloat16 copy"),
+        ("selection.strategy=prioritized", "learns from losses"),
     ],
 )
 def test_recipes_that_cannot_be_stacked_are_refused(
