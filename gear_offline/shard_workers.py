@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -105,7 +105,8 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(OSError):  # what a dead worker did not read cannot be written
+                        pipe.close()
 
 
 def _serve(

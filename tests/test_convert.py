@@ -25,6 +25,7 @@ from gear_offline.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.manifest import Manifest
 from gear_offline.schema import EpisodeIndex
+from gear_offline.shard_workers import _processes
 from gear_offline.shards import EPISODE_COLUMNS
 from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
 
@@ -235,6 +236,15 @@ def test_a_source_that_breaks_its_promise_is_refused(
     broken = source()
     broken.read = lambda column, start, stop: answer  # type: ignore[method-assign]
     assert failing_code(lambda: convert(broken, tmp_path / "d", quiet=True)) == "SOURCE_READ"
+
+
+def test_what_a_dead_worker_did_not_read_is_no_error() -> None:
+    """It would hide the error that says which worker died."""
+    with _processes(1) as (process,):
+        assert process.stdin is not None
+        process.kill()
+        process.wait()
+        process.stdin.write("a job")  # closing the pipe writes it
 
 
 def test_a_worker_that_dies_is_one_error(tmp_path: Path) -> None:
