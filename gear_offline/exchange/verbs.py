@@ -261,26 +261,31 @@ class VerbsExchange(Membership):
 
     def _status_fault(self, rank: int, status: int) -> GearError:
         what = STATUS.get(status, f"status {status}")
-        if status in REFUSED:
-            return GearError(
+        if status in REFUSED:  # as a process that is killed does when its memory goes first
+            refused = GearError(
                 "EXCHANGE_REFUSED",
                 f"{self._mesh.name_of(rank)} refused a read: {what}",
                 remedy="its memory is no longer registered, or the ranks disagree about the table",
             )
+            return self._news() or refused
         return self._fault(rank, f"a read failed: {what}")
 
     def _fault(self, rank: int, what: str) -> GearError:
         """Return the error for a peer's queue pair that failed; the peer may have said why."""
+        return self._news() or GearError(
+            "EXCHANGE_PEER",
+            f"{self._mesh.name_of(rank)} cannot be read from: {what}",
+            remedy="look at the messages of that rank, and at the network to its node",
+        )
+
+    def _news(self) -> GearError | None:
+        """Return what is heard of peers that are lost or gave up, within `NEWS_SECONDS`."""
         deadline = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < deadline:
             if failure := self._mesh.failure():
                 return failure
             time.sleep(0.01)
-        return GearError(
-            "EXCHANGE_PEER",
-            f"{self._mesh.name_of(rank)} cannot be read from: {what}",
-            remedy="look at the messages of that rank, and at the network to its node",
-        )
+        return None
 
     def _raise_news(self) -> None:
         failure = self._mesh.failure()
