@@ -48,13 +48,13 @@ class StackTurns(Turns):
     def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
         """As `Turns.complete`."""
         self._ended = ended
-        room, self._lanes = len(self._lanes), []
-        groups = deque(in_groups(points, min(room, LARGEST)))
+        self._lanes = []  # every group brings its own
+        groups = deque(in_groups(points, min(self._parallel, LARGEST)))
         turns: list[tuple[int, Iterator[bool]]] = []
         with self._stop, current(self._device), self._many_shapes(points):
             try:
                 while groups or turns:
-                    while groups and len(groups[0]) <= room - sum(size for size, _ in turns):
+                    while groups and len(groups[0]) <= self._parallel - sum(n for n, _ in turns):
                         group = groups.popleft()
                         turns.append((len(group), self._complete_group(group)))
                     moved = [next(turn, None) for _, turn in turns]
@@ -83,7 +83,7 @@ class StackTurns(Turns):
         mine.sort(key=lambda lane: lane.run.learner.step)
         for _, lanes in groupby(mine, key=lambda lane: lane.run.learner.step):
             yield from self._complete_stack(list(lanes))
-        self._lanes = [lane for lane in self._lanes if lane not in mine]
+        self._lanes = self._busy()
 
     def _complete_stack(self, lanes: list[Lane]) -> Iterator[bool]:
         """Do all steps of runs that have done as many."""

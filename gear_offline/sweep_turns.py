@@ -71,6 +71,7 @@ class Turns:
     ) -> None:
         self._device, self._prepare, self._place = device, prepare, place
         self._share, self._display = share, display
+        self._parallel = parallel
         self._lanes = [Lane(device) for _ in range(parallel)]
         self._tables = SharedTables()
         self._stop = StopRequest()
@@ -135,7 +136,7 @@ class Turns:
                 with self._tables.used():
                     learner = Learner(recipe, sizes, dataset, self._device)
                 run = TurnRun(directory, learner, dataset, quiet=True)
-                run.stop, run.neighbours = self._stop, len(self._lanes)
+                run.stop, run.neighbours = self._stop, self._parallel
                 try:
                     run.begin()
                 except BaseException:

@@ -17,10 +17,8 @@ import torch
 from gear_offline.cli import main
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.learner import Learner
-from gear_offline.preparation import prepare_dataset
 from gear_offline.recipe import Recipe
 from gear_offline.sweep import run_sweep
-from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_modes import choose
 from gear_offline.sweep_points import SweepPoint, grid, name_points
 from gear_offline.sweep_processes import Worker
@@ -29,6 +27,7 @@ from gear_offline.sweep_turns import Turns
 from gear_offline.torch_threads import torch_threads
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
+from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 
 CPU = torch.device("cpu")
@@ -58,26 +57,8 @@ def solo(recipes: list[Recipe], tmp_path_factory: pytest.TempPathFactory) -> dic
     return found
 
 
-def in_turns(
-    points: tuple[SweepPoint, ...], folder: Path, *, parallel: int = 3
-) -> dict[str, GearError | None]:
-    """Run points in one process that takes turns, as on a GPU; return how each ended."""
-    display = SweepDisplay("test", {p.name: p.recipe.train.steps for p in points}, quiet=True)
-    display.begin({})
-    turns = Turns(
-        CPU,
-        parallel=parallel,
-        prepare=lambda point: prepare_dataset(point.recipe, quiet=True),
-        place=lambda point: folder / point.name,
-        display=display,
-    )
-    ended: dict[str, GearError | None] = {}
-
-    def note(point: SweepPoint, error: GearError | None) -> None:
-        ended[point.name] = error
-
-    turns.complete(points, note)
-    return ended
+def in_turns(points: tuple[SweepPoint, ...], folder: Path) -> dict[str, GearError | None]:
+    return sweep_support.in_turns(Turns, points, folder, parallel=3)
 
 
 def test_runs_that_take_turns_are_those_that_are_alone(

@@ -16,16 +16,16 @@ from gear_offline.cli import main
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
-from gear_offline.preparation import prepare_dataset
 from gear_offline.recipe import Recipe
 from gear_offline.stack import Stack, stack_key
 from gear_offline.sweep import run_sweep
-from gear_offline.sweep_display import SweepDisplay
+from gear_offline.sweep_lane import TurnRun
 from gear_offline.sweep_points import SweepPoint, grid, name_points
 from gear_offline.sweep_results import steps_done
 from gear_offline.sweep_stack import LARGEST, StackTurns, in_groups
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
+from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 
 CPU = torch.device("cpu")
@@ -47,24 +47,7 @@ def make_recipes(data: Path, *overrides: str) -> list[Recipe]:
 def stacked(
     points: tuple[SweepPoint, ...], folder: Path, *, parallel: int = 4
 ) -> dict[str, GearError | None]:
-    """Run points in stacks; return how each ended."""
-    display = SweepDisplay("test", {p.name: p.recipe.train.steps for p in points}, quiet=True)
-    display.begin({})
-    turns = StackTurns(
-        CPU,
-        parallel=parallel,
-        prepare=lambda point: prepare_dataset(point.recipe, quiet=True),
-        place=lambda point: folder / point.name,
-        display=display,
-    )
-    ended: dict[str, GearError | None] = {}
-
-    def note(point: SweepPoint, error: GearError | None) -> None:
-        assert point.name not in ended, "told once"
-        ended[point.name] = error
-
-    turns.complete(points, note)
-    return ended
+    return sweep_support.in_turns(StackTurns, points, folder, parallel=parallel)
 
 
 def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -196,6 +179,21 @@ def test_another_stack_is_not_touched_by_one_that_lost_a_run(
     ended = stacked(points, tmp_path, parallel=3)
     assert [name for name, error in ended.items() if error is not None] == ["b"]
     assert [steps_done(tmp_path / p.name) for p in points] == [20, 6, 20, 40]
+
+
+def test_runs_know_how_many_others_there_are(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first one on: evaluations share the machine by it."""
+    begin, seen = TurnRun.begin, []
+
+    def noted(self: TurnRun) -> None:
+        seen.append(self.neighbours)
+        begin(self)
+
+    monkeypatch.setattr(TurnRun, "begin", noted)
+    stacked(name_points(make_recipes(data, "train.steps=3")), tmp_path)
+    assert seen == [4] * 4
 
 
 def test_a_stop_while_runs_open_saves_nothing_of_them(
