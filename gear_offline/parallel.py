@@ -70,13 +70,13 @@ def choose_parallel(
     """
     if world.size == 1:
         return Parallel("alone")
+    wanted = recipe.train.parallel
+    if wanted == "ddp":
+        return Parallel("ddp", "DDP, as the recipe says")
     free = None
     if device.type == "cuda":
         free = min(world.gather(int(torch.cuda.mem_get_info(device)[0])))
-    wanted = recipe.train.parallel
     needed = replica_bytes(recipe, model, world, half=half)
-    if wanted == "ddp":
-        return Parallel("ddp", "DDP, as the recipe says")
     if wanted == "auto" and free is None:
         return Parallel("ddp", "DDP: ranks in host memory")
     if wanted == "auto" and free is not None and needed <= USABLE * free:

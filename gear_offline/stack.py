@@ -19,16 +19,14 @@ from torch import Tensor
 from gear_offline.captured_part import capture, warm_up
 from gear_offline.compilation import is_compiled
 from gear_offline.data_parallel import COMPILE
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import GearError
 from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.device_batches import side_by_side
 from gear_offline.models.loss import TrainingBatch
-from gear_offline.models.stacked import StackedModels
+from gear_offline.models.stacked import StackedModels, refuse_stack
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
-
-REMEDY = "use --mode streams, processes or serial"
 
 
 def stack_key(recipe: Recipe) -> str:
@@ -73,10 +71,7 @@ def check_stackable(
         reason = "actions are discrete"
     elif sizes is not None and sizes.frame_shape and recipe.model.encoder != "none":
         reason = "frames have an encoder"
-    if reason:
-        raise UnavailableError(
-            "STACK_UNAVAILABLE", f"these runs cannot be stacked: {reason}", remedy=REMEDY
-        )
+    refuse_stack(reason)
 
 
 class Stack:
@@ -97,12 +92,8 @@ class Stack:
 
     def __init__(self, learners: Sequence[Learner]) -> None:
         first = learners[0]
-        if any(learner.loader.learner is not None for learner in learners):
-            raise UnavailableError(
-                "STACK_UNAVAILABLE",
-                "these runs cannot be stacked: their selection learns from losses",
-                remedy=REMEDY,
-            )
+        for learner in learners:
+            check_stackable(learner.recipe, learns=learner.loader.learner is not None)
         self.learners = list(learners)
         self._batches: list[Batch] = []
         self._left: set[int] = set()

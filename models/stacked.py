@@ -25,7 +25,7 @@ from gear_offline.models.checks import check_timesteps
 from gear_offline.models.decision_transformer import STATE_TOKENS, DecisionTransformer
 from gear_offline.models.loss import TrainingBatch, step_losses
 
-__all__ = ["StackedModels", "why_not_stacked"]
+__all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 SEED_BITS = 62
@@ -45,6 +45,16 @@ def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
         if model.discrete:
             return "actions are discrete"
     return ""
+
+
+def refuse_stack(reason: str) -> None:
+    """Raise `UnavailableError` (``STACK_UNAVAILABLE``) if there is a reason, a clause."""
+    if reason:
+        raise UnavailableError(
+            "STACK_UNAVAILABLE",
+            f"these runs cannot be stacked: {reason}",
+            remedy="use --mode streams, processes or serial",
+        )
 
 
 class StackedModels(nn.Module):
@@ -70,13 +80,7 @@ class StackedModels(nn.Module):
         self, models: Sequence[DecisionTransformer], *, precision: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        reason = why_not_stacked(models)
-        if reason:
-            raise UnavailableError(
-                "STACK_UNAVAILABLE",
-                f"these runs cannot be stacked: {reason}",
-                remedy="use --mode streams, processes or serial",
-            )
+        refuse_stack(why_not_stacked(models))
         first: Any = models[0]
         self.count, self.layers = len(models), len(first.encoder.h)
         self._heads = int(first.encoder.h[0].attn.num_heads)
