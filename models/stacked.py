@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.errors import UnavailableError
+from gear_offline.kernels.add_norm import add_norm, supports_norms
+from gear_offline.kernels.embed_norm import embed_norm
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
 from gear_offline.kernels.stacked_mlp import stacked_mlp, supports_stacked
 from gear_offline.models.blocks import add_dropped, attend, drop
@@ -29,6 +31,7 @@ __all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 SEED_BITS = 62
+EVEN = 8  # 16-bit numbers of a load: products of other widths take slow kernels
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
@@ -118,13 +121,12 @@ class StackedModels(nn.Module):
             check_timesteps(fields["timesteps"], self._rows)
         given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
-        hidden = self._embed(returns, states, actions, steps)
-        seeds = self._seeds(hidden.device)
+        seeds = self._seeds(steps.device)
+        hidden, plain = self._embed(returns, states, actions, steps, seeds)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
-            keep = layer == self.layers - 1
-            hidden = self._block(layer, hidden, windows, tokens, seeds, keep=keep)
-        found = self._linear(self._plain(hidden), *self._map("predict_action.0", "encoder.ln_f"))
+            hidden, plain = self._block(layer, hidden, plain, windows, tokens, seeds)
+        found = self._head(plain)
         found = torch.tanh(found) if self._tanh else found
         error = step_losses(found.view(actions.shape).flatten(0, 1), actions.flatten(0, 1))
         real = mask.flatten(1) != 0
@@ -144,54 +146,113 @@ class StackedModels(nn.Module):
             for parameter in mine:
                 parameter.grad = None
 
-    def _embed(self, returns: Tensor, states: Tensor, actions: Tensor, steps: Tensor) -> Tensor:
-        """Interleave (return, state, action) of each step: (N, R, H)."""
-        parts = (
-            self._linear(returns.flatten(1, 2), *self._map("embed_return")),
-            self._linear(states.flatten(1, 2).flatten(2), *self._map("embed_state")),
-            self._linear(actions.flatten(1, 2), *self._map("embed_action")),
-        )
+    def _embed(
+        self,
+        returns: Tensor,
+        states: Tensor,
+        actions: Tensor,
+        steps: Tensor,
+        seeds: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Interleave (return, state, action) of each step: (N, R, H), and that normalised."""
+        steps = steps.flatten(1)
+        inputs = (returns.flatten(1, 2), states.flatten(1, 2).flatten(2), actions.flatten(1, 2))
+        tokens = self._tokens(*inputs)
         table = self._get("embed_timestep.weight")  # (N, rows, H)
+        weight = self._get("embed_ln.weight")
+        shift = self._get("embed_ln.bias") + self._get("encoder.wpe.weight")[:, 0]
+        if supports_norms(tokens.device, self._kind, width=tokens.shape[-1]):
+            seed = None if seeds is None else seeds[-1]
+            both = [EMBED_EPSILON, self._epsilon]
+            found = embed_norm(tokens, table, steps, weight, shift, both, self._dropout, seed)
+            return found[0], found[1]
         first = torch.arange(self.count, device=steps.device) * table.shape[1]
-        when = F.embedding((steps + first[:, None, None]).flatten(1), table.flatten(0, 1))
-        tokens = (torch.stack(parts, dim=2) + when.unsqueeze(2)).flatten(1, 2)
-        tokens = F.layer_norm(tokens, tokens.shape[-1:], eps=EMBED_EPSILON)
-        tokens = tokens * self._get("embed_ln.weight")[:, None]
-        shift = self._get("embed_ln.bias")[:, None] + self._get("encoder.wpe.weight")[:, :1]
-        return drop(tokens + shift, self._dropout)
+        when = F.embedding(steps + first[:, None], table.flatten(0, 1))
+        hidden = tokens + when.repeat_interleave(len(inputs), dim=1)
+        hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=EMBED_EPSILON)
+        hidden = drop(hidden * weight[:, None] + shift[:, None], self._dropout)
+        return hidden, self._plain(hidden)
+
+    def _tokens(self, *inputs: Tensor) -> Tensor:
+        """(N, B * K, width) each -> (N, R, H), what the maps of all inputs make of them, in turn.
+
+        One product whose matrix has zeros where an input does not belong to a token: products of
+        few columns are slow, and this one gives the gradients of the biases too.  These are two
+        rows, so that they are not rounded to the type of products.
+        """
+        maps = [self._map(name) for name in ("embed_return", "embed_state", "embed_action")]
+        biases = torch.stack([bias for _, bias in maps], dim=1)  # (N, 3, H)
+        rest = (biases - biases.to(self._kind).float()).detach()
+        wide = sum(x.shape[-1] for x in inputs)
+        blank = -(wide + 2) % EVEN
+        columns = []
+        before = 0
+        for weight, _ in maps:
+            after = wide - before - weight.shape[1]
+            columns.append(F.pad(weight, (0, 0, before, after)))
+            before += weight.shape[1]
+        matrix = torch.stack(columns, dim=2)  # (N, width, 3, H)
+        matrix = torch.cat((matrix, biases[:, None], rest[:, None]), dim=1)
+        matrix = F.pad(matrix.flatten(2), (0, 0, 0, blank))
+        one = inputs[0].new_ones(*inputs[0].shape[:2], 2)
+        rows = F.pad(torch.cat((*inputs, one), dim=2), (0, blank))
+        return self._product(rows, matrix).view(self.count, -1, biases.shape[-1])
+
+    def _head(self, rows: Tensor) -> Tensor:
+        """(N, R, H) -> (N, R, actions), as one product of an even number of columns."""
+        weight, bias = self._map("predict_action.0", "encoder.ln_f")
+        width = weight.shape[2]
+        found = self._product(rows, F.pad(weight, (0, -width % EVEN)))
+        return found[:, :, :width] + bias[:, None].to(self._kind)
 
     def _seeds(self, device: torch.device) -> Tensor | None:
-        """Return (layers, N) int64, what attention draws its dropout from."""
+        """Return (uses, N) int64, what kernels draw their dropout from.
+
+        Two sums and an attention a layer, and last the embeddings.
+        """
         if self._dropout == 0.0 or device.type != "cuda":
             return None
-        shape = (self.layers, self.count)
+        shape = (3 * self.layers + 1, self.count)
         return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
 
     def _block(
         self,
         layer: int,
         hidden: Tensor,
+        plain: Tensor,
         windows: int,
         tokens: int,
         seeds: Tensor | None,
-        *,
-        keep: bool,
-    ) -> Tensor:
-        """One block of all models; with `keep` only the state tokens go on after attention."""
+    ) -> tuple[Tensor, Tensor]:
+        """One block of all models; in the last one only state tokens go on after attention.
+
+        Takes and returns the residuals, (N, R, H) float32, and these normalised.
+        """
         name = f"encoder.h.{layer}"
-        mixed = self._attend(layer, self._plain(hidden), tokens, seeds)
-        if keep:
+        mine = [None] * 3 if seeds is None else list(seeds[3 * layer : 3 * layer + 3].unbind())
+        mixed = self._attend(layer, plain, tokens, mine[0])
+        if layer == self.layers - 1:
             mixed = mixed[:, STATE_TOKENS].contiguous()
             width = hidden.shape[-1]
             hidden = hidden.view(self.count, windows, tokens, width)[:, :, STATE_TOKENS]
             hidden = hidden.reshape(self.count, -1, width)
         mixed = mixed.reshape(hidden.shape)
-        out = self._linear(mixed, *self._map(f"{name}.attn.c_proj", stored="in, out"))
-        hidden = add_dropped(hidden, out, self._dropout)
+        weight, bias = self._map(f"{name}.attn.c_proj", stored="in, out")
+        hidden, plain = self._add(hidden, self._product(mixed, weight), bias, mine[1])
         widen = self._map(f"{name}.mlp.c_fc", f"{name}.ln_2", stored="in, out")
-        second, bias = self._map(f"{name}.mlp.c_proj", stored="in, out")
-        out = self._mlp(self._plain(hidden), *widen, second) + bias[:, None].to(self._kind)
-        return add_dropped(hidden, out, self._dropout)
+        weight, bias = self._map(f"{name}.mlp.c_proj", stored="in, out")
+        return self._add(hidden, self._mlp(plain, *widen, weight), bias, mine[2])
+
+    def _add(
+        self, hidden: Tensor, branch: Tensor, bias: Tensor, seeds: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``hidden + drop(branch + bias)``, and that normalised."""
+        if supports_norms(hidden.device, self._kind, width=hidden.shape[-1]):
+            found = add_norm(hidden, branch, bias, self._epsilon, self._dropout, seeds)
+            return found[0], found[1]
+        branch = branch + bias[:, None].to(self._kind)
+        hidden = add_dropped(hidden, branch, self._dropout)
+        return hidden, self._plain(hidden)
 
     def _mlp(self, rows: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
         """(N, R, H) -> (N, R, H), both products, without the bias of the second."""
@@ -207,8 +268,7 @@ class StackedModels(nn.Module):
         weight, bias = self._map(f"{name}.attn.c_attn", f"{name}.ln_1", stored="in, out")
         if supports_packed(rows.device, self._kind, tokens=tokens, head=head):
             packed = self._product(rows, weight).view(-1, tokens, 3 * rows.shape[-1])
-            mine = None if seeds is None else seeds[layer]
-            found = packed_attention(packed, self._heads, self._scale, self._dropout, mine, bias)
+            found = packed_attention(packed, self._heads, self._scale, self._dropout, seeds, bias)
             return cast(Tensor, found)
         packed = self._linear(rows, weight, bias).view(-1, tokens, 3 * rows.shape[-1])
         query, key, value = (
