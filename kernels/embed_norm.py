@@ -19,8 +19,6 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.add_norm import (
-    ELEMENTS,
-    WARPS,
     block_of,
     check_rows,
     dropped_words,
@@ -35,6 +33,8 @@ except ImportError:  # builds of torch for CPUs do not bring it
     triton = None
 
 KINDS = 3  # tokens of a step
+ELEMENTS = 1024  # of a program and a kind
+WARPS = 4
 
 
 def embed_norm_reference(
@@ -108,7 +108,7 @@ def embed_norm(
     )
     models, count, width = tokens.shape
     block = block_of(width)
-    some = ELEMENTS // 2 // block
+    some = ELEMENTS // block
     _embed[(models * -(-count // KINDS // some),)](
         tokens.contiguous(), table.contiguous(), steps.contiguous(), weight.contiguous(),
         shift.contiguous(), seeds, hidden, plain, first, scales, models * count, count // KINDS,
@@ -144,7 +144,7 @@ def embed_norm_gradient(
     )
     models, count, width = plain.shape
     block = block_of(width)
-    some = ELEMENTS // 2 // block
+    some = ELEMENTS // block
     _embed_backward[(models * sums.shape[2],)](
         None if of_hidden is None else of_hidden.contiguous(), of_plain.contiguous(), plain, first,
         scales, steps.contiguous(), weight.contiguous(), seeds, of_tokens, of_table.zero_(), sums,
@@ -185,7 +185,7 @@ def _embed_gradient_shape(
     seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     models, count, width = plain.shape
-    tiles = -(-count // KINDS // (ELEMENTS // 2 // block_of(width)))
+    tiles = -(-count // KINDS // (ELEMENTS // block_of(width)))
     of_table = scales.new_empty(models, timesteps, width)
     return torch.empty_like(plain), of_table, scales.new_empty(2, models, tiles, width)
 

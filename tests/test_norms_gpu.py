@@ -56,7 +56,8 @@ def exact(given: list[Tensor]) -> list[Tensor]:
 def off(found: Tensor | None, expected: Tensor | None) -> float:
     """Error as a share of the whole."""
     assert found is not None and expected is not None
-    return float((found.detach().double() - expected.detach()).norm() / expected.norm())
+    found, expected = found.detach(), expected.detach()
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dropout", [0.0, DROPOUT])
