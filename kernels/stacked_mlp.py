@@ -4,7 +4,11 @@ Compiled as separate operations, what lies between the products is written by on
 and written again by another, forward and backward, and read once more for the bias' gradient.
 It is the largest tensor of a block.  Here the first product adds the bias and clamps as it writes;
 in the backward pass the product that makes that tensor's gradient masks as it writes and leaves
-the sums over its rows.  The other products are cuBLAS'.
+the sums over its rows.
+
+Where I and O are small a program keeps its rows of the result too: each tile of what lies between
+goes into the second product as it is written, and in the backward pass into the gradient of the
+rows.  For other widths these two products are cuBLAS'; those of the weights' gradients always are.
 
 Triton comes with CUDA builds of torch; `stacked_mlp_reference` is the same in plain torch.
 
@@ -13,7 +17,7 @@ Shape legend: N models, R rows each, I inputs, M elements between the products, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from gear_offline.errors import InputError
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # builds of torch for CPUs do not bring it
     triton = None
 
@@ -36,6 +41,23 @@ TILE_DEPTH = 64
 WARPS = 8
 STAGES = 3
 SMALLEST = 16  # tile of a product on tensor cores
+
+
+class Tiling(NamedTuple):
+    """How the programs that keep their rows of the result are cut."""
+
+    rows: int
+    columns: int  # of what lies between the products, at a time
+    warps: int
+    stages: int
+
+
+# Every program reads all weights of its model from the L2 cache, so it has many rows; all programs
+# of 30720 rows run at once, two of them on each multiprocessor, one computing while the other
+# stores.  That takes at most 128 registers a thread and 113 KiB: hence few columns at a time.
+FORWARD = Tiling(rows=128, columns=32, warps=8, stages=3)
+BACKWARD = Tiling(rows=128, columns=32, warps=8, stages=3)
+WIDEST = 128  # rows of the result that a program keeps in registers
 
 
 def supports_stacked(device: torch.device, dtype: torch.dtype, *, width: int, inner: int) -> bool:
@@ -93,10 +115,22 @@ def stacked_mlp_parts(
     """
     _check(rows, first, bias, second)
     models, count, width = rows.shape
-    size = first.shape[2]
+    size, outputs = second.shape[1:]
+    rows, first, bias, second = (_aligned(x) for x in (rows, first, bias, second))
     inner = rows.new_empty(models, count, size)
-    _forward[(_programs(inner),)](
-        rows.contiguous(), first.contiguous(), bias.contiguous(), inner, count, width, size,
+    if _whole(width, outputs) and _has_tiles(rows.device):
+        found = rows.new_empty(models, count, outputs)
+        height, most, warps, stages = FORWARD
+        columns = _tile(size, most)
+        _forward_whole[(models * -(-count // height),)](
+            _tiled(rows, height, width), _tiled(first, width, columns), bias,
+            _tiled(second, columns, outputs), _tiled(inner, height, columns),
+            _tiled(found, height, outputs), count, width, size, outputs, height, columns,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return found, inner
+    _forward[(_programs(inner, TILE_ROWS),)](
+        rows, first, bias, inner, count, width, size,
         TILE_ROWS, _tile(size, TILE_COLUMNS), _tile(width, TILE_DEPTH),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
@@ -104,24 +138,38 @@ def stacked_mlp_parts(
 
 
 @torch.library.custom_op("gear_offline::stacked_mlp_gradient", mutates_args=())
-def stacked_mlp_gradient(gradient: Tensor, second: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+def stacked_mlp_gradient(
+    gradient: Tensor, first: Tensor, second: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what follows from `gradient`, (N, R, O), that of the result.
 
     Returns
     -------
     tuple of Tensor
-        The gradient before the ReLU, (N, R, M), and its sums over each tile of rows,
-        (N, tiles, M) float32.
+        The gradient of the rows, (N, R, I), that before the ReLU, (N, R, M), and the latter's sums
+        over each tile of rows, (N, tiles, M) float32.
     """
-    count, size = inner.shape[1:]
-    width = second.shape[2]
-    passed, sums = _gradient_shape(gradient, second, inner)
-    _backward[(_programs(inner),)](
-        gradient.contiguous(), second.contiguous(), inner, passed, sums, count, width, size,
-        TILE_ROWS, _tile(size, TILE_COLUMNS), _tile(width, TILE_DEPTH),
+    models, count, size = inner.shape
+    width, outputs = first.shape[1], second.shape[2]
+    gradient, first, second, inner = (_aligned(x) for x in (gradient, first, second, inner))
+    of_rows, passed, sums = _gradient_shape(gradient, first, second, inner)
+    height = _height(width, outputs)
+    if _whole(width, outputs) and _has_tiles(inner.device):
+        columns = _tile(size, BACKWARD.columns)
+        _backward_whole[(models * -(-count // height),)](
+            _tiled(gradient, height, outputs), _tiled(first, width, columns),
+            _tiled(second, columns, outputs), _tiled(inner, height, columns),
+            _tiled(passed, height, columns), sums, _tiled(of_rows, height, width),
+            count, width, size, outputs, height, columns,
+            num_warps=BACKWARD.warps, num_stages=BACKWARD.stages,
+        )  # fmt: skip
+        return of_rows, passed, sums
+    _backward[(_programs(inner, height),)](
+        gradient, second, inner, passed, sums, count, outputs, size,
+        height, _tile(size, TILE_COLUMNS), _tile(outputs, TILE_DEPTH),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    return passed, sums
+    return torch.bmm(passed, first.transpose(1, 2)), passed, sums
 
 
 @stacked_mlp_parts.register_fake
@@ -132,10 +180,14 @@ def _shape(rows: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> tuple[T
 
 
 @stacked_mlp_gradient.register_fake
-def _gradient_shape(gradient: Tensor, second: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient_shape(
+    gradient: Tensor, first: Tensor, second: Tensor, inner: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     models, count, size = inner.shape
-    tiles = -(-count // TILE_ROWS)
-    return torch.empty_like(inner), inner.new_empty(models, tiles, size, dtype=torch.float32)
+    width = first.shape[1]
+    tiles = -(-count // _height(width, second.shape[2]))
+    sums = inner.new_empty(models, tiles, size, dtype=torch.float32)
+    return inner.new_empty(models, count, width), inner.new_empty(inner.shape), sums
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -148,9 +200,9 @@ def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor
 
 def _differentiate(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, first, second, inner = ctx.saved_tensors
-    passed, sums = stacked_mlp_gradient(gradient, second, inner)
+    of_rows, passed, sums = stacked_mlp_gradient(gradient, first, second, inner)
     return (
-        torch.bmm(passed, first.transpose(1, 2)),
+        of_rows,
         torch.bmm(rows.transpose(1, 2), passed),
         sums.sum(1).to(ctx.kind),
         torch.bmm(inner.transpose(1, 2), gradient),
@@ -182,9 +234,37 @@ def _tile(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-def _programs(inner: Tensor) -> int:
+def _whole(width: int, outputs: int) -> bool:
+    """Whether a program keeps its rows of the result: they fit, and are powers of two wide."""
+    return all(size <= WIDEST and not size & (size - 1) for size in (width, outputs))
+
+
+def _has_tiles(device: torch.device) -> bool:
+    """Whether `device` fetches tiles by itself, into shared memory that is large enough."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _height(width: int, outputs: int) -> int:
+    """Return the rows that each sum in the backward pass is over; shapes alone decide."""
+    return BACKWARD.rows if _whole(width, outputs) else TILE_ROWS
+
+
+def _aligned(given: Tensor) -> Tensor:
+    """Return `given` as tiles are fetched: contiguous, from an address that 16 divides."""
+    given = given.contiguous()
+    return given.clone() if given.data_ptr() % 16 else given
+
+
+def _tiled(whole: Tensor, rows: int, columns: int) -> Any:
+    """Describe `whole` as tiles of one model: outside of it are zeros, and nothing is written."""
+    _, count, size = whole.shape
+    strides = [count * size, size, 1]  # those of `whole` may say anything where there is one
+    return TensorDescriptor(whole, list(whole.shape), strides, [1, rows, columns])
+
+
+def _programs(inner: Tensor, height: int) -> int:
     models, count, size = inner.shape
-    return models * -(-count // TILE_ROWS) * (size // _tile(size, TILE_COLUMNS))
+    return models * -(-count // height) * (size // _tile(size, TILE_COLUMNS))
 
 
 if triton is not None:
@@ -245,3 +325,55 @@ if triton is not None:
         tiles = tl.cdiv(count, ROWS)
         own = sums + (model * tiles + tile).to(tl.int64) * M + columns
         tl.store(own, tl.sum(rounded.to(tl.float32), 0))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _forward_whole(  # type: ignore[no-untyped-def]
+        rows, first, bias, second, inner, result, count,
+        WIDTH: tl.constexpr, M: tl.constexpr, OUTPUTS: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        model, row, _ = _place(count, COLUMNS, ROWS, COLUMNS)
+        row *= ROWS
+        columns = tl.arange(0, COLUMNS)
+        left = rows.load([model, row, 0]).reshape(ROWS, WIDTH)
+        biases = bias + model * M + columns
+        some = tl.load(biases)
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for start in range(0, M, COLUMNS):
+            found = tl.dot(left, first.load([model, 0, start]).reshape(WIDTH, COLUMNS))
+            found += some.to(tl.float32)[None, :]
+            # fetched here, so that the next product does not wait for it
+            some = tl.load(biases + start + COLUMNS, mask=start + COLUMNS + columns < M, other=0.0)
+            # one that is not a number stays so
+            found = tl.maximum(found, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            rounded = found.to(inner.dtype)
+            inner.store([model, row, start], rounded.reshape(1, ROWS, COLUMNS))
+            right = second.load([model, start, 0]).reshape(COLUMNS, OUTPUTS)
+            total = tl.dot(rounded, right, total)
+        result.store([model, row, 0], total.to(result.dtype).reshape(1, ROWS, OUTPUTS))
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def _backward_whole(  # type: ignore[no-untyped-def]
+        gradient, first, second, inner, passed, sums, result, count,
+        WIDTH: tl.constexpr, M: tl.constexpr, OUTPUTS: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        model, row, _ = _place(count, COLUMNS, ROWS, COLUMNS)
+        row *= ROWS
+        left = gradient.load([model, row, 0]).reshape(ROWS, OUTPUTS)
+        # Sums over rows by a product with ones: it takes what is rounded from where it lies, while
+        # a sum in registers goes across threads, then warps.  Its rows are all the same.
+        ones = tl.full((16, ROWS), 1.0, tl.float32).to(passed.dtype)
+        once = tl.arange(0, 16)[:, None]
+        own = sums + tl.program_id(0).to(tl.int64) * M + once * 0 + tl.arange(0, COLUMNS)[None, :]
+        total = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(0, M, COLUMNS):
+            right = second.load([model, start, 0]).reshape(COLUMNS, OUTPUTS)
+            found = tl.dot(left, tl.trans(right))
+            before = inner.load([model, row, start]).reshape(ROWS, COLUMNS)
+            rounded = tl.where(before <= 0.0, 0.0, found.to(passed.dtype))
+            passed.store([model, row, start], rounded.reshape(1, ROWS, COLUMNS))
+            tl.store(own + start, tl.dot(ones, rounded), mask=once == 0)
+            right = first.load([model, 0, start]).reshape(WIDTH, COLUMNS)
+            total = tl.dot(rounded, tl.trans(right), total)
+        result.store([model, row, 0], total.to(result.dtype).reshape(1, ROWS, WIDTH))

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gear_offline.kernels import stacked_mlp as module
 from gear_offline.kernels.stacked_mlp import (
+    BACKWARD,
+    TILE_ROWS,
     stacked_mlp,
     stacked_mlp_gradient,
     stacked_mlp_parts,
@@ -25,13 +28,20 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
 ]
 INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-# models, rows of each, inputs, elements between the products, outputs
+# models, rows of each, inputs, elements between the products, outputs; those of the first group
+# keep rows of the result in a program
 SIZES = [
     (8, 3840, 128, 512, 128),
-    (2, 1280, 128, 512, 128),
+    (8, 1280, 128, 512, 128),
+    (1, 129, 128, 512, 64),
+    (3, 127, 64, 48, 128),
+    (2, 300, 32, 144, 16),
     (3, 1, 16, 16, 16),
+    #
     (2, 300, 48, 144, 80),
     (1, 129, 256, 64, 192),
+    (8, 1280, 256, 1024, 256),
+    (1, 1, 96, 32, 96),
 ]
 
 
@@ -53,6 +63,7 @@ def draw(
 
 def off(found: Tensor, expected: Tensor) -> float:
     """Error as a share of the whole."""
+    found, expected = found.detach(), expected.detach()
     return float((found.float() - expected).norm() / expected.norm())
 
 
@@ -89,8 +100,9 @@ def test_result_and_gradients(sizes: tuple[int, ...], kind: torch.dtype) -> None
             assert off(its.grad[0], mine.grad[model].float()) < rounding
 
 
-def test_one_that_is_not_a_number_stays_so() -> None:
-    given, above = draw((3, 200, 32, 48, 16))
+@pytest.mark.parametrize("width", [32, 48])
+def test_one_that_is_not_a_number_stays_so(width: int) -> None:
+    given, above = draw((3, 200, width, 48, 16))
     with torch.no_grad():
         given[0][1, 130, 5] = float("nan")
     found = stacked_mlp(*given)
@@ -99,16 +111,68 @@ def test_one_that_is_not_a_number_stays_so() -> None:
     broken[1, 130] = True
     assert torch.equal(found.isnan().all(2).cpu(), broken)
     assert torch.equal(found.isnan().any(2).cpu(), broken)
-    for x in (given[1], given[3]):
+    for x in given[1:]:
         assert x.grad is not None
         assert x.grad.isfinite().flatten(1).all(1).tolist() == [True, False, True]
+    assert given[0].grad is not None
+    assert torch.equal(given[0].grad.isnan().any(2).cpu(), broken)
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_rows_past_the_last_count_nowhere(width: int) -> None:
+    """Weights that are infinite: what stands for absent rows must not meet them."""
+    given, above = draw((2, 130, width, 64, 16))
+    with torch.no_grad():
+        given[3][1, 7] = float("inf")
+        given[2][1, 7] = -1e4  # clamped in every row
+    parts = [x.detach() for x in given]
+    inner = stacked_mlp_parts(*given)[1]
+    _, passed, sums = stacked_mlp_gradient(above, parts[1], parts[3], inner)
+    assert passed.isfinite().all() and sums.isfinite().all()
+    torch.testing.assert_close(sums.sum(1), passed.float().sum(1), rtol=1e-4, atol=1e-3)
+    for tile in range(sums.shape[1]):
+        height = BACKWARD.rows if width == 32 else TILE_ROWS
+        part = passed[:, tile * height : (tile + 1) * height].float().sum(1)
+        torch.testing.assert_close(sums[:, tile], part, rtol=1e-4, atol=1e-3)
+
+
+def test_older_devices_take_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, above = draw((2, 300, 64, 144, 128))
+    results = []
+    for has_tiles in (True, False):
+        monkeypatch.setattr(module, "_has_tiles", lambda _, has=has_tiles: has)
+        some = alike(given)
+        found = stacked_mlp(*some)
+        found.backward(above)
+        results.append([found, *(x.grad for x in some)])
+    for one, other in zip(*results, strict=True):
+        assert one is not None and other is not None
+        assert off(one, other.float()) < 2**-8
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_tensors_may_lie_anywhere(width: int) -> None:
+    given, above = draw((2, 130, width, 48, 16))
+    moved = [torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape) for x in given]
+    assert all(x.data_ptr() % 16 for x in moved)
+    parts = stacked_mlp_parts(*given)
+    for one, other in zip(parts, stacked_mlp_parts(*moved), strict=True):
+        assert torch.equal(one, other)
+    inner = parts[1]
+    expected = stacked_mlp_gradient(above, given[1].detach(), given[3].detach(), inner)
+    for one, other in zip(
+        expected, stacked_mlp_gradient(above, moved[1], moved[3], inner), strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 def test_the_operators_are_well_formed() -> None:
-    given, above = draw((2, 300, 128, 512, 128))
-    torch.library.opcheck(stacked_mlp_parts, tuple(given))
-    inner = stacked_mlp_parts(*given)[1]
-    torch.library.opcheck(stacked_mlp_gradient, (above, given[3].detach(), inner))
+    for width in (128, 48):
+        given, above = draw((2, 300, width, 512, 128))
+        torch.library.opcheck(stacked_mlp_parts, tuple(given))
+        inner = stacked_mlp_parts(*given)[1]
+        maps = given[1].detach(), given[3].detach()
+        torch.library.opcheck(stacked_mlp_gradient, (above, *maps, inner))
 
 
 @INDUCTOR
