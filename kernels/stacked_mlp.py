@@ -338,10 +338,13 @@ if triton is not None:
         left = rows.load([model, row, 0]).reshape(ROWS, WIDTH)
         biases = bias + model * M + columns
         some = tl.load(biases)
+        one = tl.full((ROWS, COLUMNS), 1.0, tl.float32)
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
         for start in range(0, M, COLUMNS):
             found = tl.dot(left, first.load([model, 0, start]).reshape(WIDTH, COLUMNS))
-            found += some.to(tl.float32)[None, :]
+            # Written as `+`, this product would start from the bias, in registers that the last one
+            # of the second map still reads: neither would run while the other does.
+            found = tl.fma(found, one, tl.broadcast_to(some.to(tl.float32)[None, :], found.shape))
             # fetched here, so that the next product does not wait for it
             some = tl.load(biases + start + COLUMNS, mask=start + COLUMNS + columns < M, other=0.0)
             # one that is not a number stays so
