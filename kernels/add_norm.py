@@ -33,7 +33,7 @@ except ImportError:  # builds of torch for CPUs do not bring it
 
 NARROWEST, WIDEST = 16, 1024
 ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
-ELEMENTS = 4096  # of a program; these were the fastest of a dozen on an H200
+ELEMENTS = 4096  # of a program; the fastest of six on an H200, as the warps
 FORWARD_WARPS, BACKWARD_WARPS = 8, 4
 
 

@@ -69,7 +69,8 @@ def mask(
 def check(size: int, width: int, tiles: tuple[int, ...]) -> None:
     LAUNCHES.append(tiles)
     height, columns, depth = tiles
-    assert not size % columns and not width % depth and height == TILE_ROWS
+    assert not size % columns and not width % depth
+    assert height in (TILE_ROWS, *(tiling.rows for tiling in BACKWARD))
     assert all(tile >= 16 and tile & (tile - 1) == 0 for tile in tiles)
 
 
@@ -156,6 +157,7 @@ def draw(
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("many", [300, 10**9])
 @pytest.mark.parametrize(
     ("sizes", "whole"),
     [
@@ -169,8 +171,14 @@ def draw(
     ids=str,
 )
 def test_result_and_gradients_are_those_of_plain_torch(
-    sizes: tuple[int, ...], whole: bool, has_tiles: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...],
+    whole: bool,
+    many: int,
+    has_tiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """What is many, and what is few, is cut in another way."""
+    monkeypatch.setattr(module, "MANY", many)
     monkeypatch.setattr(module, "_has_tiles", lambda _: has_tiles)
     if not (whole and has_tiles):  # the other kernels are not for such sizes or devices
         monkeypatch.setattr(module, "_forward_whole", None, raising=False)
@@ -214,7 +222,10 @@ def test_shapes_of_what_is_not_computed() -> None:
         of_rows, passed, sums = stacked_mlp_gradient(found, first, second, inner)
         assert (of_rows.shape, of_rows.dtype) == (rows.shape, torch.bfloat16)
         assert (passed.shape, passed.dtype) == (inner.shape, torch.bfloat16)
-        assert (sums.shape, sums.dtype) == ((2, -(-300 // BACKWARD.rows), 512), torch.float32)
+        assert (sums.shape, sums.dtype) == (
+            (2, -(-300 // BACKWARD[0].rows), 512),
+            torch.float32,
+        )
         first, second = rows.new_empty(2, 128, 512), rows.new_empty(2, 512, 256)
         sums = stacked_mlp_gradient(rows.new_empty(2, 300, 256), first, second, inner)[2]
         assert sums.shape == (2, -(-300 // TILE_ROWS), 512)

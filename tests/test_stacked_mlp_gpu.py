@@ -132,7 +132,7 @@ def test_rows_past_the_last_count_nowhere(width: int) -> None:
     assert passed.isfinite().all() and sums.isfinite().all()
     torch.testing.assert_close(sums.sum(1), passed.float().sum(1), rtol=1e-4, atol=1e-3)
     for tile in range(sums.shape[1]):
-        height = BACKWARD.rows if width == 32 else TILE_ROWS
+        height = BACKWARD[0].rows if width == 32 else TILE_ROWS
         part = passed[:, tile * height : (tile + 1) * height].float().sum(1)
         torch.testing.assert_close(sums[:, tile], part, rtol=1e-4, atol=1e-3)
 
