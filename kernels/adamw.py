@@ -1,10 +1,10 @@
 """Clipping and AdamW over all parameters in two launches, for steps captured as CUDA graphs.
 
 PyTorch's fused AdamW gives a block 65,536 elements, which leaves most of a large GPU idle for a
-small model, and clipping takes a dozen launches more.  Here a block takes `CHUNK` elements, the
+small model, and clipping takes a dozen launches more.  Here a block takes `PIECE` elements at once,
 gradients are scaled as they are read, and what a step leaves in the metrics is written by the way.
 
-Shape legend: P parameters, C chunks, n rows of metrics.
+Shape legend: P parameters, C pieces of them, n rows of metrics.
 """
 
 from __future__ import annotations
@@ -23,28 +23,68 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Parameters, load
 
 THREADS = 256
-CHUNK = 1024  # elements: more only leaves multiprocessors idle
-BLOCKS_PER_SM = 8
+PIECE = 1024  # elements: four a thread
+MOST_PARTIALS = 512  # sums of the norm: two a thread
+LEAST_GROUP = 4  # pieces a sum is over: as many as a block reads at once
+STEP_BLOCKS_PER_SM = 4  # what 64 registers a thread leave room for
 EPSILON = 1e-8  # PyTorch's default
 
+COLUMNS = ("gradient", "count", "value", "first", "second", "shadow")  # of a piece
 _POINTERS = (
-    *("tensors", "chunks", "chunk_count", "partials", "partial_count", "rates", "index"),
-    *("row", "window", "loss", "steps", "tensor_count", "ticket"),
+    *("pieces", "piece_count", "group", "partials", "partial_count", "rule", "rates", "index"),
+    *("row", "window", "loss", "steps", "tensor_count"),
 )
 _NUMBERS = ("beta1", "beta2", "epsilon", "decay", "limit")
 JOB = np.dtype([*((n, np.uint64) for n in _POINTERS), *((n, np.float64) for n in _NUMBERS)])
 MOST_JOBS = 16
 JOBS = np.dtype([("count", np.uint64), ("jobs", JOB, MOST_JOBS)])
+RULE_BYTES = 32
 
 
 def cut(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return (C, 3) int64: tensor, first element and elements of each chunk."""
+    """Return (C, 3) int64: tensor, first element and elements of each piece."""
     rows = [
-        (number, begin, min(CHUNK, size - begin))
+        (number, begin, min(PIECE, size - begin))
         for number, size in enumerate(sizes)
-        for begin in range(0, size, CHUNK)
+        for begin in range(0, size, PIECE)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def locate(addresses: Tensor, cuts: Tensor, *, gradient_bytes: int, out: Tensor) -> None:
+    """Write the table of pieces, by operations on its device.
+
+    Parameters
+    ----------
+    addresses
+        (P, 6) int64: `COLUMNS` of each tensor, where the count means nothing.
+    cuts
+        (C, 3) int64, as `cut` returns.
+    gradient_bytes
+        Of one element.
+    out
+        (C, 6) int64: `COLUMNS` of each piece, `Piece` of ``cuda/adamw.cuh``.
+    """
+    torch.index_select(addresses, 0, cuts[:, 0], out=out)
+    for column, width in enumerate((gradient_bytes, 0, 4, 4, 4, 2)):
+        out[:, column].add_(cuts[:, 1], alpha=width)
+    out[:, COLUMNS.index("count")] = cuts[:, 2]
+
+
+def share_norm(pieces: int) -> tuple[int, int]:
+    """Return the pieces each partial sum is over, and the number of sums, for any GPU."""
+    group = max(LEAST_GROUP, -(-pieces // MOST_PARTIALS))
+    return group, -(-pieces // group)
+
+
+def step_blocks(pieces: int, processors: int, *, models: int = 1) -> int:
+    """Return the blocks that update one of `models` models, all of which run at once.
+
+    Each has as many pieces as the others, or one less.
+    """
+    most = max(1, STEP_BLOCKS_PER_SM * processors // models)
+    turns = -(-pieces // most)
+    return -(-pieces // turns)
 
 
 def describe(
@@ -108,28 +148,29 @@ class DeviceAdamW:
         self.first = [torch.zeros_like(p) for p in parameters]
         self.second = [torch.zeros_like(p) for p in parameters]
         self.steps = torch.zeros(len(self._parameters), device=device)
-        chunks = cut([p.numel() for p in parameters])
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._blocks = min(len(chunks), BLOCKS_PER_SM * processors)
-        self._chunks = torch.from_numpy(chunks).to(device)
-        self._tensors = torch.zeros(len(self._parameters), 5, dtype=torch.int64, device=device)
-        self._addresses = torch.zeros_like(self._tensors, device="cpu")
+        cuts = cut([p.numel() for p in parameters])
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        group, partials = share_norm(len(cuts))
+        self._norm_blocks = 1 + partials  # the first prepares the step
+        self._cuts = torch.from_numpy(cuts).to(device)
+        self._addresses = torch.zeros(len(self._parameters), len(COLUMNS), dtype=torch.int64)
         self._sent = torch.zeros_like(self._addresses)  # what the GPU knows
-        self._partials = torch.zeros(self._blocks, dtype=torch.float64, device=device)
-        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
+        self._pieces = torch.zeros(len(cuts), len(COLUMNS), dtype=torch.int64, device=device)
+        self._partials = torch.zeros(partials, dtype=torch.float64, device=device)
+        self._rule = torch.zeros(RULE_BYTES, dtype=torch.uint8, device=device)
         self._job = describe(
             betas=betas,
             weight_decay=weight_decay,
             clip_norm=clip_norm,
-            tensors=self._tensors.data_ptr(),
-            chunks=self._chunks.data_ptr(),
-            chunk_count=len(chunks),
+            pieces=self._pieces.data_ptr(),
+            piece_count=len(cuts),
+            group=group,
             partials=self._partials.data_ptr(),
-            partial_count=self._blocks,
+            partial_count=partials,
+            rule=self._rule.data_ptr(),
             rates=rates.data_ptr(),
             steps=self.steps.data_ptr(),
             tensor_count=len(self._parameters),
-            ticket=self._ticket.data_ptr(),
         )
         suffix = "" if shadows is None else "_shadowed"
         names = (f"adamw_norm{suffix}", f"adamw_step{suffix}")
@@ -160,8 +201,8 @@ class DeviceAdamW:
         self._prepare(loss, index=index, row=row, window=window)
         parameters = Parameters(self._job.ctypes.data)
         stream = torch.cuda.current_stream(self._rates.device).cuda_stream
-        self._norm.launch(self._blocks, THREADS, stream, parameters)
-        self._step.launch(self._blocks, THREADS, stream, parameters)
+        self._norm.launch(self._norm_blocks, THREADS, stream, parameters)
+        self._step.launch(self._step_blocks(1), THREADS, stream, parameters)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
@@ -170,8 +211,13 @@ class DeviceAdamW:
 
     def send_addresses(self) -> None:
         """Tell the GPU where parameters, moments and gradients lie."""
-        self._tensors.copy_(self._addresses)
+        width = 4 if self._shadows is None else 2
+        addresses = self._addresses.to(self._cuts.device)
+        locate(addresses, self._cuts, gradient_bytes=width, out=self._pieces)
         self._sent = self._addresses.clone()
+
+    def _step_blocks(self, models: int) -> int:
+        return step_blocks(len(self._cuts), self._processors, models=models)
 
     def _prepare(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
         """Describe the step to come; as `enqueue`."""
@@ -190,9 +236,10 @@ class DeviceAdamW:
                     "missing or laid out otherwise",
                     remedy="use train.graph=off",
                 )
-            places = (parameter, self.first[number], self.second[number], gradient, used)
-            for column, tensor in enumerate(places):
-                self._addresses[number, column] = tensor.data_ptr()
+            moments = (self.first[number].data_ptr(), self.second[number].data_ptr())
+            places = (gradient.data_ptr(), 0, parameter.data_ptr(), *moments, used.data_ptr())
+            for column, address in enumerate(places):
+                self._addresses[number, column] = address
         if not torch.cuda.is_current_stream_capturing() and not torch.equal(
             self._addresses, self._sent
         ):
@@ -221,20 +268,21 @@ def enqueue_together(updates: Sequence[Update]) -> None:
     updates
         Of models with parameters of the same sizes, without shadows, on one GPU.
     """
-    for first in range(0, len(updates), MOST_JOBS):
-        some = updates[first : first + MOST_JOBS]
+    for begin in range(0, len(updates), MOST_JOBS):
+        some = updates[begin : begin + MOST_JOBS]
+        one = some[0].adamw
         jobs = np.zeros(1, JOBS)
         jobs["count"] = len(some)
         for number, update in enumerate(some):
             adamw = update.adamw
-            assert adamw._shadows is None and adamw._blocks == some[0].adamw._blocks, "one shape"
+            assert adamw._shadows is None and len(adamw._cuts) == len(one._cuts), "of one shape"
             adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
             jobs["jobs"][0, number] = adamw._job[0]
-        device = some[0].adamw._rates.device
+        device = one._rates.device
         names = ("adamw_norm_together", "adamw_step_together")
         kernels = load("adamw.cu", names, device=device.index or 0)
         parameters = Parameters(jobs.ctypes.data)
         stream = torch.cuda.current_stream(device).cuda_stream
-        for name in names:
-            blocks = len(some) * some[0].adamw._blocks
-            kernels[name].launch(blocks, THREADS, stream, parameters)
+        each = (one._norm_blocks, one._step_blocks(len(some)))
+        for name, blocks in zip(names, each, strict=True):
+            kernels[name].launch(len(some) * blocks, THREADS, stream, parameters)

@@ -1,22 +1,33 @@
-// The optimiser kernel's text for the CPU: what its blocks do, one after the other.
+// The optimiser kernel's law for the CPU: what its blocks do, one element after the other.
 #include "adamw.cuh"
+
+template <bool SHADOWED>
+static float gradient_of(const gear::Piece& piece, gear::i64 at) {
+    if (SHADOWED) return gear::widen(((const gear::bf16*)piece.gradient)[at]);
+    return ((const float*)piece.gradient)[at];
+}
 
 template <bool SHADOWED>
 static void run(const gear::AdamwJob* job) {
     double sum = 0.0;
-    for (gear::i64 c = 0; c < job->chunk_count; ++c)
-        for (gear::i64 i = 0; i < job->chunks[c].count; ++i) {
-            gear::Chunk chunk = job->chunks[c];
-            double found = gear::gradient_of<SHADOWED>(job->tensors[chunk.tensor], chunk.begin + i);
+    for (gear::i64 p = 0; p < job->piece_count; ++p)
+        for (gear::i64 i = 0; i < job->pieces[p].count; ++i) {
+            double found = gradient_of<SHADOWED>(job->pieces[p], i);
             sum += found * found;
         }
     double norm = __builtin_sqrt(sum);
-    gear::Rule rule = gear::rule_of(*job, *job->index, norm);
-    for (gear::i64 c = 0; c < job->chunk_count; ++c)
-        for (gear::i64 i = 0; i < job->chunks[c].count; ++i) {
-            const gear::Weights& tensor = job->tensors[job->chunks[c].tensor];
-            gear::i64 at = job->chunks[c].begin + i;
-            gear::write<SHADOWED>(tensor, at, gear::update(rule, gear::read<SHADOWED>(tensor, at)));
+    gear::Rule rule = gear::rule_of(*job, *job->index);
+    float scale = gear::scale_of(*job, norm);
+    for (gear::i64 p = 0; p < job->piece_count; ++p)
+        for (gear::i64 i = 0; i < job->pieces[p].count; ++i) {
+            const gear::Piece& piece = job->pieces[p];
+            gear::Element element = {piece.value[i], piece.first[i], piece.second[i],
+                                     gradient_of<SHADOWED>(piece, i)};
+            element = gear::update(rule, scale, element);
+            piece.value[i] = element.value;
+            piece.first[i] = element.first;
+            piece.second[i] = element.second;
+            if (SHADOWED) piece.shadow[i] = gear::narrow(element.value);
         }
     job->window[2 * *job->row] = *job->loss;
     job->window[2 * *job->row + 1] = (float)norm;
@@ -28,5 +39,8 @@ static void run(const gear::AdamwJob* job) {
 extern "C" void adamw(const gear::AdamwJob* job) { run<false>(job); }
 extern "C" void adamw_shadowed(const gear::AdamwJob* job) { run<true>(job); }
 extern "C" unsigned short narrow(float value) { return gear::narrow(value); }
-extern "C" long long job_bytes() { return sizeof(gear::AdamwJob); }
-extern "C" long long jobs_bytes() { return sizeof(gear::AdamwJobs); }
+extern "C" void sizes(long long* found) {
+    const long long all[] = {sizeof(gear::AdamwJob), sizeof(gear::AdamwJobs), sizeof(gear::Piece),
+                             sizeof(gear::Rule), gear::THREADS, gear::PIECE, gear::MOST_PARTIALS};
+    for (int i = 0; i < 7; ++i) found[i] = all[i];
+}

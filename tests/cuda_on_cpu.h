@@ -25,10 +25,18 @@
 #define __forceinline__ inline
 #define __shared__ static thread_local
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct alignas(16) ulonglong2 {
     unsigned long long x, y;
+};
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+struct alignas(8) uint2 {
+    unsigned x, y;
 };
 
 namespace on_cpu {
@@ -213,4 +221,14 @@ static inline float __fsqrt_rn(float value) { return sqrtf(value); }
 template <typename T>
 void __stcs(T* to, T value) {
     *to = value;
+}
+
+template <typename T>
+T __ldcs(const T* from) {
+    return *from;
+}
+
+template <typename T>
+T __ldg(const T* from) {
+    return *from;
 }

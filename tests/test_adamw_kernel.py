@@ -18,7 +18,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gear_offline.errors import GearError
-from gear_offline.kernels.adamw import CHUNK, JOB, JOBS, DeviceAdamW, cut, describe, laid_out_alike
+from gear_offline.kernels.adamw import (
+    COLUMNS,
+    JOB,
+    JOBS,
+    MOST_PARTIALS,
+    PIECE,
+    RULE_BYTES,
+    STEP_BLOCKS_PER_SM,
+    THREADS,
+    DeviceAdamW,
+    cut,
+    describe,
+    laid_out_alike,
+    locate,
+    share_norm,
+    step_blocks,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 5
@@ -39,8 +55,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     found = ctypes.CDLL(str(target))
     found.adamw.argtypes = found.adamw_shadowed.argtypes = [ctypes.c_void_p]
     found.narrow.argtypes, found.narrow.restype = [ctypes.c_float], ctypes.c_ushort
-    found.job_bytes.restype = found.jobs_bytes.restype = ctypes.c_longlong
-    assert found.job_bytes() == JOB.itemsize and found.jobs_bytes() == JOBS.itemsize <= 4096
+    sizes = np.zeros(7, np.int64)
+    found.sizes(ctypes.c_void_p(sizes.ctypes.data))
+    structures = [JOB.itemsize, JOBS.itemsize, 8 * len(COLUMNS), RULE_BYTES]
+    assert sizes.tolist() == [*structures, THREADS, PIECE, MOST_PARTIALS]
+    assert JOBS.itemsize <= 4096
     return found
 
 
@@ -90,7 +109,7 @@ options_of = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 2 * CHUNK + 3), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 2 * PIECE + 3), min_size=1, max_size=4),
     options=options_of,
     scale=st.sampled_from([1e-6, 1.0, 1e4]),
     shadowed=st.booleans(),
@@ -108,27 +127,27 @@ def test_law_is_that_of_pytorch(
     shadows = [torch.zeros(size, dtype=torch.bfloat16) for size in sizes]
     mine = [p.detach().numpy().copy() for p in make(sizes, 0)]
     moments = [(np.zeros_like(p), np.zeros_like(p)) for p in mine]
-    chunks = cut(sizes)
+    cuts = torch.from_numpy(cut(sizes))
+    pieces = torch.zeros(len(cuts), len(COLUMNS), dtype=torch.int64)
     rate_table = np.array(rates, np.float32)
-    index, row, ticket = np.zeros(1, np.int64), np.array([1]), np.zeros(1, np.uint64)
+    index, row = np.zeros(1, np.int64), np.array([1])
     window, steps = np.full((STEPS + 2, 2), -1, np.float32), np.zeros(len(sizes), np.float32)
     loss = np.zeros(1, np.float32)
     for step in range(STEPS):
         found = gradients(make(sizes, 0), step, scale)
         if shadowed:
             found = [g.bfloat16() for g in found]
-        table = np.array(
+        addresses = torch.tensor(
             [
-                [*(a.ctypes.data for a in (p, *m)), g.data_ptr(), s.data_ptr()]
+                [g.data_ptr(), 0, *(a.ctypes.data for a in (p, *m)), s.data_ptr()]
                 for p, m, g, s in zip(mine, moments, found, shadows, strict=True)
-            ],
-            dtype=np.uint64,
+            ]
         )
+        locate(addresses, cuts, gradient_bytes=found[0].element_size(), out=pieces)
         loss[0] = step
         job = describe(
-            tensors=table.ctypes.data,
-            chunks=chunks.ctypes.data,
-            chunk_count=len(chunks),
+            pieces=pieces.data_ptr(),
+            piece_count=len(pieces),
             rates=rate_table.ctypes.data,
             index=index.ctypes.data,
             row=row.ctypes.data,
@@ -136,7 +155,6 @@ def test_law_is_that_of_pytorch(
             loss=loss.ctypes.data,
             steps=steps.ctypes.data,
             tensor_count=len(sizes),
-            ticket=ticket.ctypes.data,
             **options,
         )
         run(job.ctypes.data)
@@ -166,13 +184,27 @@ def test_narrowing_is_that_of_pytorch(library: Any, value: float, bits: int | No
     )
 
 
-@given(sizes=st.lists(st.integers(1, 5 * CHUNK), max_size=5))
-def test_chunks_partition_the_tensors(sizes: list[int]) -> None:
+@given(sizes=st.lists(st.integers(1, 5 * PIECE), max_size=5))
+def test_pieces_partition_the_tensors(sizes: list[int]) -> None:
     seen = [np.zeros(size, int) for size in sizes]
     for tensor, begin, count in cut(sizes).tolist():
-        assert 0 < count <= CHUNK
+        assert 0 < count <= PIECE
         seen[tensor][begin : begin + count] += 1
     assert all((part == 1).all() for part in seen)
+
+
+@given(pieces=st.integers(1, 3_000_000))
+def test_sums_of_the_norm_are_few_and_of_all_pieces(pieces: int) -> None:
+    group, sums = share_norm(pieces)
+    assert 0 < sums <= MOST_PARTIALS and (sums - 1) * group < pieces <= sums * group
+
+
+@given(pieces=st.integers(1, 100_000), processors=st.integers(1, 200), models=st.integers(1, 16))
+def test_blocks_of_a_step_run_at_once(pieces: int, processors: int, models: int) -> None:
+    blocks = step_blocks(pieces, processors, models=models)
+    most = max(1, STEP_BLOCKS_PER_SM * processors // models)
+    assert 0 < blocks <= min(pieces, most)
+    assert -(-pieces // blocks) == -(-pieces // most), "no more turns than the most blocks take"
 
 
 gpu = [

@@ -1,8 +1,13 @@
 // Clip by the norm of all gradients, then AdamW, over many tensors at once.
 //
-// The work is cut into chunks, each within one tensor, so that a block never looks for where it is.
-// Weights that the model computes with in bfloat16 (shadows) get their gradients in it too, and are
-// written in the same pass as the float32 ones.
+// The work is cut into pieces, each within one tensor, whose addresses a block reads at once: what
+// it waits for is one read of the table and then the data, four elements a thread.  Weights that
+// the model computes with in bfloat16 (shadows) get their gradients in it too, and are written in
+// the same pass as the float32 ones.
+//
+// The norm is summed over groups of pieces: partial sums of the first kernel, which each block of
+// the second adds up in the same order.  The groups depend on the tensors' sizes alone, so neither
+// GPU, launch nor addresses change a bit.
 //
 // AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
 #pragma once
@@ -10,26 +15,30 @@
 
 namespace gear {
 
+enum { THREADS = 256, PIECE = 4 * THREADS, MOST_PARTIALS = 2 * THREADS };
+
 typedef unsigned short bf16;  // the upper half of a float32
 
-struct Weights {  // one tensor, all equally laid out
+struct alignas(16) Piece {  // a part of one tensor, equally laid out in all that belongs to it
+    const void* gradient;   // float, or bf16 where there is a shadow
+    i64 count;              // of elements, at most PIECE
     float* value;
-    float* first;   // moments
+    float* first;           // moments
     float* second;
-    const void* gradient;  // float, or bf16 where there is a shadow
-    bf16* shadow;          // the value as the model computes with it
+    bf16* shadow;           // the value as the model computes with it
 };
 
-struct Chunk {
-    i64 tensor, begin, count;
+struct alignas(16) Rule {  // of one step, but for the clipping
+    float shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
 };
 
 struct AdamwJob {
-    const Weights* tensors;
-    const Chunk* chunks;
-    i64 chunk_count;
+    const Piece* pieces;
+    i64 piece_count;
+    i64 group;            // pieces a partial sum is over
     double* partials;     // (partial_count,) sums of squared gradients
-    i64 partial_count;    // blocks of the first kernel
+    i64 partial_count;    // at most MOST_PARTIALS
+    Rule* rule;           // the first kernel writes it, for the second
     const float* rates;   // learning rate of every step
     i64* index;           // the step to do, counted from 0
     i64* row;             // of `window`
@@ -37,7 +46,6 @@ struct AdamwJob {
     const float* loss;    // a scalar
     float* steps;         // (tensor_count,): steps done
     i64 tensor_count;
-    u64* ticket;          // blocks that have read `index` and `row`
     double beta1, beta2, epsilon, decay;
     double limit;         // of the norm; infinite for none
 };
@@ -47,10 +55,6 @@ enum { MOST_JOBS = 16 };  // parameters of a kernel are limited to 4 KB
 struct AdamwJobs {  // of models that are updated together
     i64 count;
     AdamwJob jobs[MOST_JOBS];
-};
-
-struct Rule {  // of one step
-    float scale, shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
 };
 
 GEAR_CODE double power(double base, i64 exponent) {
@@ -78,11 +82,9 @@ GEAR_CODE float root_of(float value) {
 #endif
 }
 
-GEAR_CODE Rule rule_of(const AdamwJob& job, i64 index, double norm) {
+GEAR_CODE Rule rule_of(const AdamwJob& job, i64 index) {
     double rate = (double)job.rates[index];
-    float scale = (float)(job.limit / (norm + 1e-6));
     Rule found;
-    found.scale = scale > 1.0f ? 1.0f : scale;  // a norm that is not a number stays one
     found.shrink = (float)(rate * job.decay);
     found.beta1 = (float)job.beta1;
     found.rest1 = (float)(1.0 - job.beta1);
@@ -92,6 +94,12 @@ GEAR_CODE Rule rule_of(const AdamwJob& job, i64 index, double norm) {
     found.root = (float)root_of(1.0 - power(job.beta2, index + 1));
     found.epsilon = (float)job.epsilon;
     return found;
+}
+
+// What gradients are multiplied by.
+GEAR_CODE float scale_of(const AdamwJob& job, double norm) {
+    float scale = (float)(job.limit / (norm + 1e-6));
+    return scale > 1.0f ? 1.0f : scale;  // a norm that is not a number stays one
 }
 
 struct Element {
@@ -117,29 +125,8 @@ GEAR_CODE bf16 narrow(float value) {
     return (bf16)((found.bits + 0x7fffu + (found.bits >> 16 & 1u)) >> 16);
 }
 
-template <bool SHADOWED>
-GEAR_CODE float gradient_of(const Weights& tensor, i64 at) {
-    if (SHADOWED) return widen(((const bf16*)tensor.gradient)[at]);
-    return ((const float*)tensor.gradient)[at];
-}
-
-template <bool SHADOWED>
-GEAR_CODE Element read(const Weights& tensor, i64 at) {
-    Element found = {tensor.value[at], tensor.first[at], tensor.second[at],
-                     gradient_of<SHADOWED>(tensor, at)};
-    return found;
-}
-
-template <bool SHADOWED>
-GEAR_CODE void write(const Weights& tensor, i64 at, const Element& element) {
-    tensor.value[at] = element.value;
-    tensor.first[at] = element.first;
-    tensor.second[at] = element.second;
-    if (SHADOWED) tensor.shadow[at] = narrow(element.value);
-}
-
-GEAR_CODE Element update(const Rule& rule, Element element) {
-    float gradient = element.gradient * rule.scale;
+GEAR_CODE Element update(const Rule& rule, float scale, Element element) {
+    float gradient = element.gradient * scale;
     element.value -= rule.shrink * element.value;
     element.first = rule.beta1 * element.first + rule.rest1 * gradient;
     element.second = rule.beta2 * element.second + rule.rest2 * gradient * gradient;
