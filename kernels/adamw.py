@@ -26,7 +26,7 @@ THREADS = 256
 PIECE = 1024  # elements: four a thread
 MOST_PARTIALS = 512  # sums of the norm: two a thread
 LEAST_GROUP = 4  # pieces a sum is over: as many as a block reads at once
-STEP_BLOCKS_PER_SM = 4  # what 64 registers a thread leave room for
+STEP_BLOCKS_PER_SM = 6  # that are there at once, with 40 registers a thread
 EPSILON = 1e-8  # PyTorch's default
 
 COLUMNS = ("gradient", "count", "value", "first", "second", "shadow")  # of a piece

@@ -139,7 +139,8 @@ GEAR_CODE bool is_whole(const Piece& piece, int left) {
     return left >= QUAD && fits(places, 16) && (!SHADOWED || fits((u64)piece.shadow, 8));
 }
 
-// Moments and gradients are not read again in this step: they go from the caches first.
+// Nothing of it is read again in this launch: it goes from the caches first, and leaves them to
+// the gradients that were written last.
 template <bool SHADOWED>
 GEAR_CODE Quads read(const Piece& piece) {
     typedef typename Gradients<SHADOWED>::Type Type;
@@ -237,7 +238,8 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
     __syncthreads();
     float scale = shared_scale;
     for (;;) {
-        write<SHADOWED>(piece, update(rule, scale, quads));
+        if (threadIdx.x * QUAD < piece.count)
+            write<SHADOWED>(piece, update(rule, scale, quads));
         if (number >= job.piece_count) break;
         piece = next;
         quads = read<SHADOWED>(piece);
@@ -248,22 +250,23 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
 
 }  // namespace gear
 
-#define GEAR_ADAMW(name, body, shadowed)                                                  \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                  \
+// `resident`: blocks that a multiprocessor has room for, by the registers of a thread.
+#define GEAR_ADAMW(name, body, shadowed, resident)                                        \
+    extern "C" __global__ void __launch_bounds__(256, resident)                           \
         name(const __grid_constant__ gear::AdamwJob job) {                                \
         gear::body<shadowed>(job, blockIdx.x, gridDim.x);                                 \
     }
-GEAR_ADAMW(adamw_norm, norm, false)
-GEAR_ADAMW(adamw_step, step, false)
-GEAR_ADAMW(adamw_norm_shadowed, norm, true)
-GEAR_ADAMW(adamw_step_shadowed, step, true)
+GEAR_ADAMW(adamw_norm, norm, false, 6)
+GEAR_ADAMW(adamw_step, step, false, 6)
+GEAR_ADAMW(adamw_norm_shadowed, norm, true, 4)
+GEAR_ADAMW(adamw_step_shadowed, step, true, 6)
 
 // As many blocks for each of several models.
-#define GEAR_ADAMW_TOGETHER(name, body)                                                   \
-    extern "C" __global__ void __launch_bounds__(256, 4)                                  \
+#define GEAR_ADAMW_TOGETHER(name, body, resident)                                         \
+    extern "C" __global__ void __launch_bounds__(256, resident)                           \
         name(const __grid_constant__ gear::AdamwJobs together) {                          \
         unsigned each = gridDim.x / (unsigned)together.count;                             \
         gear::body<false>(together.jobs[blockIdx.x / each], blockIdx.x % each, each);     \
     }
-GEAR_ADAMW_TOGETHER(adamw_norm_together, norm)
-GEAR_ADAMW_TOGETHER(adamw_step_together, step)
+GEAR_ADAMW_TOGETHER(adamw_norm_together, norm, 6)
+GEAR_ADAMW_TOGETHER(adamw_step_together, step, 6)
