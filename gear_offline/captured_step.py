@@ -130,10 +130,10 @@ class CapturedStep(CapturedPart):
         )
         self._ranks: RankGradients | None = None
         self._world = World() if world is None else world
-        self._divisor: float | None = None
         if world is not None and world.size > 1:
-            self._divisor = float(batches.batch.attention_mask.numel())
-            self._ranks = RankGradients(optimizer.computed, divisor=self._divisor)
+            self._ranks = RankGradients(
+                optimizer.computed, world=world, divisor=float(batches.batch.attention_mask.numel())
+            )
         self._graph = torch.cuda.CUDAGraph()
         with contextlib.nullcontext() if feedback is None else feedback.paused():
             warm_up(self._rehearse, self.written(), window.device)
@@ -162,9 +162,11 @@ class CapturedStep(CapturedPart):
 
     def _run(self) -> None:
         self._batches.begin(timed=True)
-        loss = self._gradients(self._batches.batch, valid_steps=self._divisor)
-        if self._ranks is not None:
-            loss = self._ranks.average(loss, self._batches.batch)
+        batch = self._batches.batch
+        if self._ranks is None:
+            loss = self._gradients(batch)
+        else:
+            loss = self._ranks.exchange(self._gradients, batch)
         self.finish(loss)
         self._batches.end(timed=True)
 

@@ -131,13 +131,22 @@ class GradientPass:
             if whole:
                 self._loss = torch.compile(model.loss, dynamic=False, options=COMPILE)
 
-    def __call__(self, batch: Batch, *, valid_steps: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        valid_steps: float | None = None,
+        weight: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Add the gradients of a batch to the parameters' and return its loss, detached.
 
         Parameters
         ----------
         valid_steps
             Divisor of the loss in place of the real steps of the global batch.
+        weight
+            Asked after the forward pass for a scalar float32, which loss and gradients are
+            multiplied by.
         """
         valid: Tensor | float | None = valid_steps
         if valid is None and (self._world.size > 1 or self._accumulate > 1):
@@ -151,9 +160,11 @@ class GradientPass:
                     enabled=self._precision is not None,
                 ):
                     loss = self._loss(part, valid_steps=valid)
+                factor = None if weight is None else weight()
                 with self._world.guard("averaging gradients"):
-                    loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
+                    loss.backward(factor)  # type: ignore[no-untyped-call]
+            found = loss.detach() if factor is None else loss.detach() * factor
+            total = found if total is None else total + found
         assert total is not None, "a batch has at least one part"
         return total
 

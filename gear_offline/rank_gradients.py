@@ -1,80 +1,203 @@
-"""Gradients of several ranks, averaged inside a captured step by one all-reduce.
+"""Gradients of several ranks, added up inside a captured step while the backward pass goes on.
 
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
-not repeat.  Here what ranks add up is one run of memory: the gradients of all parameters, the loss
-and the number of real steps, so that a step has one collective.  Loss and steps of bfloat16
-gradients are another one, in float32.
+not repeat.  Here gradients lie in one run of memory in the order in which the backward pass has
+them, cut into buckets.  The last gradient of a bucket launches its all-reduce, which NCCL runs
+beside the rest of the pass.  Nothing is scaled afterwards: the real steps of the global batch are
+added up during the forward pass, and the backward pass starts with their inverse.
 
-Shape legend: P elements of all parameters, W ranks.
+Shape legend: P elements of all parameters and of the gaps between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.errors import GearError
+from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
+
+BUCKET_BYTES = 25 << 20  # as DDP: smaller ones leave links idle, larger ones begin late
+LAST_BYTES = 2 << 20  # nothing is left to be computed beside the last one
+LINE_BYTES = 128  # gradients begin at cache lines, for wide loads
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together.
+
+    Attributes
+    ----------
+    numbers
+        Of the parameters, in the order of `flat`.
+    flat
+        All of them, and the zeros between them.
+    slots
+        Views of `flat`, one a parameter.
+    waits_for
+        Gradients that this pass has not computed yet.
+    """
+
+    numbers: list[int]
+    flat: Tensor
+    slots: list[Tensor]
+    waits_for: int = 0
+
+
+def cut(sizes: Sequence[int], *, limit: int, last: int) -> list[range]:
+    """Return consecutive runs of gradients that travel together.
+
+    All of them in one run if they are no more than `limit`.  Otherwise runs are filled from the
+    end, so that it is the first one that may be small, and the last one is.
+
+    Parameters
+    ----------
+    sizes
+        Bytes of each gradient, in the order in which they are ready.
+    limit
+        Bytes that a run has at least, but for the first and the last one.
+    last
+        Bytes that the last run has at least.
+    """
+    if sum(sizes) <= limit:
+        return [range(len(sizes))]
+    runs, end, filled, least = [], len(sizes), 0, last
+    for begin in reversed(range(len(sizes))):
+        filled += sizes[begin]
+        if filled >= least or begin == 0:
+            runs.append(range(begin, end))
+            end, filled, least = begin, 0, limit
+    return runs[::-1]
 
 
 class RankGradients:
     """Turns gradients of a rank's share into those of the global batch; without the host.
 
-    A rank's loss must be its sum over real steps divided by `divisor`, the same on every rank.
+    The first pass, which must not be captured, finds out in which order gradients are ready; rank
+    0's order is everyone's.  Whatever the order is later, ranks launch the same buckets one after
+    another, so none waits for another one's bucket.
 
     Parameters
     ----------
     parameters
         Those that gradients belong to, of one type, on one device.
+    world
+        The ranks that train together.
     divisor
-        Any positive number near that of real steps of a rank; it keeps sums in a common range.
+        Of a rank's loss while it is computed; any positive number, the same on every rank.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, divisor: float) -> None:
-        self._parameters, self.divisor = list(parameters), divisor
+    def __init__(self, parameters: Sequence[Tensor], *, world: World, divisor: float) -> None:
+        self._parameters: list[Any] = list(parameters)
+        self._world, self._divisor = world, divisor
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, _Bucket] = {}
+        self._ready: list[int] = []  # numbers of this pass's gradients, in their order
+        self._works: list[Any] = []  # of the buckets that were launched
 
-    def average(self, loss: Tensor, batch: Batch) -> Tensor:
-        """Give every parameter the gradient of the global batch; return its loss, a scalar.
+    def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Give every parameter the gradient of the global batch, and return this rank's loss.
+
+        The mean of the ranks' losses is that of the global batch.
+
+        Parameters
+        ----------
+        gradients
+            `GradientPass` of this rank alone, of parameters without gradients.
+        batch
+            This rank's share.
 
         Raises
         ------
         GearError
-            ``GRADIENT_LAYOUT`` if a gradient is missing.
+            ``GRADIENT_LAYOUT`` if a gradient is missing, or comes twice.
         """
-        steps = (batch.attention_mask != 0).sum().float().reshape(1)
-        facts = [loss.detach().float().reshape(1), steps]
-        gradients = self._gradients()
-        if gradients[0].dtype == torch.float32:
-            flat = torch.cat([*gradients, *facts])  # (P + 2,)
-            dist.all_reduce(flat)
-            flat, sums = flat[:-2], flat[-2:]
-        else:
-            flat, sums = torch.cat(gradients), torch.cat(facts)
-            dist.all_reduce(flat)
-            dist.all_reduce(sums)
-        factor = self.divisor / sums[1].clamp(min=1.0)
-        flat.mul_(factor)
-        begin = 0
-        for parameter in self._parameters:
-            end = begin + parameter.numel()
-            parameter.grad = flat[begin:end].view_as(parameter)
-            begin = end
-        return sums[0] * factor
+        steps = (batch.attention_mask != 0).sum().float()
+        counted: Any = dist.all_reduce(steps, async_op=True)
 
-    def _gradients(self) -> list[Tensor]:
-        found = []
-        for number, parameter in enumerate(self._parameters):
-            if parameter.grad is None:
-                raise GearError(
-                    "GRADIENT_LAYOUT",
-                    f"parameter {number} of shape {tuple(parameter.shape)} has no gradient",
-                    remedy="use train.graph=off",
-                )
-            found.append(parameter.grad.reshape(-1))
-        return found
+        def weight() -> Tensor:
+            counted.wait()
+            return self._divisor / steps.clamp(min=1.0)
+
+        self._ready, self._works = [], []
+        for bucket in self._buckets:
+            bucket.waits_for = len(bucket.numbers)
+        # Only while they are needed: whoever else computes with these parameters goes unheard.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+        try:
+            loss = gradients(batch, valid_steps=self._divisor, weight=weight)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number in set(range(len(self._parameters))) - set(self._ready):
+            raise self._error(number, "has no gradient")
+        if not self._buckets:
+            self._plan(self._world.gather(self._ready)[0])
+            for bucket in self._buckets:
+                self._launch(bucket)
+        for work in self._works:
+            work.wait()  # the stream does, not the host
+        return loss * self._world.size
+
+    def _arrive(self, number: int, _: Tensor) -> None:
+        """Take note of a gradient, and launch what it completes; on autograd's thread."""
+        if number in self._ready:
+            raise self._error(number, "gets its gradient in two parts")
+        self._ready.append(number)
+        if not self._buckets:
+            return
+        self._bucket_of[number].waits_for -= 1
+        while len(self._works) < len(self._buckets):
+            bucket = self._buckets[len(self._works)]
+            if bucket.waits_for:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: _Bucket) -> None:
+        parameters = [self._parameters[number] for number in bucket.numbers]
+        torch._foreach_copy_(bucket.slots, [p.grad for p in parameters if p.grad is not None])
+        self._works.append(dist.all_reduce(bucket.flat, async_op=True))
+        for parameter, slot in zip(parameters, bucket.slots, strict=True):
+            parameter.grad = slot  # of the one before nothing is left
+
+    def _plan(self, order: Sequence[int]) -> None:
+        """Lay out all gradients in the order in which they are ready."""
+        like = self._parameters[0]
+        line = LINE_BYTES // like.element_size()
+        parameters = [self._parameters[number] for number in order]
+        lengths = [-(-p.numel() // line) * line for p in parameters]
+        flat: Any = torch.zeros(sum(lengths), dtype=like.dtype, device=like.device)  # (P,)
+        pieces = flat.split(lengths)
+        slots = [
+            piece[: parameter.numel()].view(parameter.shape)
+            for piece, parameter in zip(pieces, parameters, strict=True)
+        ]
+        sizes = [length * like.element_size() for length in lengths]
+        begin = 0
+        for run in cut(sizes, limit=BUCKET_BYTES, last=LAST_BYTES):
+            end = begin + sum(lengths[run.start : run.stop])
+            numbers = list(order[run.start : run.stop])
+            bucket = _Bucket(numbers, flat[begin:end], slots[run.start : run.stop])
+            self._buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(numbers, bucket)
+            begin = end
+
+    def _error(self, number: int, what: str) -> GearError:
+        shape = tuple(self._parameters[number].shape)
+        return GearError(
+            "GRADIENT_LAYOUT",
+            f"parameter {number} of shape {shape} {what}",
+            remedy="use train.graph=off",
+        )

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,13 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gear_offline.data_parallel import GradientPass, micro_batches
+from gear_offline.errors import GearError
 from gear_offline.graph_watch import wait_for_steps
 from gear_offline.loaders.batch import Batch
-from gear_offline.rank_gradients import RankGradients
+from gear_offline.parallel import Parallel
+from gear_offline.rank_gradients import LINE_BYTES, RankGradients, cut
 from gear_offline.roll_call import RollCall
 from gear_offline.world import World
 from tests.ranks_support import launch
 from tests.support import make_dataset
+from tests.test_large_training import gradients, make_batch, trained
 
 
 def batch_of(mask: Tensor) -> Batch:
@@ -26,55 +35,254 @@ def batch_of(mask: Tensor) -> Batch:
     return Batch(nothing, nothing, nothing, nothing, mask, mask, mask, padding="right", extras={})
 
 
+class Wire:
+    """Adds up what the threads of one process give, each a rank; nothing is there before a wait.
+
+    Attributes
+    ----------
+    launched
+        Of each rank, lengths of what it gave, and how many gradients were ready by then.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.given = ranks, threading.Condition()
+        self.sent: list[list[Tensor]] = [[] for _ in range(ranks)]
+        self.words: list[list[object]] = [[] for _ in range(ranks)]
+        self.launched: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        self.ready = [0] * ranks
+        self.place = threading.local()
+
+    def all_reduce(self, tensor: Tensor, *, async_op: bool) -> Wire.Work:
+        rank: int = self.place.rank
+        self.launched[rank].append((tensor.numel(), self.ready[rank]))
+        with self.given:
+            self.sent[rank].append(tensor.clone())
+            self.given.notify_all()
+        assert async_op
+        return Wire.Work(self, tensor, len(self.sent[rank]))
+
+    def count(self, rank: int) -> None:
+        self.ready[rank] += 1
+
+    def gather(self, word: object) -> list[object]:
+        mine = self.words[self.place.rank]
+        with self.given:
+            mine.append(word)
+            self.given.notify_all()
+            assert self.given.wait_for(
+                lambda: all(len(words) >= len(mine) for words in self.words), timeout=20
+            )
+        return [words[len(mine) - 1] for words in self.words]
+
+    class Work:
+        def __init__(self, wire: Wire, tensor: Tensor, number: int) -> None:
+            self.wire, self.tensor, self.number = wire, tensor, number
+
+        def wait(self) -> None:
+            wire = self.wire
+            with wire.given:
+                assert wire.given.wait_for(
+                    lambda: all(len(sent) >= self.number for sent in wire.sent), timeout=20
+                )
+            self.tensor.copy_(torch.stack([sent[self.number - 1] for sent in wire.sent]).sum(0))
+
+    def run(self, work: Callable[[int, World], None]) -> None:
+        """Do something on each rank, in a thread of its own."""
+
+        def begin(rank: int) -> None:
+            self.place.rank = rank
+            work(rank, cast(World, SimpleNamespace(size=self.ranks, gather=self.gather)))
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
+            patch.setattr("torch.distributed.all_reduce", self.all_reduce)
+            for done in [pool.submit(begin, rank) for rank in range(self.ranks)]:
+                done.result(timeout=30)
+
+
+WIDTHS = ((3, 5), (5,), (5, 64), (64,), (64, 2), (2,))
+
+
+def weights_of(seed: int, kind: torch.dtype) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)  # threads share torch's own one
+    drawn = [torch.randn(*shape, generator=source) / 4 for shape in WIDTHS]
+    return [weight.to(kind).requires_grad_() for weight in drawn]
+
+
+def errors(weights: list[Tensor], inputs: Tensor) -> Tensor:
+    """(B, K, 3) -> (B, K), float32."""
+    hidden = inputs.to(weights[0].dtype)
+    for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+        hidden = torch.tanh(hidden @ weight + bias)
+    return hidden.float().square().mean(-1)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(st.integers(0, 7), min_size=2, max_size=4),
     seed=st.integers(0, 99),
     half=st.booleans(),
+    limit=st.sampled_from([1, 300, 1000, 1 << 20]),
 )
-def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int, half: bool) -> None:
-    """Each rank has other numbers of real steps; ranks take their turn in this process."""
-    steps[0] += 1
-    torch.manual_seed(seed)
-    inputs = torch.randn(len(steps), 8, 3)
-    masks = (torch.arange(8) < torch.tensor(steps)[:, None]).long()
-    weight, bias = torch.randn(3, 2), torch.randn(2)
-
-    def backward(ranks: slice, divisor: float) -> tuple[list[Tensor], Tensor]:
-        parameters = [weight.clone().requires_grad_(), bias.clone().requires_grad_()]
-        error = (inputs[ranks] @ parameters[0] + parameters[1]).square().mean(-1)
-        loss = (error * masks[ranks]).sum() / divisor
-        loss.backward()  # type: ignore[no-untyped-call]
-        return parameters, loss
-
-    expected, whole = backward(slice(None), float(masks.sum()))
+def test_gradients_are_those_of_the_global_batch(
+    steps: list[int], seed: int, half: bool, limit: int
+) -> None:
+    """Each rank has other numbers of real steps; a batch without any has gradients of zero."""
     kind = torch.bfloat16 if half else torch.float32
-    sent: dict[int, list[Tensor]] = {}  # by length
-    for turn in ("collect", "add"):
-        for rank in range(len(steps)):
-            divisor = 5.0
-            learning, loss = backward(slice(rank, rank + 1), divisor)
-            parameters = [p.detach().to(kind).requires_grad_() for p in learning]
-            for parameter, learnt in zip(parameters, learning, strict=True):
-                assert learnt.grad is not None
-                parameter.grad = learnt.grad.to(kind)
+    expected = weights_of(seed, torch.float32)
+    inputs = torch.randn(len(steps), 8, 3, generator=torch.Generator().manual_seed(seed))
+    masks = (torch.arange(8) < torch.tensor(steps)[:, None]).long()
+    whole = (errors(expected, inputs) * masks).sum() / masks.sum().clamp(min=1)
+    whole.backward()  # type: ignore[no-untyped-call]
+    wire = Wire(len(steps))
+    losses = torch.zeros(2, len(steps))
 
-            def all_reduce(flat: Tensor, *, turn: str = turn) -> None:
-                if turn == "collect":
-                    sent.setdefault(len(flat), []).append(flat.clone())
-                else:
-                    flat.copy_(torch.stack(sent[len(flat)]).sum(0))
+    def work(rank: int, world: World) -> None:
+        mine = weights_of(seed, kind)
+        hooked: list[Any] = mine
+        for weight in hooked:
+            weight.register_post_accumulate_grad_hook(lambda _: wire.count(rank))
+        exchange = RankGradients(mine, world=world, divisor=5.0).exchange
+        for turn in range(2):
+            wire.ready[rank] = 0
+            for weight in mine:
+                weight.grad = None
+            losses[turn, rank] = exchange(
+                one_pass(mine, inputs[rank]), batch_of(masks[rank : rank + 1])
+            )
+            gradients = [weight.grad for weight in mine if weight.grad is not None]
+            for found, theirs in zip(gradients, expected, strict=True):
+                rtol, atol = (0.05, 0.02) if half else (1e-4, 1e-6)
+                assert found.dtype == kind and theirs.grad is not None
+                torch.testing.assert_close(found.float(), theirs.grad, rtol=rtol, atol=atol)
+            start = gradients[0].untyped_storage().data_ptr()
+            assert all(g.untyped_storage().data_ptr() == start for g in gradients)
+            assert not any((g.data_ptr() - start) % LINE_BYTES for g in gradients)
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("torch.distributed.all_reduce", all_reduce)
-                average = RankGradients(parameters, divisor=divisor).average
-                found = average(loss, batch_of(masks[rank : rank + 1]))
-            if turn == "add":
-                torch.testing.assert_close(found, whole.detach())
-                for mine, theirs in zip(parameters, expected, strict=True):
-                    assert mine.grad is not None and mine.grad.dtype == kind
-                    rtol, atol = (0.03, 0.03) if half else (1e-4, 1e-5)
-                    torch.testing.assert_close(mine.grad.float(), theirs.grad, rtol=rtol, atol=atol)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", limit)
+        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", min(limit, 200))
+        wire.run(work)
+    for mean in losses.mean(1):
+        torch.testing.assert_close(mean, whole.detach(), rtol=0.02, atol=1e-3 * half)
+    assert all(launched == wire.launched[0] for launched in wire.launched)
+    launched = wire.launched[0]
+    buckets = len(launched) // 2 - 1
+    assert {1: buckets == len(WIDTHS), 1 << 20: buckets == 1}.get(limit, 1 < buckets < 6)
+    assert [ready for _, ready in launched[: buckets + 1]] == [0, *[6] * buckets]
+    second = [ready for _, ready in launched[buckets + 1 :]]
+    assert second == sorted(set(second)) and second[-1] == 6, "a bucket is sent when it is full"
+
+
+def one_pass(weights: list[Tensor], inputs: Tensor) -> Callable[..., Tensor]:
+    """Return what stands for a `GradientPass`."""
+
+    def gradients(batch: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
+        loss = (errors(weights, inputs) * batch.attention_mask).sum() / valid_steps
+        factor = weight()
+        loss.backward(factor)  # type: ignore[no-untyped-call]
+        return loss.detach() * factor
+
+    return gradients
+
+
+def in_order(weights: list[Tensor], order: list[int]) -> Callable[..., Tensor]:
+    """Return a pass that uses weights in some order; gradients are their numbers from 1."""
+
+    def gradients(_: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
+        total = torch.zeros(())
+        for number in order:
+            total = total + (weights[number] * (number + 1)).sum() / valid_steps
+        total.backward(weight())  # type: ignore[no-untyped-call]
+        return total.detach()
+
+    return gradients
+
+
+def test_ranks_send_alike_whatever_the_order_of_their_gradients() -> None:
+    """What is used last is ready first; each pass of each rank uses weights in another order."""
+    wire = Wire(3)
+    found = [[torch.ones(size) for size in (3, 40, 7, 100)] for _ in range(3)]
+    for weights in found:
+        for weight in weights:
+            weight.requires_grad_()
+
+    def work(rank: int, world: World) -> None:
+        ranks = RankGradients(found[rank], world=world, divisor=1.0)
+        for turn in range(4):
+            order = torch.randperm(4, generator=torch.Generator().manual_seed(5 * rank + turn))
+            for tensor in found[rank]:
+                tensor.grad = None
+            ranks.exchange(in_order(found[rank], order.tolist()), batch_of(torch.ones(1, 2)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", 100)
+        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", 1)
+        wire.run(work)
+    lengths = [[length for length, _ in launched] for launched in wire.launched]
+    assert lengths[0] == lengths[1] == lengths[2] and len(lengths[0]) == 4 * (1 + 4)
+    for weights in found:
+        for number, weight in enumerate(weights, start=1):
+            assert weight.grad is not None
+            torch.testing.assert_close(weight.grad, torch.full_like(weight, number / 2))
+
+
+def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
+    """A Decision Transformer; the ranks' shares have other numbers of real steps."""
+    batch, wire = make_batch(), Wire(2)
+    models = [trained() for _ in range(2)]
+    whole, *expected = gradients(trained(), batch)
+    losses = torch.zeros(2)
+
+    def work(rank: int, world: World) -> None:
+        learning = [p for p in models[rank].parameters() if p.requires_grad]
+        alone = GradientPass(models[rank], World(), parallel=Parallel("alone"))
+        share = list(micro_batches(batch, 2))[rank]
+        ranks = RankGradients(learning, world=world, divisor=float(share.attention_mask.numel()))
+        for _ in range(2):
+            models[rank].zero_grad(set_to_none=True)
+            losses[rank] = ranks.exchange(alone, share)
+        for found, theirs in zip([p.grad for p in learning], expected, strict=True):
+            torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", 2048)
+        wire.run(work)
+    torch.testing.assert_close(losses.mean(), whole)
+
+
+@pytest.mark.parametrize(("uses", "wrong"), [(0, "no gradient"), (2, "in two parts")])
+def test_a_gradient_comes_once(uses: int, wrong: str) -> None:
+    weights = [torch.ones(2).requires_grad_(), torch.ones(3, 4).requires_grad_()]
+
+    def gradients(_: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
+        weights[0].sum().backward()  # type: ignore[no-untyped-call]
+        for _use in range(uses):
+            weights[1].sum().backward()  # type: ignore[no-untyped-call]
+        return weight()
+
+    def work(_: int, world: World) -> None:
+        ranks = RankGradients(weights, world=world, divisor=1.0)
+        with pytest.raises(GearError, match=f"1 of shape \\(3, 4\\) .*{wrong}") as caught:
+            ranks.exchange(gradients, batch_of(torch.ones(1, 2)))
+        assert caught.value.code == "GRADIENT_LAYOUT"
+
+    Wire(1).run(work)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30),
+    limit=st.integers(1, 200),
+    last=st.integers(1, 200),
+)
+def test_buckets_are_filled_from_the_end(sizes: list[int], limit: int, last: int) -> None:
+    runs = cut(sizes, limit=limit, last=last)
+    assert [number for run in runs for number in run] == list(range(len(sizes)))
+    if sum(sizes) <= limit:
+        assert len(runs) == 1
+        return
+    leasts = [0, *[limit] * (len(runs) - 2), last][-len(runs) :]
+    for run, least in list(zip(runs, leasts, strict=True))[1:]:
+        assert sum(sizes[n] for n in run) >= least > sum(sizes[n] for n in run[1:])
 
 
 class FakeEvent:
