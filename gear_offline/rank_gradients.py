@@ -103,6 +103,7 @@ class RankGradients:
         self._bucket_of: dict[int, _Bucket] = {}
         self._ready: list[int] = []  # numbers of this pass's gradients, in their order
         self._works: list[Any] = []  # of the buckets that were launched
+        self._sources: list[Tensor] = []  # what was copied to them
 
     def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
         """Give every parameter the gradient of the global batch, and return this rank's loss.
@@ -128,7 +129,7 @@ class RankGradients:
             counted.wait()
             return self._divisor / steps.clamp(min=1.0)
 
-        self._ready, self._works = [], []
+        self._ready, self._works, self._sources = [], [], []
         for bucket in self._buckets:
             bucket.waits_for = len(bucket.numbers)
         # Only while they are needed: whoever else computes with these parameters goes unheard.
@@ -149,6 +150,7 @@ class RankGradients:
                 self._launch(bucket)
         for work in self._works:
             work.wait()  # the stream does, not the host
+        self._sources = []
         return loss * self._world.size
 
     def _arrive(self, number: int, _: Tensor) -> None:
@@ -167,10 +169,14 @@ class RankGradients:
 
     def _launch(self, bucket: _Bucket) -> None:
         parameters = [self._parameters[number] for number in bucket.numbers]
-        torch._foreach_copy_(bucket.slots, [p.grad for p in parameters if p.grad is not None])
+        sources = [parameter.grad for parameter in parameters]
+        torch._foreach_copy_(bucket.slots, sources)
         self._works.append(dist.all_reduce(bucket.flat, async_op=True))
         for parameter, slot in zip(parameters, bucket.slots, strict=True):
-            parameter.grad = slot  # of the one before nothing is left
+            parameter.grad = slot
+        # Kept until the end of the pass: autograd sums up a gradient on a stream of its choice,
+        # and memory that is free again is for the stream that computed it.
+        self._sources += sources
 
     def _plan(self, order: Sequence[int]) -> None:
         """Lay out all gradients in the order in which they are ready."""

@@ -246,8 +246,10 @@ def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", 2048)
+        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", 512)
         wire.run(work)
     torch.testing.assert_close(losses.mean(), whole)
+    assert len(wire.launched[0]) > 2 * (1 + 3), "several buckets a pass"
 
 
 @pytest.mark.parametrize(("uses", "wrong"), [(0, "no gradient"), (2, "in two parts")])
