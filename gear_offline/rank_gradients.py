@@ -142,8 +142,9 @@ class RankGradients:
         finally:
             for handle in handles:
                 handle.remove()
-        for number in set(range(len(self._parameters))) - set(self._ready):
-            raise self._error(number, "has no gradient")
+        missing = set(range(len(self._parameters))) - set(self._ready)
+        if missing:
+            raise self._error(min(missing), "has no gradient")
         if not self._buckets:
             self._plan(self._world.gather(self._ready)[0])
             for bucket in self._buckets:
