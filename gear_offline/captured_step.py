@@ -58,8 +58,8 @@ def why_not_captured(
     reason = ""
     if device.type != "cuda":
         reason = "CUDA graphs need a GPU"
-    elif world.size > 1 and train.graph == "auto":
-        reason = "several processes exchange gradients while they compute them"
+    elif world.node_count > 1 and train.graph == "auto":
+        reason = "several nodes exchange gradients"  # nobody has run that yet
     elif world.size > 1 and sharded:
         reason = "graphs of several ranks need replicas"
     elif world.size > 1 and loader.learner is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.captured_part import WARM_UPS, _own_stream, warm_up
-from gear_offline.captured_step import CapturedStep
+from gear_offline.captured_step import CapturedStep, why_not_captured
+from gear_offline.errors import UnavailableError
+from gear_offline.recipe import load_recipe
+from gear_offline.world import World
 
 
 class Stream:
@@ -104,3 +108,35 @@ def test_a_step_is_captured_on_a_stream_of_its_gpu(
     stream = None if kept is None else Named(kept)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stream)
     assert _own_stream() == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "graph", "shared", "reason"),
+    [
+        ((0,), "auto", {}, ""),
+        ((0, 0), "auto", {}, ""),
+        ((0, 0), "off", {}, "train.graph=off"),
+        ((0, 0), "auto", {"sharded": True}, "graphs of several ranks need replicas"),
+        ((0, 0), "auto", {"learner": 1}, "the ranks tell each other the losses of segments"),
+        ((0,), "auto", {"learner": 1}, ""),
+        ((0, 0), "auto", {"spread": 1}, "rows of other nodes come through the exchange"),
+        ((0, 0), "auto", {"engine": None}, "batches are not made by the GPU (loader.engine)"),
+        ((0, 0, 1, 1), "auto", {}, "several nodes exchange gradients"),
+        ((0, 0, 1, 1), "on", {}, ""),
+    ],
+)
+def test_replicas_of_one_node_are_captured(
+    nodes: tuple[int, ...], graph: str, shared: dict[str, Any], reason: str
+) -> None:
+    recipe = load_recipe("paper", [f"train.graph={graph}"])
+    facts = {"sharded": False, "learner": None, "spread": None, "engine": 1, **shared}
+    sharded = facts.pop("sharded")
+    loader: Any = SimpleNamespace(**facts)
+    world = World(nodes=nodes)
+    found = why_not_captured(recipe, torch.device("cuda"), world, loader, sharded=sharded)
+    assert found == reason
+    if reason and graph == "auto" and len(nodes) == 2:
+        insisting = recipe.replace(train__graph="on")
+        with pytest.raises(UnavailableError, match="graph=on is not possible") as caught:
+            why_not_captured(insisting, torch.device("cuda"), world, loader, sharded=sharded)
+        assert caught.value.code == "GRAPH_UNAVAILABLE"

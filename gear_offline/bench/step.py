@@ -40,6 +40,7 @@ from gear_offline.wording import size_text
 from gear_offline.world import World, open_world, rank_device
 
 AUTOCAST = ("train.weights=fp32",)
+DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise
 # name: recipe, changed options
 ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b": ("dt_1b", ()),
@@ -60,10 +61,10 @@ ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1m": ("dt_1m", ("train.compile=on",)),
 }
 SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dt_87m, DDP": ("dt_87m", ("train.parallel=ddp",)),
+    "dt_87m, DDP": ("dt_87m", DDP),
     "dt_1b, FSDP": ("dt_1b", ("train.parallel=fsdp",)),
-    "dt_1b, DDP": ("dt_1b", ("train.parallel=ddp",)),
-    "dt_87m, DDP, float32 weights": ("dt_87m", ("train.parallel=ddp", *AUTOCAST)),
+    "dt_1b, DDP": ("dt_1b", DDP),
+    "dt_87m, DDP, float32 weights": ("dt_87m", (*DDP, *AUTOCAST)),
     "dt_87m, one graph, float32 weights": ("dt_87m", ("train.graph=on", *AUTOCAST)),
     "dt_1b, FSDP, collected twice": ("dt_1b", ("train.parallel=fsdp", "train.reshard=on")),
     "dt_1b, FSDP, collected once": ("dt_1b", ("train.parallel=fsdp", "train.reshard=off")),

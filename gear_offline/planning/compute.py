@@ -122,20 +122,29 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
     return sum(p.numel() for p in model.parameters()), encoding
 
 
+def _is_captured(recipe: Recipe, *, sharded: bool, nodes: int) -> bool:
+    """Return whether training's steps are CUDA graphs."""
+    train = recipe.train
+    asked = train.graph == "on" or (train.graph == "auto" and nodes == 1)
+    whole = train.accumulate == 1 and not train.recompute
+    return asked and whole and not sharded and recipe.loader.engine != "off"
+
+
 def step_cost(
-    recipe: Recipe, sizes: ModelSizes, hardware: Hardware, *, segments: int, ranks: int
+    recipe: Recipe,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    *,
+    segments: int,
+    ranks: int,
+    nodes: int = 1,
 ) -> StepCost:
-    """Return the cost of a step with `segments` segments on each of `ranks` GPUs."""
+    """Return the cost of a step with `segments` segments on each of `ranks` GPUs of `nodes`."""
     model, train, context = recipe.model, recipe.train, recipe.loader.context_length
     gpu, half = hardware.gpu, train.precision != "fp32"
     compiled = is_compiled(train)
-    captured = (
-        train.graph != "off"
-        and recipe.loader.engine != "off"
-        and (ranks == 1 or train.graph == "on")
-        and train.accumulate == 1
-        and not train.recompute
-    )
+    sharded = ranks > 1 and train.parallel == "fsdp"
+    captured = _is_captured(recipe, sharded=sharded, nodes=nodes)
     kernels = _kernels(recipe, compiled=compiled, half=half)
     tokens, unit = 3.0 * segments * context, model.layers * model.hidden_size
     flops = step_flops(
@@ -153,7 +162,6 @@ def step_cost(
     if train.recompute:
         busy += (products + moving) / 3
     kept = _kept_bytes(recipe, tokens / train.accumulate, compiled=compiled, half=half)
-    sharded = ranks > 1 and train.parallel == "fsdp"
     state = parameters * float(STATE_BYTES + SHADOW_BYTES * casts)
     travelling, reshard = 4.0 if casts else 2.0, False
     if sharded:

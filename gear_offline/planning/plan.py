@@ -137,7 +137,14 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.replace(model__max_timestep=longest)
-    cost = step_cost(recipe, workload.sizes, cluster.hardware, segments=share, ranks=cluster.ranks)
+    cost = step_cost(
+        recipe,
+        workload.sizes,
+        cluster.hardware,
+        segments=share,
+        ranks=cluster.ranks,
+        nodes=cluster.nodes,
+    )
     memory = cluster.hardware.gpu.memory
     needed = cost.memory_bytes + CONTEXT_BYTES
     if needed > memory:
