@@ -2,9 +2,10 @@
 
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
 not repeat.  Here gradients lie in one run of memory in the order in which the backward pass has
-them, cut into buckets.  The last gradient of a bucket launches its all-reduce, which NCCL runs
-beside the rest of the pass.  Nothing is scaled afterwards: the real steps of the global batch are
-added up during the forward pass, and the backward pass starts with their inverse.
+them, cut into buckets where several nodes exchange them.  The last gradient of a bucket launches
+its all-reduce, which NCCL runs beside the rest of the pass.  Nothing is scaled afterwards: the real
+steps of the global batch are added up during the forward pass, and the backward pass starts with
+their inverse.
 
 Shape legend: P elements of all parameters and of the gaps between them.
 """
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
 
 BUCKET_BYTES = 25 << 20  # as DDP: smaller ones leave links idle, larger ones begin late
+# Within a node one bucket after the pass: products of matrices are cut into as many parts as a GPU
+# has multiprocessors, and those whose place NCCL has come last, twice as late.  Two H200, 87 M
+# parameters: 35.30 ms a step, 35.37 with buckets of 50 MiB, 35.76 of 25 MiB, 36.30 of 8 MiB.
+NODE_BYTES = 1 << 62
 LAST_BYTES = 2 << 20  # nothing is left to be computed beside the last one
 LINE_BYTES = 128  # gradients begin at cache lines, for wide loads
 
@@ -193,7 +198,8 @@ class RankGradients:
         ]
         sizes = [length * like.element_size() for length in lengths]
         begin = 0
-        for run in cut(sizes, limit=BUCKET_BYTES, last=LAST_BYTES):
+        limit = NODE_BYTES if self._world.node_count == 1 else BUCKET_BYTES
+        for run in cut(sizes, limit=limit, last=LAST_BYTES):
             end = begin + sum(lengths[run.start : run.stop])
             numbers = list(order[run.start : run.stop])
             bucket = _Bucket(numbers, flat[begin:end], slots[run.start : run.stop])

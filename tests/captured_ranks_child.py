@@ -54,8 +54,8 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
     expected = run(single, 60, world)
     note(world, "step by step is done")
     graph = make(data, world, device, *options, "train.graph=on")
-    usual = rank_gradients.BUCKET_BYTES, rank_gradients.LAST_BYTES
-    rank_gradients.BUCKET_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
+    usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES
+    rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
     try:
         found = run(graph, 60, world)
         note(world, "the graph is done")
@@ -70,7 +70,7 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
         assert len(set(alike)) == 1, "every rank has the same weights"
     finally:
         graph.release()
-        rank_gradients.BUCKET_BYTES, rank_gradients.LAST_BYTES = usual
+        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual
     loss = float(np.abs(found / expected - 1).max())
     return {"loss_relative": loss, "weight_absolute": max(weights)}
 

@@ -44,8 +44,8 @@ class Wire:
         Of each rank, lengths of what it gave, and how many gradients were ready by then.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks, self.given = ranks, threading.Condition()
+    def __init__(self, ranks: int, *, nodes: int = 2) -> None:
+        self.ranks, self.nodes, self.given = ranks, nodes, threading.Condition()
         self.sent: list[list[Tensor]] = [[] for _ in range(ranks)]
         self.words: list[list[object]] = [[] for _ in range(ranks)]
         self.launched: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -91,7 +91,13 @@ class Wire:
 
         def begin(rank: int) -> None:
             self.place.rank = rank
-            work(rank, cast(World, SimpleNamespace(size=self.ranks, gather=self.gather)))
+            work(
+                rank,
+                cast(
+                    World,
+                    SimpleNamespace(size=self.ranks, node_count=self.nodes, gather=self.gather),
+                ),
+            )
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
             patch.setattr("torch.distributed.all_reduce", self.all_reduce)
@@ -198,9 +204,10 @@ def in_order(weights: list[Tensor], order: list[int]) -> Callable[..., Tensor]:
     return gradients
 
 
-def test_ranks_send_alike_whatever_the_order_of_their_gradients() -> None:
+@pytest.mark.parametrize(("nodes", "buckets"), [(1, 1), (2, 4)])
+def test_ranks_send_alike_whatever_the_order_of_their_gradients(nodes: int, buckets: int) -> None:
     """What is used last is ready first; each pass of each rank uses weights in another order."""
-    wire = Wire(3)
+    wire = Wire(3, nodes=nodes)
     found = [[torch.ones(size) for size in (3, 40, 7, 100)] for _ in range(3)]
     for weights in found:
         for weight in weights:
@@ -219,7 +226,7 @@ def test_ranks_send_alike_whatever_the_order_of_their_gradients() -> None:
         patch.setattr("gear_offline.rank_gradients.LAST_BYTES", 1)
         wire.run(work)
     lengths = [[length for length, _ in launched] for launched in wire.launched]
-    assert lengths[0] == lengths[1] == lengths[2] and len(lengths[0]) == 4 * (1 + 4)
+    assert lengths[0] == lengths[1] == lengths[2] and len(lengths[0]) == 4 * (1 + buckets)
     for weights in found:
         for number, weight in enumerate(weights, start=1):
             assert weight.grad is not None
