@@ -128,6 +128,18 @@ def four_table() -> Iterator[list[float | None]]:
         yield [gpus, *(found[k] for k in keys), found["memory_bytes"] / GIB, *linear]
 
 
+def two_table() -> Iterator[list[float | None]]:
+    for name in ("dt_87m", "dt_1b"):
+        alone = [row("step-two", name=name, gpus=1, gpu_number=number) for number in (0, 1)]
+        both = row("step-two", name=f"{name}, one graph", gpus=2)
+        whole = sum(found["segments_per_second"] for found in alone)
+        for found in (*alone, both):
+            keys = ("milliseconds", "segments_per_second", "tflops")
+            share = [both["segments_per_second"] / whole * 100] if found is both else []
+            number = [] if found is both else [found["gpu_number"]]
+            yield [*number, *(found[k] for k in keys), found["memory_bytes"] / GIB, *share]
+
+
 def stacks_table() -> Iterator[list[float | None]]:
     rows = measured("sweep")["third"]["hosts"][1]["rows"]
     for name in ("1", "streams 2", "streams 4", "streams 8", "stacked 8", "stacked 16"):
@@ -192,6 +204,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Iterator[list[float | None]]]]
     "step-several": ("docs/large-models.md", "of linear", several_table),
     "sweep": ("docs/sweeps.md", "steps/s in sum", stacks_table),
     "step-four": ("docs/large-models.md", "share of linear", four_table),
+    "step-two": ("docs/large-models.md", "share of both alone", two_table),
     "traffic": ("docs/clusters.md", "crosses nodes", traffic_table),
     "recovery": ("docs/clusters.md", "detection", recovery_table),
     "save": ("docs/training.md", "`dcp.async_save`", save_table),
