@@ -157,6 +157,11 @@ class CapturedPart:
         """Where a step's batch is."""
         return self._batches
 
+    @property
+    def index(self) -> Tensor:
+        """The step to come, (1,) int64 on the device."""
+        return self._index
+
     def finish(self, loss: Tensor) -> None:
         """Clip and update by the gradients, note loss and norm, and count."""
         self._optimizer.finish_on_device(

@@ -1,8 +1,9 @@
 """Learners of one shape that advance together: one forward and one backward pass for all.
 
 Each keeps what is its own: batches, optimiser, learning rate, metrics, checkpoints.  Only products
-are shared, see `gear_offline.models.stacked`, and with them one stream of random numbers that
-dropout draws from.
+are shared, see `gear_offline.models.stacked`.  Dropout of a step is drawn from the run's seed and
+the number of the step where kernels draw it, so it does not depend on who else is in the stack, nor
+on where a run was stopped.
 
 Shape legend: N learners.
 """
@@ -99,7 +100,9 @@ class Stack:
         self._left: set[int] = set()
         models = [learner.model for learner in learners]
         self._models = StackedModels(models, precision=first.precision)
-        self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
+        self._losses: Callable[[TrainingBatch, Tensor], Tensor] = self._models.losses
+        seeds = [learner.recipe.seed for learner in learners]
+        self._draws = torch.tensor([seeds, [0] * len(seeds)], device=first.device)
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
@@ -120,7 +123,7 @@ class Stack:
     def prepare(self) -> None:
         """Capture a step, where steps are captured and that is not done yet: no step is done."""
         if self.will_capture:
-            self._captured = CapturedStack(self.learners, self._gradients)
+            self._captured = CapturedStack(self.learners, self._gradients, self._draws)
 
     def advance(self) -> dict[int, GearError]:
         """Do one step of each learner; return what ended some of them, by number.
@@ -149,6 +152,7 @@ class Stack:
             self._batches = list(taken.values())
         for number, batch in taken.items():
             self._batches[number] = batch
+        self._draws[1] = torch.tensor([learner.step for learner in self.learners])
         losses = self._gradients(join_batches(self._batches))
         for number in there:
             try:
@@ -161,7 +165,7 @@ class Stack:
     def _gradients(self, batch: TrainingBatch) -> Tensor:
         """Give every parameter its gradient; return the losses, (N,), detached."""
         self._models.zero_gradients()
-        losses = self._losses(batch)
+        losses = self._losses(batch, self._draws)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         self._models.hand_out_gradients()
         return losses.detach()
@@ -179,12 +183,18 @@ class CapturedStack:
         Whose steps are captured.
     gradients
         Gives every parameter its gradient, and returns the losses, (N,).
+    draws
+        (2, N) int64: seeds, and steps, which are written.
     """
 
     def __init__(
-        self, learners: Sequence[Learner], gradients: Callable[[TrainingBatch], Tensor]
+        self,
+        learners: Sequence[Learner],
+        gradients: Callable[[TrainingBatch], Tensor],
+        draws: Tensor,
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
+        self._steps = draws[1]
         loader = learners[0].loader
         assert loader.engine is not None, "steps that are captured have one"
         places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
@@ -216,6 +226,7 @@ class CapturedStack:
                 part.batches.begin(timed=True)
         for stream in self._streams:
             main.wait_stream(stream)
+        torch.cat([part.index for part in self._parts], out=self._steps)
         losses = self._gradients(self._batch).unbind()
         enqueue_together(
             [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]

@@ -81,7 +81,8 @@ def embed_norm(
     table
         (N, L, H) float32, embeddings of timesteps.
     steps
-        (N, S) int64; tokens of one that is not in [0, L) become not a number.
+        (N, S) int64; tokens of one that is not in [0, L) become not a number.  Where one comes
+        twice, its gradients are added up in any order.
     weight, shift
         (N, H) float32.
     epsilons

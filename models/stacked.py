@@ -2,8 +2,9 @@
 
 The kernels of a small model leave most of a GPU idle.  N models of one shape, each with a batch of
 its own, are one forward and one backward pass here whose kernels are N times as large.  Nothing is
-shared between the models: the loss and the gradients of each are those that it has alone, but for
-the order of sums, and for dropout, which draws one stream of random numbers for all.
+shared between the models: the loss and the gradients of each are those that it has in a stack of
+its own, but for the order of sums.  So is dropout where kernels draw it (16 bits, on a GPU), from
+the model's seed and step; elsewhere all draw from torch's random numbers.
 
 Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R = B * T rows.
 """
@@ -31,6 +32,11 @@ __all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
 SEED_BITS = 62
+GOLDEN, MIX_1, MIX_2 = (  # of SplitMix64, as signed numbers
+    0x9E3779B97F4A7C15 - (1 << 64),
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)
 EVEN = 8  # 16-bit numbers of a load: products of other widths take slow kernels
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
@@ -48,6 +54,26 @@ def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
         if model.discrete:
             return "actions are discrete"
     return ""
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Return int64 whose bits all depend on all bits of `numbers`, int64; one to one.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    """
+    found = numbers + GOLDEN
+    found = (found ^ _shifted(found, 30)) * MIX_1
+    found = (found ^ _shifted(found, 27)) * MIX_2
+    return found ^ _shifted(found, 31)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shift right as if there were no sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def refuse_stack(reason: str) -> None:
@@ -108,20 +134,23 @@ class StackedModels(nn.Module):
             self.register_parameter(self._keys[name], stacked)
             self._parts.append((stacked, mine))
 
-    def losses(self, batch: TrainingBatch) -> Tensor:
+    def losses(self, batch: TrainingBatch, draws: Tensor | None = None) -> Tensor:
         """Return (N,) float32, the loss of each model on its part of a batch.
 
         Parameters
         ----------
         batch
             N * B windows, those of the first model first, padded on the right.
+        draws
+            (2, N) int64, seed and step of each model: what kernels draw its dropout from.  None
+            leaves it to torch's random numbers.
         """
         fields = batch.model_inputs()
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(fields["timesteps"], self._rows)
         given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
-        seeds = self._seeds(steps.device)
+        seeds = self._seeds(steps.device, draws)
         hidden, plain = self._embed(returns, states, actions, steps, seeds)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
@@ -162,16 +191,23 @@ class StackedModels(nn.Module):
         weight = self._get("embed_ln.weight")
         shift = self._get("embed_ln.bias") + self._get("encoder.wpe.weight")[:, 0]
         if supports_norms(tokens.device, self._kind, width=tokens.shape[-1]):
+            if torch.are_deterministic_algorithms_enabled():  # the kernel adds in any order
+                table, steps = self._one_each(table, steps)
             seed = None if seeds is None else seeds[-1]
             both = [EMBED_EPSILON, self._epsilon]
             found = embed_norm(tokens, table, steps, weight, shift, both, self._dropout, seed)
             return found[0], found[1]
-        first = torch.arange(self.count, device=steps.device) * table.shape[1]
-        when = F.embedding(steps + first[:, None], table.flatten(0, 1))
+        when, _ = self._one_each(table, steps)
         hidden = tokens + when.repeat_interleave(len(inputs), dim=1)
         hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=EMBED_EPSILON)
         hidden = drop(hidden * weight[:, None] + shift[:, None], self._dropout)
         return hidden, self._plain(hidden)
+
+    def _one_each(self, table: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a table that has the rows of all steps in turn, and the steps 0, 1, ..."""
+        first = torch.arange(self.count, device=steps.device) * table.shape[1]
+        when = F.embedding(steps + first[:, None], table.flatten(0, 1))
+        return when, torch.arange(steps.shape[1], device=steps.device).expand_as(steps)
 
     def _tokens(self, *inputs: Tensor) -> Tensor:
         """(N, B * K, width) each -> (N, R, H), what the maps of all inputs make of them, in turn.
@@ -205,15 +241,19 @@ class StackedModels(nn.Module):
         found = self._product(rows, F.pad(weight, (0, -width % EVEN)))
         return found[:, :, :width] + bias[:, None].to(self._kind)
 
-    def _seeds(self, device: torch.device) -> Tensor | None:
+    def _seeds(self, device: torch.device, draws: Tensor | None) -> Tensor | None:
         """Return (uses, N) int64, what kernels draw their dropout from.
 
-        Two sums and an attention a layer, and last the embeddings.
+        An attention and two sums a layer, and last the embeddings.
         """
-        if self._dropout == 0.0 or device.type != "cuda":
+        if self._dropout == 0.0 or not _has_kernels(device):
             return None
-        shape = (3 * self.layers + 1, self.count)
-        return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
+        uses = 3 * self.layers + 1
+        if draws is None:
+            shape = (uses, self.count)
+            return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
+        use = torch.arange(uses, device=device)[:, None]
+        return mixed(mixed(mixed(draws[0]) + draws[1]) + use)
 
     def _block(
         self,

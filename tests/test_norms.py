@@ -22,6 +22,7 @@ from gear_offline.kernels.embed_norm import embed_norm, embed_norm_reference
 from gear_offline.loaders.batch import join_batches
 from gear_offline.models import stacked as stacked_module
 from gear_offline.models.stacked import StackedModels
+from tests.attention_support import stand_in
 from tests.norms_support import stand_in_for_norms
 from tests.test_stacked_models import make_batch, make_model
 
@@ -117,11 +118,21 @@ def test_operators_have_the_gradients_of_the_references(
         compare(found, mine, expected, theirs)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_models_that_take_the_kernels_learn_what_others_do(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
+    """Timesteps are looked up outside of the kernel where sums must have an order."""
     stand_in_for_norms(monkeypatch)
-    batches = [make_batch(seed, 4) for seed in range(3)]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    tables = []
+
+    def embed(*arguments: Any) -> Any:
+        tables.append(arguments[1].shape[1])
+        return embed_norm(*arguments)
+
+    monkeypatch.setattr(stacked_module, "embed_norm", embed)
+    batches = [make_batch(seed, 3) for seed in range(3)]
     results = []
     for fits in (False, True):
         monkeypatch.setattr(stacked_module, "supports_norms", lambda *_, f=fits, **__: f)
@@ -137,6 +148,29 @@ def test_models_that_take_the_kernels_learn_what_others_do(
         if parameter.grad is not None and other.grad is not None:
             error = (parameter.grad - other.grad).norm() / parameter.grad.norm()
             assert error < 0.05, name
+    assert tables == [3 * 5 if deterministic else 20], "a row for each step of the batch, or all"
+
+
+def test_dropout_does_not_depend_on_the_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels draw it from each model's seed and step; here with plain torch in their place."""
+    stand_in(monkeypatch)
+    stand_in_for_norms(monkeypatch)
+    for name in ("supports_norms", "supports_packed", "_has_kernels"):
+        monkeypatch.setattr(stacked_module, name, lambda *_, **__: True)
+    batches = [make_batch(seed, 4) for seed in range(3)]
+
+    def losses(numbers: list[int], draws: list[list[int]]) -> Tensor:
+        models = [make_model(n, hidden_size=32, dropout=0.3) for n in numbers]
+        batch = join_batches([batches[n] for n in numbers])
+        return StackedModels(models, precision=HALF).losses(batch, torch.tensor(draws)).detach()
+
+    three = losses([0, 1, 2], [[5, 6, 2**63 - 1], [9, 9, 4]])
+    for number, draws in enumerate(([[5], [9]], [[6], [9]], [[2**63 - 1], [4]])):
+        alone = losses([number], draws)
+        torch.testing.assert_close(alone[0], three[number], rtol=1e-3, atol=1e-4)
+        seed, step = draws[0][0], draws[1][0]
+        for other in ([[seed], [step + 1]], [[seed ^ 1], [step]]):
+            assert abs(float(losses([number], other)[0] - alone[0])) > 1e-3
 
 
 def test_kept_elements_are_drawn_for_each_seed_row_and_element() -> None:
