@@ -8,11 +8,9 @@ import sys
 import traceback
 from contextlib import suppress
 
-from gear_offline.errors import NO_SPACE, GearError
+from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
 MOST_CHARACTERS = 900  # of a line
-# how torch says it, on the CPU and on a GPU
-OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "Storage size calculation overflow")
 
 
 def tell(error: Exception, debug: bool) -> int:
@@ -35,7 +33,7 @@ def tell(error: Exception, debug: bool) -> int:
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)
-    elif isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY):
+    elif is_out_of_memory(error):
         reason = str(error).splitlines()[0] if str(error) else "Python has no more"
         cure = "use a smaller model, batch or context, or a machine with more memory"
         show("MEMORY", f"out of memory: {reason}; {cure}")

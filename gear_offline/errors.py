@@ -10,6 +10,13 @@ from __future__ import annotations
 import errno
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
+# how torch, CUDA and their libraries say it, on the CPU and on a GPU
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "Storage size calculation overflow",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class GearError(Exception):
@@ -50,3 +57,8 @@ class InputError(GearError, ValueError):
 
 class UnavailableError(GearError, RuntimeError):
     """Something the request needs is not here: a package, a device, a file system feature."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that there is not enough memory, of the host or of a GPU."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)

@@ -20,6 +20,7 @@ from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_checks import check_recipe
+from gear_offline.run_errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.selection import learner_of
 from gear_offline.shared_tables import SharedTables
 from gear_offline.stack import check_stackable
@@ -95,6 +96,8 @@ def run_sweep(
     ------
     UnavailableError
         ``DEVICE`` for streams without a GPU, ``STACK_UNAVAILABLE``.
+    GearError
+        ``GPU_LOST`` after an error of CUDA that ends all runs of this process.
     InputError
         ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``, and
         those of checking recipes and preparing data, before any run begins.
@@ -176,6 +179,10 @@ class Sweep:
                         where=str(self._out),
                         remedy="the same command goes on",
                     ) from error
+                except Exception as error:
+                    if isinstance(error, GearError) or not is_gpu_lost(self._device):
+                        raise
+                    raise gpu_lost(error, str(self._out)) from error
             return self._conclude(directory, report=report)
 
     def _dataset(self, point: SweepPoint) -> Dataset:
@@ -239,7 +246,7 @@ class Sweep:
         for point in points:
             path = place(point)
             try:
-                with tables.used():
+                with in_words(point.name, path, self._device), tables.used():
                     train(point.recipe, out=path, resume=path.exists(), quiet=self._quiet)
             except TrainingInterrupted:
                 raise

@@ -27,6 +27,7 @@ from gear_offline.sweep_results import steps_done
 from gear_offline.training_run import TrainingInterrupted
 
 POLL_SECONDS = 0.2
+USELESS = ("SWEEP_WORKER", "GPU_LOST")  # after these errors a process trains nothing more
 
 
 class Worker:
@@ -225,7 +226,7 @@ class Processes:
             except BlockingIOError:
                 continue
             worker.point = None
-            if worker.is_lost or (error is not None and error.code == "SWEEP_WORKER"):
+            if worker.is_lost or (error is not None and error.code in USELESS):
                 worker.close()
                 self._workers.remove(worker)
             if not isinstance(error, TrainingInterrupted):

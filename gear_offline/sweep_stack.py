@@ -9,10 +9,11 @@ from itertools import groupby, islice
 from typing import Any
 
 from gear_offline.errors import GearError
+from gear_offline.run_errors import in_words
 from gear_offline.stack import Stack, stack_key
 from gear_offline.sweep_lane import CHUNK, DEEP, Lane
 from gear_offline.sweep_points import SweepPoint
-from gear_offline.sweep_turns import PAUSE_SECONDS, Ended, Turns, in_words
+from gear_offline.sweep_turns import PAUSE_SECONDS, Ended, Turns
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.world import current
 
@@ -73,7 +74,7 @@ class StackTurns(Turns):
             lane = Lane(self._device)
             self._lanes.append(lane)
             try:
-                with in_words(point, self._place(point)):
+                with in_words(point.name, self._place(point), self._device):
                     self._open(lane, point)
                 mine.append(lane)
             except GearError as error:
@@ -88,7 +89,7 @@ class StackTurns(Turns):
     def _complete_stack(self, lanes: list[Lane]) -> Iterator[bool]:
         """Do all steps of runs that have done as many."""
         try:
-            with in_words(_point(lanes[0]), lanes[0].run.path):
+            with in_words(_point(lanes[0]).name, lanes[0].run.path, self._device):
                 for lane in lanes:  # all draw from the random numbers of the first one
                     lane.track = lanes[0].track
                 with lanes[0].alone():
@@ -138,7 +139,7 @@ class StackTurns(Turns):
             if lane.point is None:
                 continue
             try:
-                with in_words(lane.point, lane.run.path):
+                with in_words(lane.point.name, lane.run.path, self._device):
                     while lane.run.must_wait:
                         lane.run.poll()
                         yield False
@@ -155,7 +156,7 @@ class StackTurns(Turns):
     def _finish(self, lane: Lane) -> Iterator[bool]:
         point = _point(lane)
         try:
-            with in_words(point, lane.run.path):
+            with in_words(point.name, lane.run.path, self._device):
                 while not lane.run.is_settled:
                     lane.run.poll()
                     yield False

@@ -24,8 +24,8 @@ from gear_offline.learner import Learner
 from gear_offline.preparation import resolve
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import RunDirectory
+from gear_offline.run_errors import in_words
 from gear_offline.shared_tables import SharedTables
-from gear_offline.staging import write_error
 from gear_offline.sweep_display import SweepDisplay
 from gear_offline.sweep_lane import Lane, TurnRun
 from gear_offline.sweep_points import SweepPoint
@@ -83,6 +83,8 @@ class Turns:
         ------
         TrainingInterrupted
             ``TRAIN_INTERRUPTED`` after Ctrl-C or SIGTERM; what the runs have done is saved.
+        Exception
+            Of a GPU that does nothing more for this process, see `gear_offline.run_errors`.
         """
         waiting = deque(points)
         self._ended = ended
@@ -109,7 +111,7 @@ class Turns:
             return
         point = waiting.popleft()
         try:
-            with in_words(point, self._place(point)):
+            with in_words(point.name, self._place(point), self._device):
                 self._open(lane, point)
         except GearError as error:
             self._ended(point, error)
@@ -152,7 +154,7 @@ class Turns:
         assert point is not None, "a busy lane"
         before = lane.run.learner.step
         try:
-            with in_words(point, lane.run.path):
+            with in_words(point.name, lane.run.path, self._device):
                 if lane.will_capture:
                     self._settle_saves()
                 moved = lane.turn()
@@ -185,7 +187,7 @@ class Turns:
         for lane in self._busy():
             assert lane.point is not None, "a busy lane"
             try:
-                with in_words(lane.point, lane.run.path):
+                with in_words(lane.point.name, lane.run.path, self._device):
                     lane.count_time()
                     if lane.run.learner.step:  # before the first step there is nothing to save
                         with lane.alone():
@@ -198,8 +200,9 @@ class Turns:
         raise TrainingInterrupted("TRAIN_INTERRUPTED", f"stopped by {self._stop.signal_name}")
 
     def _abandon(self, lane: Lane) -> None:
+        """Give up a run; the error that came first is told, not one of closing what it left."""
         try:
-            with lane.alone():
+            with suppress(GearError, OSError, RuntimeError), lane.alone():
                 lane.run.abandon()
         finally:
             lane.release()
@@ -216,19 +219,3 @@ class Turns:
         patched: Any = dynamo
         with patched.patch(recompile_limit=max(8, 2 * len(points))):
             yield
-
-
-@contextmanager
-def in_words(point: SweepPoint, path: Path) -> Iterator[None]:
-    """Turn what may end one run into its error."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise GearError(
-            "MEMORY",
-            f"out of memory: {str(error).splitlines()[0]}",
-            where=point.name,
-            remedy="fewer runs at a time (--parallel), or a smaller model or batch",
-        ) from error
-    except OSError as error:
-        raise write_error(error, str(path)) from error

@@ -15,8 +15,10 @@ from typing import Any
 
 from gear_offline.errors import GearError
 from gear_offline.laws.own import register_own_laws
+from gear_offline.loaders.loader import resolve_device
 from gear_offline.processes import die_with_parent
 from gear_offline.recipe import Recipe
+from gear_offline.run_errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.shared_tables import SharedTables
 from gear_offline.trainer import train
 
@@ -35,22 +37,27 @@ def main(parent: int) -> None:
 
 
 def _answer(request: dict[str, Any], tables: SharedTables) -> dict[str, str]:
+    recipe, path = Recipe.parse(request["recipe"]), Path(request["path"])
+    device = resolve_device(recipe.train.device)
     try:
-        with tables.used():
-            train(
-                Recipe.parse(request["recipe"]),
-                out=Path(request["path"]),
-                resume=Path(request["path"]).exists(),
-                quiet=True,
-            )
+        with in_words(path.name, path, device), tables.used():
+            train(recipe, out=path, resume=path.exists(), quiet=True)
     except GearError as error:
-        return {
-            "code": error.code,
-            "what": error.what,
-            "where": error.where,
-            "remedy": error.remedy,
-        }
+        return _told(error)
+    except Exception as error:
+        if not is_gpu_lost(device):
+            raise
+        return _told(gpu_lost(error, path.name))
     return {}
+
+
+def _told(error: GearError) -> dict[str, str]:
+    return {
+        "code": error.code,
+        "what": error.what,
+        "where": error.where,
+        "remedy": error.remedy,
+    }
 
 
 if __name__ == "__main__":

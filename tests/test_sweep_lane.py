@@ -176,7 +176,8 @@ class FailedSaves:
 def turns_of(*lanes: Any) -> Any:
     """Return turns over these lanes, and a record of how their runs ended."""
     turns: Any = object.__new__(Turns)
-    turns._lanes, turns._stop = list(lanes), SimpleNamespace(signal_name="SIGTERM")
+    turns._lanes, turns._device = list(lanes), torch.device("cpu")
+    turns._stop = SimpleNamespace(signal_name="SIGTERM")
     turns.told = []
     turns._ended = lambda point, error: turns.told.append((point.name, error and error.code))
     turns._abandon = lambda lane: None
