@@ -14,7 +14,6 @@ from gear_offline.checkpoint_folder import (
 from gear_offline.checkpoint_writer import Prune
 from gear_offline.config_text import config_text
 from gear_offline.dataset import Dataset
-from gear_offline.errors import InputError
 from gear_offline.evaluation_choice import choose_evaluation
 from gear_offline.learner import Learner
 from gear_offline.metrics import Metrics, finite
@@ -71,13 +70,6 @@ class LeadingRun(Run):
         checkpoint = newest_checkpoint(folder, self._warn, below=below, shards=self.mark is None)
         if checkpoint is None:
             return None
-        if checkpoint.state.step > self.settings.steps:
-            raise InputError(
-                "RUN_RECIPE",
-                f"train.steps is {self.settings.steps}, but {checkpoint.state.step} steps are done",
-                where=str(self.path),
-                remedy="resume with at least as many steps",
-            )
         self.seconds_before = checkpoint.state.seconds
         return checkpoint
 

@@ -30,7 +30,7 @@ from gear_offline.sweep_modes import Choice, Mode, choose
 from gear_offline.sweep_points import SweepPoint, name_points
 from gear_offline.sweep_results import RunResult, is_complete, read_result, steps_done
 from gear_offline.task_recipes import data_key, recipe_selection
-from gear_offline.trainer import RESUMABLE, train
+from gear_offline.trainer import RESUMABLE, check_resumed, train
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.wording import count_text
 
@@ -99,8 +99,9 @@ def run_sweep(
     GearError
         ``GPU_LOST`` after an error of CUDA that ends all runs of this process.
     InputError
-        ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``, and
-        those of checking recipes and preparing data, before any run begins.
+        ``SWEEP_POINTS``, ``SWEEP_EXISTS``, ``SWEEP_LOCKED``, ``SWEEP_DIRECTORY``, ``USAGE``,
+        ``RUN_RECIPE`` for fewer steps than a run has done, and those of checking recipes and
+        preparing data, before any run begins.
     TrainingInterrupted
         ``SWEEP_INTERRUPTED`` after Ctrl-C or SIGTERM; what the runs have done is saved.
     """
@@ -147,9 +148,11 @@ class Sweep:
 
     def complete(self, *, report: bool) -> list[RunResult]:
         """Run what is left to run, and report."""
+        resolved = {}
         for point in self._points:  # whatever does not fit shows before the first step
             dataset = self._dataset(point)
             recipe, sizes = resolve(point.recipe, dataset, quiet=True)
+            resolved[point.name] = recipe
             if self._mode == "stacked":
                 learns = learner_of(recipe_selection(recipe, dataset)) is not None
                 check_stackable(recipe, sizes, learns=learns)
@@ -167,6 +170,8 @@ class Sweep:
                 threads=directory.document.get("threads"),
             )
             open_ = [point for point in self._points if not is_complete(point, place(point))]
+            for point in open_:
+                check_resumed(place(point), resolved[point.name])
             if open_:
                 directory.note(mode=choice.mode, parallel=choice.parallel, threads=choice.threads)
                 self._announce(choice, len(open_))

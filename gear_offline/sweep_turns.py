@@ -131,7 +131,7 @@ class Turns:
             directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
             dataset = self._prepare(point)
             recipe, sizes = resolve(self._share(point.recipe), dataset, quiet=True)
-            check_resumed(directory, recipe)
+            check_resumed(path, recipe)
             threads = torch_threads(recipe.train.threads)
             with lane.track.alone(), threads, deterministic(recipe.train.deterministic):
                 torch.manual_seed(recipe.seed)

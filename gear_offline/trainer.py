@@ -130,7 +130,7 @@ def _train(recipe: Recipe, path: Path, *, resume: bool, quiet: bool) -> None:
         else:
             dataset = _open(recipe, world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
-        world.lead(lambda: check_resumed(directory, resolved))
+        world.lead(lambda: check_resumed(path, resolved))
         learner = Learner(resolved, sizes, dataset, device, world=world)
         stack.callback(learner.release)
         if directory is None:
@@ -164,12 +164,26 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     return world.lead(opened, leader=world.leader) or open_dataset(path, verify=False)
 
 
-def check_resumed(directory: RunDirectory | None, recipe: Recipe) -> None:
-    """Refuse to go on with a run whose recipe would have made another run (``RUN_RECIPE``)."""
-    if directory is None:
-        return
-    if directory.recipe_path.exists() and list_checkpoints(directory.checkpoints_path):
-        check_same_run(load_recipe(directory.recipe_path), recipe, directory.path)
+def check_resumed(path: Path, recipe: Recipe) -> None:
+    """Refuse to go on with a run whose recipe would have made another run (``RUN_RECIPE``).
+
+    Parameters
+    ----------
+    path
+        The run directory; one without a checkpoint is not refused.
+    recipe
+        As `gear_offline.preparation.resolve` returns it.
+    """
+    before, saved = path / "recipe.yaml", list_checkpoints(path / "checkpoints")
+    if saved and before.exists():
+        check_same_run(load_recipe(before), recipe, path)
+    if saved and saved[-1][0] > recipe.train.steps:
+        raise InputError(
+            "RUN_RECIPE",
+            f"train.steps is {recipe.train.steps}, but {saved[-1][0]} steps are done",
+            where=str(path),
+            remedy="ask for at least as many steps, or train into another directory",
+        )
 
 
 def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:

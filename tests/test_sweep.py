@@ -150,6 +150,12 @@ def test_a_sweep_in_series_and_what_it_leaves(
     longer = [recipe.replace(train__steps=22) for recipe in recipes]
     last = run_sweep(longer, tmp_path / "sweep", mode="serial", quiet=True, report=False)
     assert [result.steps for result in last] == [22] * 4
+    # a shorter one is refused, as by `train`, before anything is written
+    before = (tmp_path / "sweep" / "sweep.json").read_bytes()
+    with pytest.raises(InputError, match="but 22 steps are done") as caught:
+        run_sweep(recipes, tmp_path / "sweep", mode="serial", quiet=True)
+    assert caught.value.code == "RUN_RECIPE"
+    assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
 
 
 def test_directories_that_are_not_this_sweeps(
