@@ -83,6 +83,10 @@ class ColumnSpec:
                 remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 1 GiB a step",
             )
 
+    def __str__(self) -> str:
+        """Name, dtype and shape, e.g. ``observations float32[11]``."""
+        return f"{self.name} {self.dtype.name}{list(self.shape) if self.shape else ''}"
+
     @property
     def step_bytes(self) -> int:
         """Bytes of one step."""
@@ -104,7 +108,7 @@ class ColumnSpec:
         return cls(name=name, dtype=dtype, shape=tuple(shape))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TableSpec:
     """Columns over steps in episodes.
 
@@ -129,6 +133,10 @@ class TableSpec:
                 f"column names repeat or differ by case only: {names}",
                 remedy="rename one of them, or leave it out with --columns",
             )
+
+    def __repr__(self) -> str:
+        episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
+        return f"TableSpec({episodes}, {steps}: {', '.join(map(str, self.columns))})"
 
     def __iter__(self) -> Iterator[ColumnSpec]:
         return iter(self.columns)

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.schema import Int64Array
+from gear_offline.wording import count_text
 
 __all__ = ["ColumnStatistics"]
 
@@ -32,9 +33,10 @@ TILE_ELEMENTS = 1 << 12  # widest piece of a row handled at once, so that tiles 
 LANE_ELEMENTS = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
 CANCELLATION = 1e-4  # sums of squares lose up to this share of their digits, not more
 HISTOGRAM_BINS = 20
+REPR_VALUES = 4  # of a column that are shown
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ColumnStatistics:
     """Summary of one column over all steps.
 
@@ -55,6 +57,25 @@ class ColumnStatistics:
     std: Float64Array
     min: Float64Array
     max: Float64Array
+
+    def __repr__(self) -> str:
+        shape = " x ".join(map(str, self.mean.shape))
+        facts = [count_text(self.count, "step") + (f" of {shape}" if shape else "")]
+        if self.nonfinite:
+            facts.append(f"{count_text(self.nonfinite, 'value')} NaN or infinite")
+        facts += [f"{name} {_short(getattr(self, name))}" for name in ("mean", "std", "min", "max")]
+        return f"ColumnStatistics({', '.join(facts)})"
+
+
+def _short(values: Float64Array) -> str:
+    """Return numbers as one line: of many the first and the last ones."""
+    return np.array2string(
+        values.ravel() if values.ndim else values,
+        formatter={"float_kind": "{:.4g}".format},
+        threshold=REPR_VALUES,
+        edgeitems=REPR_VALUES // 2,
+        max_line_width=1000,
+    )
 
 
 class Moments:
@@ -260,7 +281,7 @@ def _masked(
     return counts, mean, squares, low, high
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Distribution:
     """Summary and histogram of one number per episode.
 
@@ -283,6 +304,11 @@ class Distribution:
     max: float
     edges: tuple[float, ...]
     counts: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        facts = [f"{name} {getattr(self, name):.4g}" for name in ("mean", "std", "min", "max")]
+        facts += [count_text(len(self.counts), "bin")]
+        return f"Distribution({count_text(self.count, 'episode')}, {', '.join(facts)})"
 
 
 def distribution(

@@ -104,3 +104,13 @@ def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
 def test_an_index_of_many_episodes_is_shown_in_a_line() -> None:
     index = EpisodeIndex(lengths=np.full(2000, 3))
     assert repr(index) == "EpisodeIndex(2,000 episodes, 6,000 steps)"
+
+
+def test_a_table_is_shown_in_a_line() -> None:
+    columns = (
+        ColumnSpec(name="observations", dtype=np.dtype("f4"), shape=(84, 84)),
+        ColumnSpec(name="terminals", dtype=np.dtype("?")),
+    )
+    spec = TableSpec(columns=columns, steps=6000, episodes=1)
+    shown = "observations float32[84, 84], terminals bool"
+    assert repr(spec) == f"TableSpec(1 episode, 6,000 steps: {shown})"

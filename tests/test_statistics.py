@@ -187,3 +187,19 @@ def test_distribution_of_whole_numbers_has_whole_bins(values: list[int]) -> None
 def test_distribution_of_nothing() -> None:
     found = distribution([np.nan])
     assert found.count == 0 and found.counts == () and math.isnan(found.mean)
+
+
+def test_statistics_are_shown_in_a_line() -> None:
+    values = np.array([[1.0, 2.5], [3.0, np.inf]])
+    facts = "mean [2 2.5], std [1 0], min [1 2.5], max [3 2.5]"
+    damaged = Moments((2,))
+    damaged.update(values)
+    assert repr(damaged.result()) == (
+        f"ColumnStatistics(2 steps of 2, 1 value NaN or infinite, {facts})"
+    )
+    facts = "mean 2, std 1, min 1, max 3"
+    assert repr(feed(values[:, 0]).result()) == f"ColumnStatistics(2 steps, {facts})"
+    frames = repr(feed(np.ones((3, 84, 84))).result())
+    assert "3 steps of 84 x 84, mean [1 1 ... 1 1], std" in frames and len(frames) < 200
+    shown = repr(distribution([1.0, 3.0], bins=2))
+    assert shown == f"Distribution(2 episodes, {facts}, 2 bins)"
