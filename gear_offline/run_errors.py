@@ -56,7 +56,7 @@ def in_words(name: str, path: Path, device: torch.device) -> Iterator[None]:
             "RUN_FAILED",
             f"{type(error).__name__}: {_first_line(error)}",
             where=name,
-            remedy="`gear-offline --debug train RUN --resume` repeats it alone, with a traceback",
+            remedy="`gear-offline train RUN --resume --debug` repeats it alone and shows where",
         ) from error
 
 
