@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
 
 Kind = Literal["alone", "ddp", "fsdp"]
-SUMS = torch.float32  # what shards of bfloat16 products add up the ranks' gradients in
 
 
 @dataclass(frozen=True)
@@ -161,23 +160,13 @@ def shard_model(
     with world.guard("sharding the model"):
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=SUMS)
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=precision, reduce_dtype=torch.float32
+            )
         for block in model.encoder.h:
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
         fully_shard(model, **options)  # what is around the blocks is kept in any case
         model.to(device)  # type: ignore[arg-type, unused-ignore]  # what no group manages
-
-
-def prefetch_blocks(model: DecisionTransformer, count: int) -> None:
-    """Let each block of a sharded model ask for the weights of the next `count` ones.
-
-    Otherwise a block asks for its own before it runs, while the host is ahead of the GPU, and in
-    the backward pass for those of the next one.
-    """
-    blocks: list[Any] = list(model.encoder.h)
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
 def working_copy(

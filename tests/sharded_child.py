@@ -23,7 +23,6 @@ from gear_offline import trainer
 from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
-from gear_offline.parallel import prefetch_blocks, shard_model
 from gear_offline.recipe import load_recipe
 from gear_offline.sharded_checkpoint import finish_shards, load_shards, pieces_to_save, write_shard
 from gear_offline.world import World, open_world
@@ -104,17 +103,12 @@ def pieces(world: World, folder: Path) -> None:
     dist.barrier()
 
 
-def train(recipe: str, out: Path, *options: str, prefetch: int = 0) -> None:
+def train(recipe: str, out: Path, *options: str) -> None:
     """Train sharded; compare the copy that acts with the last checkpoint.
 
     Weights are collected of two blocks and of what is around them: once a step, or for each of two
     micro-batches, the blocks' again for its backward pass.
     """
-
-    def shard(model: Any, *arguments: Any) -> None:
-        shard_model(model, *arguments)
-        if prefetch:
-            prefetch_blocks(model, prefetch)
 
     made: list[Learner] = []
     calls: Counter[str] = Counter()
@@ -134,7 +128,6 @@ def train(recipe: str, out: Path, *options: str, prefetch: int = 0) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Learner, "close", remember)
-        patched.setattr("gear_offline.learner.shard_model", shard)
         patched.setattr(Learner, "advance", counted("step", Learner.advance))
         patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
         trainer.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
@@ -155,8 +148,7 @@ def train(recipe: str, out: Path, *options: str, prefetch: int = 0) -> None:
 def two(world: World, recipe: str, out: Path) -> None:
     """Go on from whole tensors to step 8; damage its shards, and go on from step 6 to it again.
 
-    The first time weights stay from pass to pass, the second time they do not and are asked for
-    two blocks ahead: the same bits.
+    The first time weights stay from pass to pass, the second time they do not: the same bits.
     """
     options = ("train.steps=8", "train.checkpoint_every=2")
     train(recipe, out, *options, "train.reshard=off")
@@ -170,7 +162,7 @@ def two(world: World, recipe: str, out: Path) -> None:
         content[-1] ^= 1
         shard.write_bytes(content)
     dist.barrier()
-    train(recipe, out, *options, prefetch=2)
+    train(recipe, out, *options)
     for name in ("shard-00000-of-00002", "shard-00001-of-00002", "training", "model"):
         same = [(folder / f"{name}.safetensors").read_bytes() for folder in (last, before)]
         assert same[0] == same[1], f"{name} after a resume of as many ranks"

@@ -21,12 +21,6 @@ def test_rows_are_chosen_by_number() -> None:
     assert caught.value.code == "BENCH_SIZE"
 
 
-def test_sums_have_sixteen_bits_or_thirty_two() -> None:
-    with pytest.raises(InputError, match="give sums=16 or sums=32") as caught:
-        run(sums=8)
-    assert caught.value.code == "BENCH_SIZE"
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_recipes_of_all_rows_are_valid(ranks: int) -> None:
     for base, changes in (ALONE if ranks == 1 else SEVERAL).values():

@@ -3,15 +3,14 @@
     gear-offline bench step
     gear-offline bench step rows=2,1
     torchrun --nproc-per-node 4 -m gear_offline bench step
-    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6 prefetch=2 sums=16
+    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
 `gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
-global batch grows with them; `prefetch` sets how many blocks ahead shards collect weights, in place
-of torch's own way, and `sums=16` makes them add up gradients in bfloat16.  Wall time around many
-steps, every GPU waited for at both ends, the median of the turns.
+global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
+median of the turns.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 
-from gear_offline import parallel
 from gear_offline.bench.loader import _hopper_like
 from gear_offline.captured_step import CapturedStep
 from gear_offline.dataset import Dataset
@@ -72,30 +70,21 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
     "dt_1b, one graph": ("dt_1b", ("train.graph=on", "train.parallel=ddp")),
 }
 QUICK = 2  # rows
-SUMS = {16: torch.bfloat16, 32: torch.float32}
 
 
-def run(
-    *, quick: bool = False, rows: Sequence[int] = (), prefetch: int = 0, sums: int = 32
-) -> dict[str, Any]:
+def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
     """Measure; about six minutes on one GPU, most of them compiling.
 
     Parameters
     ----------
     rows
         Which rows, from 1, in the order to be measured; default: all, or the first `QUICK`.
-    prefetch
-        Blocks ahead whose weights shards collect; 0: as training does.
-    sums
-        Bits of the numbers in which shards add up gradients over the ranks: 32, as training, or 16.
 
     Raises
     ------
     InputError
-        ``BENCH_SIZE`` for a row that is not there, or other `sums`.
+        ``BENCH_SIZE`` for a row that is not there.
     """
-    if sums not in SUMS:
-        raise InputError("BENCH_SIZE", f"sums of {sums} bits", remedy="give sums=16 or sums=32")
     if not torch.cuda.is_available():
         raise UnavailableError(
             "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
@@ -107,8 +96,8 @@ def run(
         results = []
         with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
             for name in names:
-                how: dict[str, Any] = {"quick": quick, "prefetch": prefetch, "sums": sums}
-                results.append(measure(name, *variants[name], dataset, device, world, **how))
+                variant = variants[name]
+                results.append(measure(name, *variant, dataset, device, world, quick=quick))
                 say(f"{results[-1]}", quiet=not world.is_first)
                 advance(1)
     return {
@@ -172,8 +161,6 @@ def measure(
     world: World,
     *,
     quick: bool = False,
-    prefetch: int = 0,
-    sums: int = 32,
 ) -> dict[str, Any]:
     """Return one row; one that says why where the model does not fit."""
     recipe = make_recipe(base, changes, path=str(dataset.path), ranks=world.size)
@@ -181,10 +168,7 @@ def measure(
     _forget()
     began = time.perf_counter()
     recipe = recipe.replace(model__max_timestep=1000)
-    with _sums(SUMS[sums]):
-        learner = Learner(recipe, sizes, dataset, device, world=world)
-    if prefetch and learner.parallel.sharded:
-        parallel.prefetch_blocks(learner.model, prefetch)
+    learner = Learner(recipe, sizes, dataset, device, world=world)
     try:
         for _ in range(3):
             learner.advance()
@@ -221,23 +205,12 @@ def measure(
         "begin_seconds": begin_seconds,
         "steps": f"{learner.precision_reason}{learner.step_kind}",
         "parallel": learner.parallel.reason,
-        **({"prefetch": prefetch, "sums_bits": sums} if learner.parallel.sharded else {}),
     }
 
 
 def _sizes_of(dataset: Dataset) -> ModelSizes:
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
     return ModelSizes(state_dim=states, action_dim=actions, discrete=False)
-
-
-@contextmanager
-def _sums(precision: torch.dtype) -> Iterator[None]:
-    """Let shards add up gradients in another precision than training does."""
-    usual, parallel.SUMS = parallel.SUMS, precision
-    try:
-        yield
-    finally:
-        parallel.SUMS = usual
 
 
 def _forget() -> None:
