@@ -289,6 +289,21 @@ def test_predictions_are_within_fifteen_percent_of_what_was_measured() -> None:
     assert outside == KNOWN
 
 
+def test_attention_of_short_windows_costs_the_same_with_dropout() -> None:
+    """As `models.blocks` decides between its own kernel and the library's attention."""
+    sizes = ModelSizes(state_dim=11, action_dim=3, discrete=False)
+
+    def seconds(*options: str) -> float:
+        recipe = load_recipe("paper", ["model.max_timestep=1000", "train.compile=on", *options])
+        return step_cost(recipe, sizes, H200, segments=64, ranks=1).compute_seconds
+
+    assert seconds("model.dropout=0.1") == seconds("model.dropout=0")
+    assert seconds("loader.padding=left") > seconds()
+    assert seconds("model.heads=16") > seconds("model.heads=8"), "no kernel for such heads"
+    long, short = (seconds(f"loader.context_length={steps}") for steps in (43, 42))
+    assert long > 1.02 * 43 / 42 * short
+
+
 def test_weights_that_stay_take_memory_and_travel_less() -> None:
     def cost(option: str, *, memory: float = H200.gpu.memory) -> StepCost:
         recipe = load_recipe("dt_1b", ["train.parallel=fsdp", f"train.reshard={option}"])

@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
+from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
@@ -40,7 +41,7 @@ class Kernels:
     traffic: float
 
 
-FUSED = Kernels(fixed=45, layer=33, traffic=128.0)  # compiled, short windows, no dropout
+FUSED = Kernels(fixed=45, layer=33, traffic=128.0)  # compiled, attention of short windows
 COMPILED = Kernels(fixed=45, layer=33, traffic=184.0)
 PLAIN = Kernels(fixed=70, layer=70, traffic=420.0)
 OPTIMIZER_BYTES = 34  # moved for each parameter: weight, gradient, two moments, and clearing
@@ -53,7 +54,6 @@ KEPT_PLAIN = 64.0  # without compiling
 CONTEXT_BYTES = 1.5e9  # CUDA, libraries, workspaces
 SHARD_TRAFFIC = 8.0  # bytes a parameter that travel with FSDP: weights twice, gradients
 SHARD_TRAFFIC_ONCE = 6.0  # where weights stay between the passes
-SHORT_TOKENS = 128  # windows of so many tokens are attended to by a kernel of our own
 DRAW_SECONDS = 9e-9  # for each weight of a new model
 
 
@@ -205,10 +205,12 @@ def _reshards(recipe: Recipe, parameters: int, memory: float, *, segments: int, 
 
 
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> Kernels:
+    """Return what a step launches; with or without dropout, attention's kernel is the same."""
     if not compiled:
         return PLAIN
-    short = 3 * recipe.loader.context_length <= SHORT_TOKENS
-    return FUSED if half and short and not recipe.model.dropout else COMPILED
+    model, loader = recipe.model, recipe.loader
+    short = half and 3 * loader.context_length <= MOST_TOKENS and loader.padding == "right"
+    return FUSED if short and model.hidden_size // model.heads in HEAD_SIZES else COMPILED
 
 
 def _kept_bytes(recipe: Recipe, tokens: float, *, compiled: bool, half: bool) -> float:
