@@ -83,7 +83,7 @@ def choose_parallel(
     reason = "FSDP, as the recipe says"
     if wanted == "auto" and free is not None:
         reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
-    needed = gathered_bytes(recipe, model, world, half=half)
+    needed = gathered_bytes(recipe, _learning(model), ranks=world.size, half=half)
     reshard, remark = _choose_reshard(recipe, needed, free)
     return Parallel("fsdp", f"{reason}; weights {remark}", reshard)
 
@@ -117,21 +117,21 @@ def _choose_reshard(recipe: Recipe, needed: int, free: int | None) -> tuple[bool
 def replica_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
     """Return what a rank with all of the model keeps in memory, by formula."""
     state = state_bytes(_learning(model), half=half)
-    return state + _kept(recipe, world, half=half) + CONTEXT_BYTES
+    return state + _kept(recipe, world.size, half=half) + CONTEXT_BYTES
 
 
-def gathered_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
+def gathered_bytes(recipe: Recipe, parameters: int, *, ranks: int, half: bool) -> int:
     """Return what a rank keeps that has shards, and all weights between the passes, by formula."""
-    state = shard_bytes(_learning(model), ranks=world.size, half=half, gathered=True)
-    return state + _kept(recipe, world, half=half) + CONTEXT_BYTES
+    state = shard_bytes(parameters, ranks=ranks, half=half, gathered=True)
+    return state + _kept(recipe, ranks, half=half) + CONTEXT_BYTES
 
 
 def _learning(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _kept(recipe: Recipe, world: World, *, half: bool) -> int:
-    segments = recipe.loader.batch_size // world.size // recipe.train.accumulate
+def _kept(recipe: Recipe, ranks: int, *, half: bool) -> int:
+    segments = recipe.loader.batch_size // ranks // recipe.train.accumulate
     return kept_bytes(
         tokens=3 * segments * recipe.loader.context_length,
         layers=recipe.model.layers,

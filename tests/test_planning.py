@@ -310,7 +310,7 @@ def test_weights_that_stay_take_memory_and_travel_less() -> None:
         gpu = H200.gpu.model_copy(update={"memory": memory})
         smaller = H200.model_copy(update={"gpu": gpu})
         sizes = ModelSizes(state_dim=11, action_dim=3, discrete=False)
-        recipe = recipe.replace(model__max_timestep=1000)
+        recipe = recipe.replace(model__max_timestep=1000, loader__batch_size=4 * 512)
         return step_cost(recipe, sizes, smaller, segments=512, ranks=4)
 
     once, twice = cost("off"), cost("on")

@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
 from gear_offline.models.decision_transformer import build_model
+from gear_offline.parallel import gathered_bytes
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.throughput import step_flops as step_flops
-from gear_offline.training_memory import USABLE, kept_bytes, shard_bytes
+from gear_offline.training_memory import USABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,6 @@ SHADOW_BYTES = 2  # and where autocast keeps a bfloat16 copy
 KEPT_BYTES = 28.5  # from forward to backward, for each token, layer and unit of width
 KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
 KEPT_PLAIN = 64.0  # without compiling
-CONTEXT_BYTES = 1.5e9  # CUDA, libraries, workspaces
 SHARD_TRAFFIC = 8.0  # bytes a parameter that travel with FSDP: weights twice, gradients
 SHARD_TRAFFIC_ONCE = 6.0  # where weights stay between the passes
 DRAW_SECONDS = 9e-9  # for each weight of a new model
@@ -165,7 +165,7 @@ def step_cost(
     state = parameters * float(STATE_BYTES + SHADOW_BYTES * casts)
     travelling, reshard = 4.0 if casts else 2.0, False
     if sharded:
-        reshard = _reshards(recipe, parameters, gpu.memory, segments=segments, ranks=ranks)
+        reshard = _reshards(recipe, parameters, gpu.memory, ranks=ranks)
         gathered = 0 if reshard else parameters * (SHADOW_BYTES if half else 4)
         state = parameters * STATE_BYTES / ranks + gathered
         travelling = (SHARD_TRAFFIC if reshard else SHARD_TRAFFIC_ONCE) / 2
@@ -187,21 +187,12 @@ def step_cost(
     )
 
 
-def _reshards(recipe: Recipe, parameters: int, memory: float, *, segments: int, ranks: int) -> bool:
+def _reshards(recipe: Recipe, parameters: int, memory: float, *, ranks: int) -> bool:
     """Return whether shards' weights are freed between the passes, by the formula of training."""
-    train, model, half = recipe.train, recipe.model, recipe.train.precision != "fp32"
-    if train.reshard != "auto":
-        return train.reshard == "on"
-    tokens = 3 * segments * recipe.loader.context_length // train.accumulate
-    kept = kept_bytes(
-        tokens=tokens,
-        layers=model.layers,
-        width=model.hidden_size,
-        half=half,
-        recompute=train.recompute,
-    )
-    state = shard_bytes(parameters, ranks=ranks, half=half, gathered=True)
-    return state + kept + CONTEXT_BYTES > USABLE * memory
+    if recipe.train.reshard != "auto":
+        return recipe.train.reshard == "on"
+    half = recipe.train.precision != "fp32"
+    return gathered_bytes(recipe, parameters, ranks=ranks, half=half) > USABLE * memory
 
 
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> Kernels:

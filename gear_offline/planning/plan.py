@@ -19,12 +19,13 @@ from gear_offline.errors import InputError
 from gear_offline.peer_placement import PEER, plan_node
 from gear_offline.placement import HBM
 from gear_offline.placement_plan import HBM_SHARE
-from gear_offline.planning.compute import CONTEXT_BYTES, StepCost, step_cost
+from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
 from gear_offline.planning.network import allreduce_seconds, crossing_share
 from gear_offline.planning.workload import Workload
 from gear_offline.recipe import Recipe
 from gear_offline.sharding import share_shards
+from gear_offline.training_memory import CONTEXT_BYTES
 
 __all__ = ["Cluster", "plan"]
 
