@@ -42,6 +42,7 @@ def strategies(
     """Compare what selection strategies draw and, with --train, what is learnt from it."""
     from gear_offline.errors import InputError
     from gear_offline.recipe import load_recipe
+    from gear_offline.staging import check_new_folder
     from gear_offline.strategies import compare, write_comparison
     from gear_offline.strategies_candidates import parse_candidates
     from gear_offline.strategies_learning_text import print_learning
@@ -55,7 +56,8 @@ def strategies(
     found = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / f"{found.name}-strategies"
     runs = 3 if seeds is None else seeds
-    if train:  # before anything is drawn
+    check_new_folder(folder)  # before anything is drawn
+    if train:
         check_request(found, seeds=runs, jobs=jobs, threshold=threshold)
     document = compare(found, strategies=strategies, quiet=quiet)
 

@@ -61,6 +61,22 @@ def check_new_file(path: Path) -> None:
         )
 
 
+def check_new_folder(path: Path) -> None:
+    """Refuse early a folder that could not be made, or written to, when the work is done.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_FOLDER``.
+    """
+    there = path.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "you may not write in the folder" if there.is_dir() else "not a folder"
+        raise InputError("OUTPUT_FOLDER", what, where=str(there), remedy="choose another")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Staging:
     """A place to build a dataset.

@@ -300,14 +300,24 @@ def write_comparison(document: Mapping[str, Any], out: Path) -> Sequence[Path]:
         From `compare`.
     out
         Folder; made if it is not there.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
     """
     import json
 
     from gear_offline.run_directory import write_whole
+    from gear_offline.staging import write_error
     from gear_offline.strategies_page import render
 
-    out.mkdir(parents=True, exist_ok=True)
     data, page = out / "strategies.json", out / "strategies.html"
-    write_whole(data, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
-    write_whole(page, render(document).encode())
+    text, picture = json.dumps(document, indent=1, allow_nan=False) + "\n", render(document)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(data, text.encode())
+        write_whole(page, picture.encode())
+    except OSError as error:
+        raise write_error(error, str(out)) from error
     return data, page

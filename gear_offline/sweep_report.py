@@ -122,7 +122,7 @@ def _facts(document: Row, results: Sequence[RunResult]) -> str:
     text = f"{count_text(len(results), 'run')} of `{document['recipe']}`: {counts}."
     if document.get("mode"):
         at_once = document.get("parallel") or 1
-        text += f" Trained by {document['mode']}, {at_once} at a time."
+        text += f" Mode {document['mode']}, {at_once} at a time."
     return f"{text} Intervals: {INTERVAL}.{_others(document)}\n"
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from gear_offline import cli
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.recipe import Recipe, load_recipe
 from gear_offline.selection import (
     _FACTORIES,
@@ -25,7 +25,7 @@ from gear_offline.selection import (
     option_names,
     selection_names,
 )
-from gear_offline.strategies import compare, row_bytes
+from gear_offline.strategies import compare, row_bytes, write_comparison
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.strategies_page import render
 from gear_offline.strategies_text import COLUMNS, print_comparison
@@ -236,6 +236,27 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "out" / "strategies.html").read_text() == render(shown)
     assert cli.main(["strategies", "paper", *words]) == 0
     assert "strategies.html" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["strategies", "paper", f"data.path={dataset.path}", "loader.batch_size=3"]
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("gear_offline.strategies.compare", lambda *_, **__: pytest.fail("worked"))
+        for place in ("file", "file/below"):
+            assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("error[OUTPUT_FOLDER]: not a folder") and "file" in error
+    with pytest.raises(GearError) as caught:
+        write_comparison(
+            compare(load_recipe("paper", words[2:]), strategies="fifo"), Path("/proc/x")
+        )
+    assert caught.value.code == "OUTPUT_WRITE"
 
 
 def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
