@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from gear_offline.learner import Learner
 from gear_offline.loaders import device_batches
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import load_recipe
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.support import make_dataset
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY]
 STEPS = 60
 # Kernels of the optimiser differ (capturable or not): last bits, which 60 steps spread.
 TOLERANCE: Any = {"rtol": 2e-4, "atol": 1e-6}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,15 +18,12 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.selection import Segments, make_selection
 from gear_offline.table import Table, build_table
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.segment_oracle import MemoryTable
 from tests.support import make_dataset
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY]
 LENGTHS = [4, 1, 30, 7, 19, 2, 60]
 
 

@@ -4,7 +4,6 @@ bfloat16 weights; each against the plain way."""
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from gear_offline.kernels.short_attention import (
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import load_recipe
+from tests.gpu_support import BF16, INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY]
 STEPS = 20
-# products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
-BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
 
 
 def with_gradient(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -55,9 +49,6 @@ def test_packed_attention(windows: int, tokens: int, heads: int, head: int) -> N
     plain = with_gradient(lambda x: packed_attention_reference(x, heads, scale), packed.float())
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one.float(), other, **BF16)
-
-
-INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=INDUCTOR)])

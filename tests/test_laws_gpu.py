@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,12 @@ from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.schema import EpisodeIndex
 from gear_offline.selection import WeightedEpisodes, make_selection
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.law_support import LAW_CASES, facts
 from tests.support import make_dataset
 from tests.test_engine_gpu import LENGTHS, same
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY]
 CUDA = torch.device("cuda", 0)
 
 

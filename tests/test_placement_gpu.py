@@ -13,13 +13,11 @@ from gear_offline.host_memory import HostBlock
 from gear_offline.host_table import host_table
 from gear_offline.placement import HBM, HOST, PlacedTable, place_table
 from gear_offline.table import Table
+from tests.gpu_support import ON_GPU
 from tests.support import failing_code, make_dataset
 from tests.test_placement import make_table
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = ON_GPU
 LENGTHS = [5, 30, 1, 7, 55, 20, 3]
 COPY = r"""
 extern "C" __global__ void copy(const unsigned char* from, unsigned char* to, long long count) {

@@ -19,14 +19,12 @@ from gear_offline.recipe import load_recipe
 from gear_offline.snapshot import Snapshot
 from gear_offline.tensor_file import write_tensors
 from gear_offline.trainer import TrainingInterrupted, train
+from tests.gpu_support import ON_GPU
 from tests.support import make_dataset
 from tests.test_resume import interrupted_in
 from tests.training_support import register_importable, tiny_data, tiny_recipe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-]
+pytestmark = ON_GPU
 STEPS = 40
 
 

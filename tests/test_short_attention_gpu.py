@@ -18,16 +18,11 @@ from gear_offline.kernels.short_attention import (
 )
 from gear_offline.loaders.batch import join_batches
 from gear_offline.models.stacked import StackedModels
+from tests.gpu_support import BF16, INDUCTOR, ON_GPU
 from tests.model_support import make
 from tests.test_stacked_models import make_batch, make_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-]
-INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-# products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
-BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
+pytestmark = ON_GPU
 # groups, windows of each, tokens, heads, elements of a head
 SIZES = [
     (1, 3, 5, 2, 16),

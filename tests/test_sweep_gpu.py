@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -21,15 +20,11 @@ from gear_offline.sweep_points import grid, name_points
 from gear_offline.sweep_track import Track
 from gear_offline.trainer import train
 from gear_offline.training_run import TrainingInterrupted
+from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 from tests.training_support import learnt, tiny_recipe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # of inductor
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY, INDUCTOR]
 
 
 @pytest.fixture(scope="module")

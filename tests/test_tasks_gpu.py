@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.selection import make_selection
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.task_support import join, make_discrete, make_learner, make_parts, tasks_recipe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy"),
-]
+pytestmark = [*ON_GPU, NEEDS_CUPY]
 STEPS = 40
 EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.device=cuda", "train.log_every=100")
 TOLERANCE: Any = {"rtol": 2e-4, "atol": 1e-6}

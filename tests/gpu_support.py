@@ -1,0 +1,18 @@
+"""What tests on a GPU share: their marks, and how near products of bfloat16 numbers come."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
+]
+NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
+INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+# products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
+BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
