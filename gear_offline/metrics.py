@@ -30,7 +30,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each record and the offset of its line's first byte."""
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     offset = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):

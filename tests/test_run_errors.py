@@ -219,3 +219,12 @@ def test_a_process_names_the_run_that_lost_its_gpu(
         answer = _answer(request, tables)
     assert answer["code"] == "GPU_LOST" and answer["where"] == "s1"
     assert _answer(request, tables) == {}
+
+
+def test_a_run_whose_place_is_taken_fails_alone(recipes: list[Recipe], tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    run_sweep(recipes[:1], tmp_path / "sweep", mode="serial", quiet=True, report=False)
+    (tmp_path / "sweep" / "runs" / "s1").touch()
+    results = run_sweep(recipes, tmp_path / "sweep", mode="serial", quiet=True)
+    assert [result.status for result in results] == ["complete", "failed", "complete"]
+    assert str(results[1].error).startswith("RUN_DIRECTORY: not a directory")
