@@ -50,7 +50,7 @@ def in_words(name: str, path: Path, device: torch.device) -> Iterator[None]:
                 "MEMORY",
                 f"out of memory: {_first_line(error)}",
                 where=name,
-                remedy="fewer runs at a time (--parallel), or a smaller model or batch",
+                remedy="fewer runs at a time (sweep --parallel), or a smaller model or batch",
             ) from error
         raise GearError(
             "RUN_FAILED",

@@ -215,14 +215,18 @@ def run_in_turn(points: Sequence[Point], out: Path) -> dict[str, str]:
     bad input that the baseline meets as well is one of the recipe, and ends everything.
     """
     from gear_offline.errors import GearError
+    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.run_errors import in_words
     from gear_offline.trainer import TrainingInterrupted, train
 
     errors: dict[str, str] = {}
     for point in points:
         if point.is_complete():
             continue
+        device = resolve_device(point.recipe.train.device)
         try:
-            train(point.recipe, out=point.path, resume=True, quiet=True)
+            with in_words(point.name, point.path, device):
+                train(point.recipe, out=point.path, resume=True, quiet=True)
         except TrainingInterrupted:
             raise
         except GearError as error:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from gear_offline.learner import Learner
+from gear_offline.loaders.batch import Batch
 from gear_offline.recipe import load_recipe
 from gear_offline.selection import make_selection, padding_of, selection_names
 from gear_offline.strategies_candidates import parse_candidates
@@ -79,6 +81,22 @@ def test_a_strategy_that_cannot_be_trained_is_named_and_the_others_go_on(
     words = ("train.steps=4", "loader.batch_size=64", "selection.strategy=min_dt")
     alone = failing_code(lambda: train(data, tmp_path / "own", "uniform_steps", *words))
     assert alone == "SELECTION_BATCH", "of the recipe itself"
+
+
+def test_an_error_of_torch_ends_its_run_alone(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Learner.take
+
+    def broken(self: Learner) -> Batch:
+        if self.recipe.selection.strategy == "top_k":
+            raise RuntimeError("backend failed")
+        return take(self)
+
+    monkeypatch.setattr(Learner, "take", broken)
+    found = train(data, tmp_path, "top_k:k=2,uniform_episodes", "train.steps=4")
+    assert [row["complete"] for row in found["strategies"]] == [1, 0, 1]
+    assert "RuntimeError: backend failed" in found["strategies"][1]["runs"][0]["error"]
 
 
 @pytest.mark.parametrize("engine", [run_in_turn, run_together])
