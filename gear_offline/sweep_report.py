@@ -203,7 +203,9 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     document, points, results = load_sweep(Path(path))
     rows = ranked(summarize(points, results))
     title = f"{Path(path).name}, by setting"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title)
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title
+    )
     widest = max((len(plain_label(row["label"])) for row in rows), default=0)
     room = max(7, min(widest, console.width // 3))  # of the settings, before numbers are broken
     table.add_column("setting", overflow="fold", width=room)

@@ -30,7 +30,14 @@ def recipe(**options: Any) -> Recipe:
     )
 
 
-def fill(path: Path, *, losses: list[float], returns: list[float], complete: bool = True) -> None:
+def fill(
+    path: Path,
+    *,
+    losses: list[float],
+    returns: list[float],
+    complete: bool = True,
+    reference: bool = True,
+) -> None:
     """Write what a run leaves: losses every 10 steps, returns every 15."""
     path.mkdir(parents=True)
     rows: list[dict[str, Any]]
@@ -41,7 +48,7 @@ def fill(path: Path, *, losses: list[float], returns: list[float], complete: boo
             "step": 15 * (n + 1),
             "score": value,
             "targets": [
-                {"target": 9.0, "mean": value, "normalized": value / 10},
+                {"target": 9.0, "mean": value, "normalized": value / 10 if reference else None},
                 {"target": 1.0, "mean": value - 1, "normalized": None},
             ],
         }
@@ -139,6 +146,19 @@ def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     printed = console.export_text()
     for text in ("learning_rate=0.001 ", "learning_rate=0.0001 ", "-1,000 ", " 1.75"):
         assert text in printed, printed
+
+
+def test_intervals_stay_in_a_line_without_scores(tmp_path: Path) -> None:
+    points = name_points(grid(recipe(), {"optimizer.learning_rate": [1e-3, 1e-4]}, seeds=[0, 1]))
+    with SweepDirectory(tmp_path / "rates", points, free=()) as directory:
+        directory.note(mode="serial")
+        for number, point in enumerate(points):
+            path, far = directory.run_path(point), -1000.0 - 40 * number
+            fill(path, losses=[1.25 + number / 10], returns=[far], reference=False)
+    console = Console(record=True, width=80)
+    print_sweep(tmp_path / "rates", console=console)
+    printed = console.export_text()
+    assert printed.count("(-1,274 to -766)") == 2 and "(0.665 to 1.94)" in printed, printed
 
 
 def test_one_seed_has_no_interval_and_no_evaluation_no_column(tmp_path: Path) -> None:
