@@ -214,11 +214,11 @@ class StackedModels(nn.Module):
 
         One product whose matrix has zeros where an input does not belong to a token: products of
         few columns are slow, and this one gives the gradients of the biases too.  These are two
-        rows, so that they are not rounded to the type of products.
+        rows, so that they keep 16 bits and more in products of 16-bit numbers.
         """
         maps = [self._map(name) for name in ("embed_return", "embed_state", "embed_action")]
         biases = torch.stack([bias for _, bias in maps], dim=1)  # (N, 3, H)
-        rest = (biases - biases.to(self._kind).float()).detach()
+        rest = _lower_half(biases)
         wide = sum(x.shape[-1] for x in inputs)
         blank = -(wide + 2) % EVEN
         columns = []
@@ -228,7 +228,7 @@ class StackedModels(nn.Module):
             columns.append(F.pad(weight, (0, 0, before, after)))
             before += weight.shape[1]
         matrix = torch.stack(columns, dim=2)  # (N, width, 3, H)
-        matrix = torch.cat((matrix, biases[:, None], rest[:, None]), dim=1)
+        matrix = torch.cat((matrix, (biases - rest)[:, None], rest[:, None]), dim=1)
         matrix = F.pad(matrix.flatten(2), (0, 0, 0, blank))
         one = inputs[0].new_ones(*inputs[0].shape[:2], 2)
         rows = F.pad(torch.cat((*inputs, one), dim=2), (0, blank))
@@ -352,3 +352,12 @@ class StackedModels(nn.Module):
     def _plain(self, rows: Tensor) -> Tensor:
         """Normalise rows, without the norm's weight and bias, which `_map` takes."""
         return F.layer_norm(rows.float(), rows.shape[-1:], eps=self._epsilon)
+
+
+def _lower_half(values: Tensor) -> Tensor:
+    """Return what float32 values have beyond their first 8 bits, detached.
+
+    By their bits: that a value rounded to 16 bits and back is another one, compilers forget.
+    """
+    values = values.detach()
+    return values - (values.view(torch.int32) & ~0xFFFF).view(torch.float32)

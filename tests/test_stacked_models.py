@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.adamw import laid_out_alike
@@ -156,6 +157,47 @@ def test_numbers_are_mixed_as_splitmix64_does(numbers: list[int]) -> None:
         word ^= word >> 31
         expected.append(word - 2**64 if word >= 2**63 else word)
     assert mixed(torch.tensor(numbers)).tolist() == expected
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, None])
+def test_biases_of_inputs_keep_16_bits(
+    precision: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacked = StackedModels([make_model(seed) for seed in range(2)], precision=precision)
+    biases = [stacked.get_parameter(f"embed_{name}_bias") for name in ("return", "state", "action")]
+    for bias in biases:
+        torch.nn.init.uniform_(bias, 1.0, 2.0)
+    kind = torch.float32 if precision is None else precision
+    given: list[Tensor] = []
+
+    def product(rows: Tensor, matrix: Tensor) -> Tensor:
+        given[:] = [rows.to(kind).double(), matrix.to(kind).double()]
+        return torch.bmm(*given)
+
+    monkeypatch.setattr(stacked, "_product", product)
+    tokens = stacked._tokens(*(torch.zeros(2, 3, width) for width in (1, STATES, ACTIONS)))
+    expected = torch.stack([bias.double() for bias in biases], dim=1)  # (N, 3, H)
+    most = 0.0 if precision is None else 2.0**-16
+    torch.testing.assert_close(tokens, expected.repeat(1, 3, 1), rtol=0.0, atol=most)
+    tokens.sum().backward()  # type: ignore[no-untyped-call]
+    for bias in biases:
+        assert bias.grad is not None and bias.grad.eq(3).all(), "one of each step"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_halves_of_a_bias_are_halves_when_compiled() -> None:
+    """Inductor drops a rounding to bfloat16 that is undone, so halves are not made by one."""
+
+    @torch.compile(dynamic=False)
+    def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+        rest = stacked_module._lower_half(values)
+        return (values - rest).bfloat16(), rest.bfloat16()
+
+    values = torch.rand(2, 3, 8) + 1
+    first, second = halves(values)
+    assert second.ne(0).any()
+    error = (first.double() + second.double() - values).abs().max()
+    assert error <= 2.0**-16, float(error)
 
 
 def test_timesteps_beyond_the_embedding_are_refused() -> None:
