@@ -136,8 +136,8 @@ def add_norm(
     block = block_of(width)
     rows = ELEMENTS // block
     _add[(len(hidden) * -(-count // rows),)](
-        hidden.contiguous(), branch.contiguous(), bias.contiguous(), seeds, total, plain, scales,
-        count, epsilon, 1 / (1 - dropout),
+        hidden.contiguous(), branch.contiguous(), bias.contiguous(), in_a_row(seeds), total, plain,
+        scales, count, epsilon, 1 / (1 - dropout),
         dropped_words(dropout), width, rows, block, num_warps=FORWARD_WARPS,
     )  # fmt: skip
     return total, plain, scales
@@ -168,7 +168,7 @@ def add_norm_gradient(
     rows = ELEMENTS // block
     _add_backward[(models * sums.shape[1],)](
         None if of_total is None else of_total.contiguous(), of_plain.contiguous(), plain, scales,
-        seeds, of_hidden, of_branch, sums, count, 1 / (1 - dropout),
+        in_a_row(seeds), of_hidden, of_branch, sums, count, 1 / (1 - dropout),
         of_total is not None, dropped_words(dropout), width, rows, block, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
     return of_hidden, of_branch, sums
@@ -269,6 +269,11 @@ def check_rows(
             f"seeds are {given} for {len(rows)} models",
             remedy="give (N,) int64",
         )
+
+
+def in_a_row(seeds: Tensor | None) -> Tensor | None:
+    """Return seeds as the kernels read them, one after another."""
+    return None if seeds is None else seeds.contiguous()
 
 
 def dropped_words(dropout: float) -> int:

@@ -22,6 +22,7 @@ from gear_offline.kernels.add_norm import (
     block_of,
     check_rows,
     dropped_words,
+    in_a_row,
 )
 
 try:
@@ -112,8 +113,8 @@ def embed_norm(
     some = ELEMENTS // block
     _embed[(models * -(-count // KINDS // some),)](
         tokens.contiguous(), table.contiguous(), steps.contiguous(), weight.contiguous(),
-        shift.contiguous(), seeds, hidden, plain, first, scales, models * count, count // KINDS,
-        table.shape[1], epsilons[0], epsilons[1], 1 / (1 - dropout),
+        shift.contiguous(), in_a_row(seeds), hidden, plain, first, scales, models * count,
+        count // KINDS, table.shape[1], epsilons[0], epsilons[1], 1 / (1 - dropout),
         dropped_words(dropout), width, some, block, num_warps=WARPS,
     )  # fmt: skip
     return hidden, plain, first, scales
@@ -148,9 +149,9 @@ def embed_norm_gradient(
     some = ELEMENTS // block
     _embed_backward[(models * sums.shape[2],)](
         None if of_hidden is None else of_hidden.contiguous(), of_plain.contiguous(), plain, first,
-        scales, steps.contiguous(), weight.contiguous(), seeds, of_tokens, of_table.zero_(), sums,
-        models * count, models * sums.shape[2] * width, count // KINDS, timesteps,
-        1 / (1 - dropout),
+        scales, steps.contiguous(), weight.contiguous(), in_a_row(seeds), of_tokens,
+        of_table.zero_(), sums, models * count, models * sums.shape[2] * width, count // KINDS,
+        timesteps, 1 / (1 - dropout),
         of_hidden is not None, dropped_words(dropout), width, some, block, num_warps=WARPS,
     )  # fmt: skip
     return of_tokens, of_table, sums

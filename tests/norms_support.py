@@ -23,7 +23,7 @@ def stand_in_for_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 def mask_of(rows: Tensor, seeds: Tensor | None, dropped: int) -> Tensor | None:
     if not dropped:
         return None
-    assert seeds is not None
+    assert seeds is not None and seeds.is_contiguous()
     return kept_elements(seeds, dropped / 2**32, rows=rows.shape[1], width=rows.shape[2])
 
 
