@@ -62,7 +62,7 @@ def off(found: Tensor | None, expected: Tensor | None) -> float:
 
 @pytest.mark.parametrize("dropout", [0.0, DROPOUT])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, (17, 1, 112)], ids=str)
 def test_sums_and_norms(sizes: tuple[int, int, int], kind: torch.dtype, dropout: float) -> None:
     torch.manual_seed(0)
     models, rows, width = sizes
