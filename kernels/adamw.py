@@ -83,7 +83,7 @@ def step_blocks(pieces: int, processors: int, *, models: int = 1) -> int:
     Each has as many pieces as the others, or one less.
     """
     most = max(1, STEP_BLOCKS_PER_SM * processors // models)
-    turns = -(-pieces // most)
+    turns = max(1, -(-pieces // most))
     return -(-pieces // turns)
 
 

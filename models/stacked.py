@@ -37,7 +37,7 @@ GOLDEN, MIX_1, MIX_2 = (  # of SplitMix64, as signed numbers
     0xBF58476D1CE4E5B9 - (1 << 64),
     0x94D049BB133111EB - (1 << 64),
 )
-EVEN = 8  # 16-bit numbers of a load: products of other widths take slow kernels
+LOADED = 8  # 16-bit numbers of a load: products of other widths take slow kernels
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
@@ -220,7 +220,7 @@ class StackedModels(nn.Module):
         biases = torch.stack([bias for _, bias in maps], dim=1)  # (N, 3, H)
         rest = _lower_half(biases)
         wide = sum(x.shape[-1] for x in inputs)
-        blank = -(wide + 2) % EVEN
+        blank = -(wide + 2) % LOADED
         columns = []
         before = 0
         for weight, _ in maps:
@@ -235,10 +235,10 @@ class StackedModels(nn.Module):
         return self._product(rows, matrix).view(self.count, -1, biases.shape[-1])
 
     def _head(self, rows: Tensor) -> Tensor:
-        """(N, R, H) -> (N, R, actions), as one product of an even number of columns."""
+        """(N, R, H) -> (N, R, actions), as one product, as wide as whole loads."""
         weight, bias = self._map("predict_action.0", "encoder.ln_f")
         width = weight.shape[2]
-        found = self._product(rows, F.pad(weight, (0, -width % EVEN)))
+        found = self._product(rows, F.pad(weight, (0, -width % LOADED)))
         return found[:, :, :width] + bias[:, None].to(self._kind)
 
     def _seeds(self, device: torch.device, draws: Tensor | None) -> Tensor | None:
