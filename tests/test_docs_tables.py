@@ -141,8 +141,9 @@ def two_table() -> Iterator[list[float | None]]:
 
 
 def stacks_table() -> Iterator[list[float | None]]:
-    rows = measured("sweep")["third"]["hosts"][1]["rows"]
-    for name in ("1", "streams 2", "streams 4", "streams 8", "stacked 8", "stacked 16"):
+    rows = measured("sweep")["fourth"]["rows"]
+    names = [f"stacked {count}" for count in (2, 4, 8, 16, 32)]
+    for name in ("1", "streams 2", "streams 4", "streams 8", *names):
         rate = rows[name]["steps_per_second"]
         yield [int(name.split()[-1]), rate, rate / rows["1"]["steps_per_second"]]
 
