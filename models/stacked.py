@@ -86,6 +86,18 @@ def refuse_stack(reason: str) -> None:
         )
 
 
+class _InRow(torch.autograd.Function):
+    """Nothing, but the gradient lies in a row: autograd would copy others one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override, unused-ignore]
+        return gradient.contiguous()
+
+
 class StackedModels(nn.Module):
     """N models of one shape.
 
@@ -319,7 +331,8 @@ class StackedModels(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
     def _get(self, name: str) -> Tensor:
-        return cast(Tensor, getattr(self, self._keys[name]))
+        found: Tensor = _InRow.apply(getattr(self, self._keys[name]))  # type: ignore[no-untyped-call]
+        return found
 
     def _map(
         self, name: str, norm: str | None = None, *, stored: str = "out, in"
