@@ -23,16 +23,17 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import philox4x32
+from gear_offline.kernels.dropout import check_dropout, dropped_words, kept_numbers
 
 try:
     import triton
     import triton.language as tl
+
+    from gear_offline.kernels.dropout import kept
 except ImportError:  # builds of torch for CPUs do not bring it
     triton = None
 
 NARROWEST, WIDEST = 16, 1024
-ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
 ELEMENTS = 4096  # of a program; the fastest of six on an H200, as the warps
 FORWARD_WARPS, BACKWARD_WARPS = 8, 4
 
@@ -69,9 +70,8 @@ def kept_elements(seeds: Tensor, dropout: float, *, rows: int, width: int) -> Te
     place = np.arange(rows)[:, None] * (block // 4) + np.arange(block // 4)
     found = np.empty((len(seeds), rows, width), dtype=np.bool_)
     for model, seed in enumerate(seeds.tolist()):
-        key = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
-        words = np.stack(philox4x32((place, 0, 0, 0), key, rounds=ROUNDS), axis=-1)
-        found[model] = words.reshape(rows, block)[:, :width] >= dropped_words(dropout)
+        stays = kept_numbers((place, 0, 0, 0), seed, dropout).reshape(rows, block)
+        found[model] = stays[:, :width]
     return torch.from_numpy(found).to(seeds.device)
 
 
@@ -131,7 +131,7 @@ def add_norm(
         ``MODEL_INPUT`` if shapes or types do not fit, or `seeds` are missing.
     """
     check_rows(branch, (hidden,), (bias,), dropout, seeds)
-    total, plain, scales = _add_shape(hidden, branch, bias, epsilon, dropout, seeds)
+    total, plain, scales = _add_shape(hidden, branch)
     count, width = hidden.shape[1:]
     block = block_of(width)
     rows = ELEMENTS // block
@@ -160,9 +160,7 @@ def add_norm_gradient(
         The gradients of `hidden`, float32, and of `branch`, both (N, R, H), and the sums of the
         latter over each tile of rows, (N, tiles, H) float32.
     """
-    of_hidden, of_branch, sums = _add_gradient_shape(
-        of_total, of_plain, plain, scales, dropout, seeds
-    )
+    of_hidden, of_branch, sums = _add_gradient_shape(of_total, of_plain, plain, scales)
     models, count, width = plain.shape
     block = block_of(width)
     rows = ELEMENTS // block
@@ -175,26 +173,14 @@ def add_norm_gradient(
 
 
 @add_norm.register_fake
-def _add_shape(
-    hidden: Tensor,
-    branch: Tensor,
-    bias: Tensor,
-    epsilon: float,
-    dropout: float = 0.0,
-    seeds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _add_shape(hidden: Tensor, branch: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     scales = hidden.new_empty(hidden.shape[:2], dtype=torch.float32)
     return hidden.new_empty(hidden.shape), branch.new_empty(branch.shape), scales
 
 
 @add_norm_gradient.register_fake
 def _add_gradient_shape(
-    of_total: Tensor | None,
-    of_plain: Tensor,
-    plain: Tensor,
-    scales: Tensor,
-    dropout: float = 0.0,
-    seeds: Tensor | None = None,
+    of_total: Tensor | None, of_plain: Tensor, plain: Tensor, scales: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     models, count, width = plain.shape
     tiles = -(-count // (ELEMENTS // block_of(width)))
@@ -259,8 +245,7 @@ def check_rows(
             remedy=f"give (N, R, H) of 16 bits and (N, H) float32, H a multiple of {NARROWEST} up "
             f"to {WIDEST}",
         )
-    if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
+    check_dropout(dropout)
     known = seeds is not None and seeds.shape == (len(rows),) and seeds.dtype == torch.int64
     if dropout > 0.0 and not known:
         given = "none" if seeds is None else f"{tuple(seeds.shape)} {seeds.dtype}"
@@ -276,11 +261,6 @@ def in_a_row(seeds: Tensor | None) -> Tensor | None:
     return None if seeds is None else seeds.contiguous()
 
 
-def dropped_words(dropout: float) -> int:
-    """Return how many of the ``2**32`` words drop an element."""
-    return min(round(dropout * 2**32), 2**32 - 1)
-
-
 def block_of(width: int) -> int:
     """Return the next power of two."""
     return 1 << (width - 1).bit_length()
@@ -292,11 +272,7 @@ if triton is not None:
     def kept_rows(seed, row, DROPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         """Say which elements of some rows, (ROWS, 1), stay: (ROWS, BLOCK) bool."""
         fours = row * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        a, b, c, d = tl.philox(seed, fours, 0, 0, 0, n_rounds=7)
-        # Words become bits before they are put side by side: that is less to move.
-        even = tl.join(a >= DROPPED, c >= DROPPED)
-        odd = tl.join(b >= DROPPED, d >= DROPPED)
-        return tl.reshape(tl.join(even, odd), (ROWS, BLOCK))
+        return kept(seed, fours, 0, 0, DROPPED, ROWS, BLOCK)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def normalised(rows, inside, epsilon, H: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -326,8 +302,8 @@ if triton is not None:
         found = tl.load(branch + place, mask=inside, other=0.0).to(tl.float32)
         found += tl.load(bias + model * H + column, mask=column < H, other=0.0)
         if DROPPED > 0:
-            kept = kept_rows(tl.load(seeds + model), row, DROPPED, ROWS, BLOCK)
-            found = tl.where(kept, found * factor, 0.0)
+            stays = kept_rows(tl.load(seeds + model), row, DROPPED, ROWS, BLOCK)
+            found = tl.where(stays, found * factor, 0.0)
         found = tl.where(inside, found + tl.load(hidden + place, mask=inside, other=0.0), 0.0)
         tl.store(total + place, found, mask=inside)
         found, scale = normalised(found, inside, epsilon, H)
@@ -354,8 +330,8 @@ if triton is not None:
             found += tl.load(of_total + place, mask=inside, other=0.0)
         tl.store(of_hidden + place, found, mask=inside)
         if DROPPED > 0:
-            kept = kept_rows(tl.load(seeds + model), row, DROPPED, ROWS, BLOCK)
-            found = tl.where(kept, found * factor, 0.0)
+            stays = kept_rows(tl.load(seeds + model), row, DROPPED, ROWS, BLOCK)
+            found = tl.where(stays, found * factor, 0.0)
         tl.store(of_branch + place, found.to(of_branch.dtype.element_ty), mask=inside)
         columns = tl.arange(0, BLOCK)
         mine = sums + (model * tiles + tile).to(tl.int64) * H + columns

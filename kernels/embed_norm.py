@@ -21,9 +21,9 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.add_norm import (
     block_of,
     check_rows,
-    dropped_words,
     in_a_row,
 )
+from gear_offline.kernels.dropout import dropped_words
 
 try:
     import triton
@@ -105,9 +105,7 @@ def embed_norm(
     """
     check_rows(tokens, (), (weight, shift), dropout, seeds)
     _check_steps(tokens, table, steps)
-    hidden, plain, first, scales = _embed_shape(
-        tokens, table, steps, weight, shift, epsilons, dropout, seeds
-    )
+    hidden, plain, first, scales = _embed_shape(tokens, table)
     models, count, width = tokens.shape
     block = block_of(width)
     some = ELEMENTS // block
@@ -142,7 +140,7 @@ def embed_norm_gradient(
         and `shift` as sums over each tile of steps, (2, N, tiles, H) float32.
     """
     of_tokens, of_table, sums = _embed_gradient_shape(
-        of_hidden, of_plain, plain, first, scales, steps, weight, timesteps, dropout, seeds
+        of_hidden, of_plain, plain, first, scales, steps, weight, timesteps
     )
     models, count, width = plain.shape
     block = block_of(width)
@@ -158,16 +156,7 @@ def embed_norm_gradient(
 
 
 @embed_norm.register_fake
-def _embed_shape(
-    tokens: Tensor,
-    table: Tensor,
-    steps: Tensor,
-    weight: Tensor,
-    shift: Tensor,
-    epsilons: list[float],
-    dropout: float = 0.0,
-    seeds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _embed_shape(tokens: Tensor, table: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plain, first = tokens.new_empty(tokens.shape), tokens.new_empty(tokens.shape)
     scales = table.new_empty(2, *tokens.shape[:2])
     return table.new_empty(tokens.shape), plain, first, scales
@@ -183,8 +172,7 @@ def _embed_gradient_shape(
     steps: Tensor,
     weight: Tensor,
     timesteps: int,
-    dropout: float = 0.0,
-    seeds: Tensor | None = None,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     models, count, width = plain.shape
     tiles = -(-count // KINDS // (ELEMENTS // block_of(width)))
@@ -261,8 +249,8 @@ if triton is not None:
             tl.store(scales + whole, scale, mask=step < count)
             found = found * scaled + shifted
             if DROPPED > 0:
-                kept = kept_rows(tl.load(seeds + model), row, DROPPED, SOME, BLOCK)
-                found = tl.where(kept, found * factor, 0.0)
+                stays = kept_rows(tl.load(seeds + model), row, DROPPED, SOME, BLOCK)
+                found = tl.where(stays, found * factor, 0.0)
             tl.store(hidden + place, found, mask=inside)
             found, scale = normalised(tl.where(inside, found, 0.0), inside, epsilon2, H)
             tl.store(plain + place, found.to(plain.dtype.element_ty), mask=inside)
@@ -295,8 +283,8 @@ if triton is not None:
             if GIVEN:
                 found += tl.load(of_hidden + place, mask=inside, other=0.0)
             if DROPPED > 0:
-                kept = kept_rows(tl.load(seeds + model), row, DROPPED, SOME, BLOCK)
-                found = tl.where(kept, found * factor, 0.0)
+                stays = kept_rows(tl.load(seeds + model), row, DROPPED, SOME, BLOCK)
+                found = tl.where(stays, found * factor, 0.0)
             own = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
             of_weight += found * own
             of_shift += found

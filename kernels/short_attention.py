@@ -27,18 +27,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import philox4x32
+from gear_offline.kernels.dropout import check_dropout, dropped_words, kept_numbers
 
 try:
     import triton
     import triton.language as tl
+
+    from gear_offline.kernels.dropout import kept
 except ImportError:  # builds of torch for CPUs do not bring it
     triton = None
 
 MOST_TOKENS = 128
 HEAD_SIZES = (16, 32, 64, 128)
 LOG2_E = 1.4426950408889634
-ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
 
 
 def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, head: int) -> bool:
@@ -103,9 +104,8 @@ def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tok
     counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
     found = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
     for place, seed in enumerate(seeds.tolist()):
-        words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), rounds=ROUNDS)
-        draws = np.stack(words, axis=-1).reshape(count, heads, tokens, -1)[..., :tokens]
-        found[place] = draws >= _dropped(dropout)
+        stays = kept_numbers(counter, seed, dropout).reshape(count, heads, tokens, -1)
+        found[place] = stays[..., :tokens]
     return torch.from_numpy(found.reshape(windows, heads, tokens, tokens)).to(seeds.device)
 
 
@@ -157,7 +157,7 @@ def packed_attention(
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     _forward[(batch * heads,)](
         qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_group, 1 / (1 - dropout),
-        bias, _dropped(dropout), bias is not None, head, block, num_warps=_warps(block),
+        bias, dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return mixed
 
@@ -187,20 +187,13 @@ def packed_attention_gradient(
     _backward[(batch * heads,)](
         qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_group,
         1 / (1 - dropout), bias, None if bias is None else sums,
-        _dropped(dropout), bias is not None, head, block, num_warps=_warps(block),
+        dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return found, sums
 
 
 @packed_attention.register_fake
-def _shape(
-    qkv: Tensor,
-    heads: int,
-    scale: float,
-    dropout: float = 0.0,
-    seeds: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def _shape(qkv: Tensor, *_: Any) -> Tensor:
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3)
 
 
@@ -259,8 +252,7 @@ def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | 
 
 def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
     """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
-    if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
+    check_dropout(dropout)
     if seeds is None:
         if dropout == 0.0:
             return 0
@@ -272,11 +264,6 @@ def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> in
             remedy="give (G,) int64 where G divides the windows",
         )
     return windows // len(seeds)
-
-
-def _dropped(dropout: float) -> int:
-    """Return how many of the ``2**32`` words drop a weight."""
-    return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def _block(tokens: int) -> int:
@@ -329,11 +316,7 @@ if triton is not None:
         """Say which weights stay, (BLOCK, BLOCK) bool: four neighbours share one block of words."""
         seed = tl.load(seeds + window // of_group)
         fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
-        a, b, c, d = tl.philox(seed, fours, window % of_group, head, 0, n_rounds=7)
-        # Words become bits before they are put side by side: that is less to move.
-        even = tl.join(a >= DROPPED, c >= DROPPED)
-        odd = tl.join(b >= DROPPED, d >= DROPPED)
-        return tl.reshape(tl.join(even, odd), (BLOCK, BLOCK))
+        return kept(seed, fours, window % of_group, head, DROPPED, BLOCK, BLOCK)
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _forward(  # type: ignore[no-untyped-def]
@@ -352,8 +335,8 @@ if triton is not None:
             value = _biased(value, own + 2 * width, D)
         weights = _weights(query, key, scale2, BLOCK)
         if DROPPED > 0:
-            kept = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
-            weights = tl.where(kept, weights * factor, 0.0)
+            stays = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
+            weights = tl.where(stays, weights * factor, 0.0)
         found = tl.dot(weights.to(value.dtype), value)
         place = window.to(tl.int64) * tokens * width + head * D
         _store(mixed + place, found, tokens, width, D, BLOCK)
@@ -381,9 +364,9 @@ if triton is not None:
         of_weights = tl.dot(above, tl.trans(value))
         dropped = weights
         if DROPPED > 0:
-            kept = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
-            dropped = tl.where(kept, weights * factor, 0.0)
-            of_weights = tl.where(kept, of_weights * factor, 0.0)
+            stays = _kept(seeds, window, of_group, head, DROPPED, BLOCK)
+            dropped = tl.where(stays, weights * factor, 0.0)
+            of_weights = tl.where(stays, of_weights * factor, 0.0)
         of_value = tl.dot(tl.trans(dropped.to(value.dtype)), above)
         _store(found + place + 2 * width, of_value, tokens, 3 * width, D, BLOCK)
         if BIASED:

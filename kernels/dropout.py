@@ -1,0 +1,66 @@
+"""What kernels draw their dropout from, and how they and the CPU say which numbers stay.
+
+No mask is stored: forward and backward draw it from Philox 4x32-7, Triton's and NumPy's.  A block
+of four words decides on four neighbours; a number is kept if its word is at least
+``dropout * 2**32``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.errors import InputError
+from gear_offline.kernels.philox import philox4x32
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch for CPUs do not bring it
+    triton = None
+
+ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
+
+
+def dropped_words(dropout: float) -> int:
+    """Return how many of the ``2**32`` words drop a number."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise `InputError` (``MODEL_INPUT``) for a probability that is not in [0, 1)."""
+    if not 0.0 <= dropout < 1.0:
+        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
+
+
+def kept_numbers(counter: tuple[Any, ...], seed: int, dropout: float) -> npt.NDArray[np.bool_]:
+    """Say which numbers stay, as `kept` does: four for each block of words, on a last axis.
+
+    Parameters
+    ----------
+    counter
+        Of Philox: four integers or arrays of them that broadcast.
+    seed
+        64 bits, the key.
+    dropout
+        Probability of losing a number, in [0, 1).
+    """
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), rounds=ROUNDS)
+    return np.stack(words, axis=-1) >= dropped_words(dropout)
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+    def kept(  # type: ignore[no-untyped-def]
+        seed, fours, second, third,
+        DROPPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Say which numbers stay, (ROWS, BLOCK) bool; `fours`, (ROWS, BLOCK // 4), are blocks."""
+        a, b, c, d = tl.philox(seed, fours, second, third, 0, n_rounds=7)
+        # Words become bits before they are put side by side: that is less to move.
+        even = tl.join(a >= DROPPED, c >= DROPPED)
+        odd = tl.join(b >= DROPPED, d >= DROPPED)
+        return tl.reshape(tl.join(even, odd), (ROWS, BLOCK))
