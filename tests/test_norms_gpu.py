@@ -16,16 +16,11 @@ from gear_offline.kernels.add_norm import (
     kept_elements,
 )
 from gear_offline.kernels.embed_norm import embed_norm, embed_norm_gradient, embed_norm_reference
-from gear_offline.loaders.batch import join_batches
 from gear_offline.models import stacked as stacked_module
-from gear_offline.models.stacked import StackedModels
-from tests.test_stacked_models import make_batch, make_model
+from tests.gpu_support import INDUCTOR, ON_GPU
+from tests.stack_support import compiled_stack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-]
-INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = ON_GPU
 add_plainly: Any = add_norm_reference  # given lists
 embed_plainly: Any = embed_norm_reference
 DEVICE = "cuda"
@@ -197,21 +192,11 @@ def test_operators_are_what_they_declare() -> None:
 @INDUCTOR
 def test_stacked_models_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that take the kernels against models that do not."""
-    batch = join_batches([make_batch(seed, 30) for seed in range(3)]).to(DEVICE)
     results = []
     for fits in (True, False):
         if not fits:
             monkeypatch.setattr(stacked_module, "supports_norms", lambda *_, **__: False)
-        models: list[Any] = [make_model(seed, hidden_size=64) for seed in range(3)]
-        for model in models:
-            model.to(DEVICE)
-            for some in model.encoder.h:
-                torch.nn.init.normal_(some.mlp.c_proj.bias)
-        stacked = StackedModels(models, precision=torch.bfloat16)
-        losses = torch.compile(stacked.losses, dynamic=False)(batch)
-        losses.sum().backward()
-        gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
-        results.append((losses.detach(), gradients))
+        results.append(compiled_stack("mlp.c_proj.bias", count=3, windows=30, width=64))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=4e-3, atol=4e-3)
     for name, plain in results[1][1].items():
         assert off(results[0][1][name], plain) < 0.1, name

@@ -16,11 +16,9 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
-from gear_offline.loaders.batch import join_batches
-from gear_offline.models.stacked import StackedModels
 from tests.gpu_support import BF16, INDUCTOR, ON_GPU
 from tests.model_support import make
-from tests.test_stacked_models import make_batch, make_model
+from tests.stack_support import compiled_stack
 
 pytestmark = ON_GPU
 # groups, windows of each, tokens, heads, elements of a head
@@ -204,19 +202,10 @@ def test_recomputing_a_block_draws_the_same() -> None:
 @INDUCTOR
 def test_stacked_models_compiled() -> None:
     """The bias inside of the kernel against float32 without it, losses and gradients."""
-    batch = join_batches([make_batch(seed, 16) for seed in range(4)]).to("cuda")
-    results = []
-    for precision in (None, torch.bfloat16):
-        models: list[Any] = [make_model(seed, hidden_size=32) for seed in range(4)]
-        for model in models:
-            model.cuda()
-            for some in model.encoder.h:
-                torch.nn.init.normal_(some.attn.c_attn.bias)
-        stacked = StackedModels(models, precision=precision)
-        losses = torch.compile(stacked.losses, dynamic=False)(batch)
-        losses.sum().backward()
-        gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
-        results.append((losses.detach(), gradients))
+    results = [
+        compiled_stack("attn.c_attn.bias", count=4, windows=16, width=32, precision=precision)
+        for precision in (None, torch.bfloat16)
+    ]
     torch.testing.assert_close(results[1][0], results[0][0], rtol=2e-3, atol=2e-3)
     for name, plain in results[0][1].items():
         error = float((results[1][1][name] - plain).norm() / plain.norm())

@@ -3,8 +3,6 @@
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,16 +16,11 @@ from gear_offline.kernels.stacked_mlp import (
     stacked_mlp_parts,
     stacked_mlp_reference,
 )
-from gear_offline.loaders.batch import join_batches
 from gear_offline.models import stacked as stacked_module
-from gear_offline.models.stacked import StackedModels
-from tests.test_stacked_models import make_batch, make_model
+from tests.gpu_support import INDUCTOR, ON_GPU
+from tests.stack_support import compiled_stack
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-]
-INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+pytestmark = ON_GPU
 # models, rows of each, inputs, elements between the products, outputs; those of the first group
 # keep rows of the result in a program
 SIZES = [
@@ -211,21 +204,11 @@ def test_replays_of_a_graph_read_new_rows() -> None:
 @INDUCTOR
 def test_stacked_models_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that take the kernels against models that do not."""
-    batch = join_batches([make_batch(seed, 30) for seed in range(3)]).to("cuda")
     results = []
     for fits in (True, False):
         if not fits:
             monkeypatch.setattr(stacked_module, "supports_stacked", lambda *_, **__: False)
-        models: list[Any] = [make_model(seed, hidden_size=64) for seed in range(3)]
-        for model in models:
-            model.cuda()
-            for some in model.encoder.h:
-                torch.nn.init.normal_(some.mlp.c_fc.bias)
-        stacked = StackedModels(models, precision=torch.bfloat16)
-        losses = torch.compile(stacked.losses, dynamic=False)(batch)
-        losses.sum().backward()
-        gradients = {name: p.grad for name, p in stacked.named_parameters() if p.grad is not None}
-        results.append((losses.detach(), gradients))
+        results.append(compiled_stack("mlp.c_fc.bias", count=3, windows=30, width=64))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=4e-3, atol=4e-3)
     for name, plain in results[1][1].items():
         assert off(results[0][1][name], plain) < 0.1, name
