@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels, refuse_stack
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.adamw import Update
 
 
 def stack_key(recipe: Recipe) -> str:
@@ -102,7 +105,9 @@ class Stack:
         self._models = StackedModels(models, precision=first.precision)
         self._losses: Callable[[TrainingBatch, Tensor], Tensor] = self._models.losses
         seeds = [learner.recipe.seed for learner in learners]
-        self._draws = torch.tensor([seeds, [0] * len(seeds)], device=first.device)
+        steps = [learner.step for learner in learners]
+        self._draws = torch.tensor([seeds, steps], device=first.device)
+        self._ones = torch.ones(len(seeds), device=first.device)
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
@@ -166,7 +171,7 @@ class Stack:
         """Give every parameter its gradient; return the losses, (N,), detached."""
         self._models.zero_gradients()
         losses = self._losses(batch, self._draws)
-        losses.sum().backward()  # type: ignore[no-untyped-call]
+        losses.backward(self._ones)  # type: ignore[no-untyped-call]
         self._models.hand_out_gradients()
         return losses.detach()
 
@@ -175,7 +180,8 @@ class CapturedStack:
     """One step of every learner as one CUDA graph.
 
     The batches are branches of the graph, each made on a stream of its own, and lie one after
-    another in memory.
+    another in memory.  Those of the following step are made beside the update, which needs none;
+    if they travel from host memory, beside the whole step.
 
     Parameters
     ----------
@@ -184,7 +190,7 @@ class CapturedStack:
     gradients
         Gives every parameter its gradient, and returns the losses, (N,).
     draws
-        (2, N) int64: seeds, and steps, which are written.
+        (2, N) int64: seeds, and steps to come, which are written.
     """
 
     def __init__(
@@ -194,7 +200,7 @@ class CapturedStack:
         draws: Tensor,
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
-        self._steps = draws[1]
+        self._steps, self._first = draws[1], draws[1].clone()
         loader = learners[0].loader
         assert loader.engine is not None, "steps that are captured have one"
         places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
@@ -203,6 +209,9 @@ class CapturedStack:
             torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             for _ in learners
         ]
+        self._is_early = not self._parts[0].batches.ahead
+        if self._is_early:
+            self._make_batches()
         self._graph = torch.cuda.CUDAGraph()
         written = [tensor for part in self._parts for tensor in part.written()]
         warm_up(self._rehearse, written, self._device)
@@ -211,28 +220,47 @@ class CapturedStack:
         capture(self._graph, self._run)
         for part in self._parts:
             part.finish_capture()
+        self._steps.copy_(self._first)
+        if self._is_early:
+            self._make_batches()
 
     def replay(self) -> None:
         """Do the next step of each; returns at once."""
         self._graph.replay()
 
     def _run(self) -> None:
-        from gear_offline.kernels.adamw import enqueue_together
+        if not self._is_early:
+            self._make_batches()
+        losses = self._gradients(self._batch).unbind()
+        updates = [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
+        if self._is_early:
+            self._make_batches(updates)
+        else:
+            self._update(updates)
+        for part in self._parts:
+            part.batches.end(timed=True)
 
+    def _make_batches(self, updates: Sequence[Update] = ()) -> None:
+        """Make the batches of the next step, and do updates meanwhile."""
         main = torch.cuda.current_stream(self._device)
         for part, stream in zip(self._parts, self._streams, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 part.batches.begin(timed=True)
+        if updates:
+            self._update(updates)
         for stream in self._streams:
             main.wait_stream(stream)
-        torch.cat([part.index for part in self._parts], out=self._steps)
-        losses = self._gradients(self._batch).unbind()
-        enqueue_together(
-            [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
-        )
-        for part in self._parts:
-            part.batches.end(timed=True)
+
+    def _update(self, updates: Sequence[Update]) -> None:
+        from gear_offline.kernels.adamw import enqueue_together
+
+        first = self._streams[0]  # counted beside the update
+        first.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(first):
+            self._steps.add_(1)
+        enqueue_together(updates)
+        torch.cuda.current_stream(self._device).wait_stream(first)
 
     def _rehearse(self) -> None:
         for part in self._parts:
