@@ -141,9 +141,16 @@ def two_table() -> Iterator[list[float | None]]:
 
 
 def stacks_table() -> Iterator[list[float | None]]:
-    rows = measured("sweep")["fourth"]["rows"]
-    names = [f"stacked {count}" for count in (2, 4, 8, 16, 32)]
-    for name in ("1", "streams 2", "streams 4", "streams 8", *names):
+    yield from side_by_side("fifth", [f"stacked {count}" for count in (2, 4, 8, 16, 32)])
+
+
+def streams_table() -> Iterator[list[float | None]]:
+    yield from side_by_side("fourth", [f"streams {count}" for count in (2, 4, 8)])
+
+
+def side_by_side(part: str, names: list[str]) -> Iterator[list[float | None]]:
+    rows = measured("sweep")[part]["rows"]
+    for name in ("1", *names):
         rate = rows[name]["steps_per_second"]
         yield [int(name.split()[-1]), rate, rate / rows["1"]["steps_per_second"]]
 
@@ -204,6 +211,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Iterator[list[float | None]]]]
     "step-sizes": ("docs/large-models.md", "stall", sizes_table),
     "step-several": ("docs/large-models.md", "of linear", several_table),
     "sweep": ("docs/sweeps.md", "steps/s in sum", stacks_table),
+    "streams": ("docs/sweeps.md", "streams, steps/s in sum", streams_table),
     "step-four": ("docs/large-models.md", "share of linear", four_table),
     "step-two": ("docs/large-models.md", "share of both alone", two_table),
     "traffic": ("docs/clusters.md", "crosses nodes", traffic_table),
