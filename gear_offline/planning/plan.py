@@ -125,16 +125,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     InputError
         ``BATCH_SHARE``, ``SHARDS_FEW``, ``PLAN_MEMORY`` if the model does not fit a GPU.
     """
-    batch = recipe.loader.batch_size
-    if batch % cluster.ranks:
-        raise InputError(
-            "BATCH_SHARE",
-            f"a batch of {batch} segments cannot be shared equally by {cluster.ranks} GPUs",
-            where="loader.batch_size",
-            remedy=f"try loader.batch_size={ceil(batch / cluster.ranks) * cluster.ranks}; it is "
-            "the size of the global batch",
-        )
-    share = batch // cluster.ranks
+    share = _share(recipe, cluster)
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.replace(model__max_timestep=longest)
@@ -146,38 +137,14 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         ranks=cluster.ranks,
         nodes=cluster.nodes,
     )
-    memory = cluster.hardware.gpu.memory
-    needed = cost.memory_bytes + CONTEXT_BYTES
-    if needed > memory:
-        raise InputError(
-            "PLAN_MEMORY",
-            f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
-            f"{memory / 1e9:.0f} GB",
-            where=recipe.name,
-            remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
-        )
-    layout = lay_out(recipe, workload, cluster, memory - needed)
+    needed = _needed_bytes(recipe, cluster, cost, share)
+    layout = lay_out(recipe, workload, cluster, cluster.hardware.gpu.memory - needed)
     step = _step(recipe, workload, cluster, layout, cost, share)
     start = _start(workload, cluster, layout, cost)
-    steps = recipe.train.steps
+    steps, batch = recipe.train.steps, recipe.loader.batch_size
     return {
         "recipe": recipe.name,
-        "cluster": {
-            "nodes": cluster.nodes,
-            "gpus_per_node": cluster.gpus,
-            "network_gigabits_per_node": cluster.nic_bits * cluster.nics / 1e9,
-            "host_memory_bytes": cluster.host_memory or cluster.hardware.storage.host_memory,
-            "disk_bytes_per_second": cluster.storage_rate,
-        },
-        "data": {
-            "source": workload.source,
-            "steps": workload.steps,
-            "episodes": workload.episodes,
-            "memory_bytes": workload.table_bytes,
-            "row_bytes": workload.row_bytes,
-            "window_bytes": workload.window_bytes,
-            "shards": len(workload.weights),
-        },
+        **_given(workload, cluster),
         "batch": {"global": batch, "of_a_gpu": share},
         "model": asdict(cost) | {"tflops_per_second": cost.flops / step["seconds"] / 1e12},
         "placement": {
@@ -193,6 +160,57 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             "steps": steps,
             "seconds": start["seconds"] + steps * step["seconds"],
             "passes": steps * batch * recipe.loader.context_length / max(workload.steps, 1.0),
+        },
+    }
+
+
+def _share(recipe: Recipe, cluster: Cluster) -> int:
+    """Return the segments of a GPU's batch."""
+    batch = recipe.loader.batch_size
+    if batch % cluster.ranks:
+        raise InputError(
+            "BATCH_SHARE",
+            f"a batch of {batch} segments cannot be shared equally by {cluster.ranks} GPUs",
+            where="loader.batch_size",
+            remedy=f"try loader.batch_size={ceil(batch / cluster.ranks) * cluster.ranks}; it is "
+            "the size of the global batch",
+        )
+    return batch // cluster.ranks
+
+
+def _needed_bytes(recipe: Recipe, cluster: Cluster, cost: StepCost, share: int) -> float:
+    """Return what a GPU's memory holds beside rows, which must fit it."""
+    memory = cluster.hardware.gpu.memory
+    needed = cost.memory_bytes + CONTEXT_BYTES
+    if needed > memory:
+        raise InputError(
+            "PLAN_MEMORY",
+            f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
+            f"{memory / 1e9:.0f} GB",
+            where=recipe.name,
+            remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
+        )
+    return needed
+
+
+def _given(workload: Workload, cluster: Cluster) -> dict[str, Any]:
+    """Return what a plan is made for."""
+    return {
+        "cluster": {
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus,
+            "network_gigabits_per_node": cluster.nic_bits * cluster.nics / 1e9,
+            "host_memory_bytes": cluster.host_memory or cluster.hardware.storage.host_memory,
+            "disk_bytes_per_second": cluster.storage_rate,
+        },
+        "data": {
+            "source": workload.source,
+            "steps": workload.steps,
+            "episodes": workload.episodes,
+            "memory_bytes": workload.table_bytes,
+            "row_bytes": workload.row_bytes,
+            "window_bytes": workload.window_bytes,
+            "shards": len(workload.weights),
         },
     }
 
