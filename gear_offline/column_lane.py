@@ -16,6 +16,7 @@ import numpy as np
 
 from gear_offline.fields import Array, convert, to_float32
 from gear_offline.host_memory import HostBlock, touch, write_through
+from gear_offline.page_filling import PageFiller
 from gear_offline.schema import ColumnSpec
 from gear_offline.table import StorePlan
 
@@ -46,7 +47,8 @@ class Rows:
     """Where the records of a piece are put together.
 
     In the store, whose pages are touched first.  Or, if a file holds the store, beside it: then
-    they are written through the file, or copied where enough threads write to it.
+    pages are made of them; without a filler they are written through the file, or copied where
+    enough threads write to it.
 
     Parameters
     ----------
@@ -56,13 +58,22 @@ class Rows:
         Most rows of a piece.
     block
         That holds `rows`, if one does.
+    filler
+        Of its pages.
     """
 
     def __init__(
-        self, rows: Array, count: int, *, scratch: Scratch, use: str, block: HostBlock | None
+        self,
+        rows: Array,
+        count: int,
+        *,
+        scratch: Scratch,
+        use: str,
+        block: HostBlock | None,
+        filler: PageFiller | None = None,
     ) -> None:
         self._rows = rows
-        self._block = block
+        self._block, self._filler = block, filler
         self.array = rows
         if block is not None:
             width = rows.shape[1]
@@ -80,7 +91,9 @@ class Rows:
         if self._block is None:
             return
         target, done = self._rows[start:stop], self.array[: stop - start]
-        if self._block.writers.acquire(blocking=False):
+        if self._filler is not None:
+            self._filler.fill(target, done)
+        elif self._block.writers.acquire(blocking=False):
             try:
                 write_through(self._block, target, done)
             finally:

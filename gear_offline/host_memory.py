@@ -225,7 +225,7 @@ class HostBlock:
 
     def place(self, array: Array) -> int | None:
         """Return at which byte of the file an array begins; ``None`` if it is elsewhere."""
-        begin = _address(array) - _address(self._bytes)
+        begin = address_of(array) - address_of(self._bytes)
         inside = self._close.alive and 0 <= begin <= self.nbytes - array.nbytes
         return begin if inside else None
 
@@ -268,7 +268,7 @@ def write_through(block: HostBlock, target: Array, values: Array) -> None:
                 data, offset = data[count:], offset + count
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.ENOSPC):
-            raise _short(target.nbytes, available_bytes()) from error
+            raise short_of_memory(target.nbytes) from error
         raise
     flat = target.reshape(-1).view(np.uint8)
     flat[::FAULT_AROUND_BYTES].max(initial=0)  # reading a byte maps the written pages around it
@@ -306,24 +306,26 @@ def touch(array: Array) -> bool:
     if _advise(array, MADV_POPULATE_WRITE) == 0:
         return True
     if ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
-        raise _short(array.nbytes, available_bytes())
+        raise short_of_memory(array.nbytes)
     return False
 
 
 def _advise(array: Array, advice: int) -> int:
     """Call ``madvise`` on the whole pages inside an array."""
-    begin = _address(array)
+    begin = address_of(array)
     end = (begin + array.nbytes) // PAGE_BYTES * PAGE_BYTES
     begin = pages(begin)
-    return 0 if begin >= end else int(_libc().madvise(begin, end - begin, advice))
+    return 0 if begin >= end else int(libc().madvise(begin, end - begin, advice))
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Return where an array begins."""
     return int(array.__array_interface__["data"][0])  # in a fifth of the time of .ctypes.data
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def libc() -> ctypes.CDLL:
+    """Return the C library, with its error numbers."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
@@ -376,10 +378,12 @@ def check_available(nbytes: int) -> None:
     """
     available = available_bytes()
     if nbytes + RESERVE_BYTES > available:
-        raise _short(nbytes, available)
+        raise short_of_memory(nbytes, available)
 
 
-def _short(nbytes: int, available: int) -> GearError:
+def short_of_memory(nbytes: int, available: int | None = None) -> GearError:
+    """Return the error that says so."""
+    available = available_bytes() if available is None else available
     return GearError(
         "HOST_MEMORY",
         f"{format_bytes(nbytes)} of host memory are needed, {format_bytes(available)} are "

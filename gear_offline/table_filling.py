@@ -4,22 +4,24 @@ A thread takes a shard at a time and reads its columns side by side, in pieces t
 core's cache: read, digest, cast, and lay into the rows.  Python has little to do for a piece, and
 the calls that do the work leave the interpreter's lock to other threads.
 
-The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory finished
-records are written to the file behind the memory instead, by one thread at a time; a thread that
+The rows' pages are touched by the threads that fill them, a piece ahead.  In shared memory pages
+are made of finished records instead (`gear_offline.page_filling`).  Where the system does not allow
+that, records are written to the file behind the memory, by one thread at a time; a thread that
 finds one writing and one waiting touches the pages of its piece and copies it.
 
-Columns that stay as they are, such as images, are read into their rows directly.  Where there are
-few shards, each of these is work of its own.
+Columns that stay as they are, such as images, are read into their rows directly, or pages are made
+of them.  Where there are few shards, each of these is work of its own.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +29,7 @@ import numpy as np
 from gear_offline.column_lane import Lane, Reader, Rows, Scratch
 from gear_offline.fields import REWARDS, Array, TableSource
 from gear_offline.host_memory import block_of
+from gear_offline.page_filling import PageFiller, fill_pages
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
@@ -34,7 +37,9 @@ from gear_offline.table import Store, StorePlan
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
 RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
+PAGED_BYTES = 1 << 20  # of such columns, where pages are made of them
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
+_Task = tuple[int, list[str]]  # number of a part, columns
 SWITCH_SECONDS = 2e-4  # after which a thread gives up the lock, while tables are filled
 
 
@@ -77,29 +82,35 @@ def fill_stores(
     threads: int | None = None,
 ) -> None:
     """Fill the rows of `stores`; `gear_offline.table.build_table` states the rest."""
-    threads = max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
     parted = source if isinstance(source, PartedSource) else None
     bounds = [0, source.episodes.steps] if parted is None else parted.first_steps.tolist()
-    offsets = source.episodes.offsets
-    job = _Filling(source, tuple(stores), margin, gamma)
-    # Of a joint table each part has a scale of its own, besides that of all.
-    scales = getattr(source, "returns_scales", None) or [1.0] * (len(bounds) - 1)
-    together = parted is None or threads == 1 or len(bounds) > 2 * threads
-    groups = [job.columns()] if together else job.groups()
+    threads = max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    with fill_pages([store.rows for _, store in stores if store.rows is not None]) as filler:
+        job = _Filling(source, tuple(stores), margin, gamma, filler)
+        together = parted is None or threads == 1 or len(bounds) > 2 * threads
+        groups = [job.columns()] if together else job.groups()
+        tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
+        # Of a joint table each part has a scale of its own, besides that of all.
+        scales = getattr(source, "returns_scales", None) or [1.0] * (len(bounds) - 1)
 
-    def work(task: tuple[int, list[str]]) -> None:
-        index, columns = task
-        first, last = np.searchsorted(offsets, bounds[index : index + 2])
-        reader: AbstractContextManager[Reader] = (
-            nullcontext(_WholeReader(source, check=check))
-            if parted is None
-            else parted.reader(index, columns, check=check)
-        )
-        with reader as opened:
-            scale = returns_scale * scales[index]
-            job.fill(opened, columns, offsets[first : last + 1], scale=scale)
+        def work(task: tuple[int, list[str]]) -> None:
+            index, columns = task
+            offsets = source.episodes.offsets
+            first, last = np.searchsorted(offsets, bounds[index : index + 2])
+            reader: AbstractContextManager[Reader] = (
+                nullcontext(_WholeReader(source, check=check))
+                if parted is None
+                else parted.reader(index, columns, check=check)
+            )
+            with reader as opened:
+                scale = returns_scale * scales[index]
+                job.fill(opened, columns, offsets[first : last + 1], scale=scale)
 
-    tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
+        _for_each(work, tasks, threads)
+
+
+def _for_each(work: Callable[[_Task], None], tasks: Sequence[_Task], threads: int) -> None:
+    """Do all tasks, in several threads; the first error ends it."""
     if threads == 1 or len(tasks) < 2:
         for task in tasks:
             work(task)
@@ -140,6 +151,7 @@ class _Filling:
     stores: tuple[tuple[StorePlan, Store], ...]
     margin: int
     gamma: float
+    filler: PageFiller | None
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
 
@@ -159,14 +171,20 @@ class _Filling:
         direct = [c for c in columns if self._is_direct(c)]
         packed = [c for c in columns if c not in direct]
         if packed:
-            try:
-                scratch = self.spare.pop()
-            except IndexError:
-                scratch = Scratch()
-            self._packed(reader, packed, offsets, scratch, scale=scale)
-            self.spare.append(scratch)
+            with self._scratch() as scratch:
+                self._packed(reader, packed, offsets, scratch, scale=scale)
         for column in direct:
-            self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]))
+            with self._scratch() as scratch:
+                self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]), scratch)
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Scratch]:
+        try:
+            scratch = self.spare.pop()
+        except IndexError:
+            scratch = Scratch()
+        yield scratch
+        self.spare.append(scratch)
 
     def _is_direct(self, column: str) -> bool:
         """Whether a row of the store is the column's bytes as they are."""
@@ -232,7 +250,8 @@ class _Filling:
             assert store.rows is not None, "stores in memory have rows"
             rows = store.rows[self.margin :]
             block = block_of(rows)
-            target = Rows(rows, piece, scratch=scratch, use=f".rows {index}", block=block)
+            use = f".rows {index}"
+            target = Rows(rows, piece, scratch=scratch, use=use, block=block, filler=self.filler)
             targets.append(target)
             for column in plan.fields:
                 if column in specs:
@@ -240,13 +259,22 @@ class _Filling:
                     lanes[column] = lane, index
         return lanes, targets, piece
 
-    def _read_rows(self, reader: Reader, column: str, low: int, high: int) -> None:
+    def _read_rows(
+        self, reader: Reader, column: str, low: int, high: int, scratch: Scratch
+    ) -> None:
         """Read a column that stays as it is into its rows."""
         _, store = self._of(column)
         assert store.rows is not None, "stores in memory have rows"
-        shape = self.source.spec[column].shape
-        rows = max(DIRECT_BYTES // self.source.spec[column].step_bytes, 1)
+        spec = self.source.spec[column]
+        most = DIRECT_BYTES if self.filler is None else PAGED_BYTES
+        rows = max(most // spec.step_bytes, 1)
         for start in range(low, high, rows):
             stop = min(start + rows, high)
             target = store.rows[self.margin + start : self.margin + stop]
-            reader.read(column, target.reshape(len(target), *shape))
+            if self.filler is None:
+                reader.read(column, target.reshape(len(target), *spec.shape))
+                continue
+            values = scratch.take(".page", rows * prod(spec.shape), spec.dtype)
+            values = values[: (stop - start) * prod(spec.shape)].reshape(-1, *spec.shape)
+            reader.read(column, values)
+            self.filler.fill(target, values)

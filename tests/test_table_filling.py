@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline import column_lane, host_memory
+from gear_offline import column_lane, host_memory, page_filling
 from gear_offline import table_filling as module
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
@@ -105,6 +105,7 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     threads=st.sampled_from([1, 2, 16]),
     piece=st.sampled_from([1, 700, 5000, 1 << 20]),
     old_kernel=st.booleans(),
+    paged=st.booleans(),
 )
 def test_shared_memory_has_the_same_bits_and_nothing_else(
     data: tuple[Dataset, MemoryTable],
@@ -113,9 +114,12 @@ def test_shared_memory_has_the_same_bits_and_nothing_else(
     threads: int,
     piece: int,
     old_kernel: bool,
+    paged: bool,
 ) -> None:
     dataset, arrays = data
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    monkeypatch.setattr(module, "PAGED_BYTES", piece)
+    monkeypatch.setattr(page_filling, "SYSTEM_CALL", page_filling.SYSTEM_CALL if paged else {})
     monkeypatch.setattr(host_memory, "MADV_POPULATE_WRITE", 9999 if old_kernel else 23)
     options: dict[str, Any] = {"context_length": 4, "layout": layout, "extra_columns": ["frames"]}
     table, block = host_table(dataset, threads=threads, **options)
@@ -134,6 +138,7 @@ def test_one_thread_writes_through_the_file(
         real(block, target, values)
 
     monkeypatch.setattr(column_lane, "write_through", counted)
+    monkeypatch.setattr(page_filling, "SYSTEM_CALL", {})
     dataset, _ = data
     table, _ = host_table(dataset, context_length=4, threads=1)
     rows = table.stores[0].rows

@@ -9,7 +9,7 @@ block of shared memory: no digest, no cast, no records, no returns-to-go.
 ``raw, written``
     Reads into a buffer and writes that to the block's file, whose pages are mapped afterwards.
     Cheaper for one thread, as the kernel does not clear the pages; but a file has one writer at a
-    time.  Loading does this with one of its threads.
+    time.
 
 All of them begin without a page and end with all pages mapped.  Page-locking is left out: it comes
 afterwards, and costs the same for the same bytes.  Rounds take turns, the first one warms the
