@@ -37,7 +37,7 @@ from gear_offline.table import Store, StorePlan
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
 RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
-PAGED_BYTES = 1 << 20  # of such columns, where pages are made of them
+PAGED_BYTES = 4 << 20  # of such columns, where pages are made of them
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
 _Task = tuple[int, list[str]]  # number of a part, columns
 SWITCH_SECONDS = 2e-4  # after which a thread gives up the lock, while tables are filled
