@@ -96,7 +96,8 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
     seconds
         Time limit of each probe.
     """
-    wanted = [name for name in PROBES if package_version(name) or name in ("torch", "mujoco")]
+    always = ("torch", "mujoco", "memory")
+    wanted = [name for name in PROBES if package_version(name) or name in always]
     with ThreadPoolExecutor(max_workers=4) as pool:
         tried = dict(
             zip(wanted, pool.map(lambda n: probe(n, seconds=seconds), wanted), strict=True)
@@ -111,6 +112,7 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
     features = [
         _cpu_feature(cpu, tried),
         _gpu_feature(tried),
+        _memory_feature(tried["memory"]),
         _rdma_feature(tried["pyverbs"], devices),
         _simple("mujoco", tried["mujoco"], "collect and evaluate MuJoCo tasks with Gymnasium"),
         _simple("minari", tried["minari"], "read minari:ID and Minari directories"),
@@ -218,6 +220,30 @@ def _gpu_feature(tried: Mapping[str, Probe]) -> Feature:
         feature="gpu", available=False, path="device=auto uses the CPU", reason=reason,
         install=install,
     )  # fmt: skip
+
+
+def _memory_feature(probe: Probe) -> Feature:
+    """How tables get into memory that processes of a node share."""
+    if not probe.works:
+        return Feature(
+            feature="memory",
+            available=False,
+            path="no table that several processes share",
+            reason=probe.reason,
+        )
+    if probe.found["filled"]:
+        return Feature(
+            feature="memory",
+            available=True,
+            path="tables that processes share, filled by several threads at once",
+            reason="tried: userfaultfd works",
+        )
+    return Feature(
+        feature="memory",
+        available=True,
+        path="tables that processes share, most of them filled by one thread at a time",
+        reason="userfaultfd is not allowed here (Linux before 5.11, or the container's profile)",
+    )
 
 
 def _rdma_feature(verbs: Probe, devices: list[dict[str, str]]) -> Feature:

@@ -19,21 +19,15 @@ from gear_offline import page_filling as module
 from gear_offline.errors import GearError
 from gear_offline.host_memory import PAGE_BYTES, HostBlock, block_of
 from gear_offline.page_filling import PageFiller, fill_pages
+from tests.support import userfaultfd_is_allowed
 
 U8 = np.dtype(np.uint8)
 PAGES = 12
 
 
-def is_allowed() -> bool:
-    block = HostBlock.create(PAGE_BYTES)
-    try:
-        PageFiller(block, [block.allocate((PAGE_BYTES,), U8)]).close()
-    except OSError:
-        return False
-    return True
-
-
-needs_call = pytest.mark.skipif(not is_allowed(), reason="userfaultfd is not allowed here")
+needs_call = pytest.mark.skipif(
+    not userfaultfd_is_allowed(), reason="userfaultfd is not allowed here"
+)
 
 
 @pytest.fixture
