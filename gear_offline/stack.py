@@ -139,6 +139,8 @@ class Stack:
             return self._launch()
         self.prepare()
         assert self._captured is not None, "it is prepared"
+        for number in self._left:  # the graph still writes a row of its window
+            self.learners[number].pass_over()
         self._captured.replay()
         for number, learner in enumerate(self.learners):
             if number not in self._left:
@@ -181,7 +183,7 @@ class CapturedStack:
 
     The batches are branches of the graph, each made on a stream of its own, and lie one after
     another in memory.  Those of the following step are made beside the update, which needs none;
-    if they travel from host memory, beside the whole step.
+    large ones that come from host memory travel beside the whole step.
 
     Parameters
     ----------
