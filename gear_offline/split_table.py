@@ -17,8 +17,9 @@ BETWEEN = 2  # characters between two columns: padding and the box
 class SplitTable:
     """Columns beside each other; what has no room goes below, with the first column again.
 
-    Headings are broken between words where that saves a table, never within one; cells are never
-    broken, but those of the first column if it takes more than half of the width or `widest_label`.
+    Headings are broken between words where that saves a table, never within one; lines of cells are
+    never broken, but those of the first column if it takes more than half of the width or
+    `widest_label`.
 
     Attributes
     ----------
@@ -63,7 +64,8 @@ class SplitTable:
 
     def _least(self, index: int) -> int:
         heading, cells = self.columns[index]
-        return max(len(text) for text in (*heading.split(), *cells, ""))
+        lines = (line for cell in cells for line in cell.split("\n"))
+        return max(len(text) for text in (*heading.split(), *lines, ""))
 
     def _label_width(self, room: int) -> int:
         widest = room // 2 if self.widest_label is None else min(self.widest_label, room // 2)

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from gear_offline.plots import short
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import write_whole
+from gear_offline.split_table import SplitTable
 from gear_offline.sweep_directory import read_sweep
 from gear_offline.sweep_points import SweepPoint, plain_label
 from gear_offline.sweep_results import RunResult, read_result
@@ -202,20 +201,14 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     console = Console() if console is None else console
     document, points, results = load_sweep(Path(path))
     rows = ranked(summarize(points, results))
+    columns = [
+        ("setting", [plain_label(row["label"]) for row in rows]),
+        ("seeds", [str(row["complete"]) for row in rows]),
+    ]
+    for name in shown_columns(rows):
+        columns.append((COLUMNS[name], [_cell(row[name]).replace(" (", "\n(") for row in rows]))
     title = f"{Path(path).name}, by setting"
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title
-    )
-    widest = max((len(plain_label(row["label"])) for row in rows), default=0)
-    room = max(7, min(widest, console.width // 3))  # of the settings, before numbers are broken
-    table.add_column("setting", overflow="fold", width=room)
-    table.add_column("seeds", justify="right")
-    columns = shown_columns(rows)
-    for name in columns:
-        table.add_column(COLUMNS[name], justify="right")
-    for row in rows:
-        cells = [_cell(row[name]).replace(" (", "\n(") for name in columns]
-        table.add_row(escape(plain_label(row["label"])), str(row["complete"]), *cells)
+    table = SplitTable(columns=columns, title=title, widest_label=console.width // 3)
     console.print(table, highlight=False)
     console.print(f"In brackets: {INTERVAL}.{_others(document)}", highlight=False)
     for result in results:

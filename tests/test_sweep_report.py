@@ -146,6 +146,10 @@ def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     printed = console.export_text()
     for text in ("learning_rate=0.001 ", "learning_rate=0.0001 ", "-1,000 ", " 1.75"):
         assert text in printed, printed
+    # returns, scores and losses: what has no room stands below, its intervals whole
+    for text in ("(-1,007 to -994)", "(-101 to -99.4)", "(-4.6 to 8.1)"):
+        assert text in printed, printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_intervals_stay_in_a_line_without_scores(tmp_path: Path) -> None:
