@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from gear_offline.significance import LEAST_PAIRS
 from gear_offline.strategies_text import Column, Row, print_columns, short
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, remedies_once
 
 
 def number(value: float) -> str:
@@ -297,12 +297,14 @@ def learning_method_lines(training: Row) -> list[str]:
 
 def failed_runs(training: Row) -> list[str]:
     """Return a line on each run that did not come to its end."""
-    found = []
-    for row in training["strategies"]:
-        for run in row["runs"]:
-            if "error" in run:
-                found.append(f"{row['label']}, seed {run['seed']}: {run['error']}")
-    return found
+    failed = [
+        (f"{row['label']}, seed {run['seed']}", str(run["error"]))
+        for row in training["strategies"]
+        for run in row["runs"]
+        if "error" in run
+    ]
+    errors = remedies_once(error for _, error in failed)
+    return [f"{run}: {error}" for (run, _), error in zip(failed, errors, strict=True)]
 
 
 def print_learning(training: Row, *, console: Console | None = None) -> None:

@@ -32,7 +32,7 @@ from gear_offline.sweep_results import RunResult, is_complete, read_result, step
 from gear_offline.task_recipes import data_key, recipe_selection
 from gear_offline.trainer import RESUMABLE, check_resumed, train
 from gear_offline.training_run import TrainingInterrupted
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, remedies_once
 
 __all__ = ["RunResult", "default_sweep_path", "run_sweep"]
 
@@ -214,10 +214,16 @@ class Sweep:
         serial = choice.mode == "serial"
         display = SweepDisplay(self._out.name, wanted, quiet=self._quiet, bar=not serial)
 
+        errors: list[str] = []
+
         def ended(point: SweepPoint, error: GearError | None) -> None:
             told = None if error is None else f"{error.code}: {error}"
             directory.note_run(point.name, error=told)
-            display.end(point.name, told or _outcome(read_result(point, place(point))))
+            if told is None:
+                display.end(point.name, _outcome(read_result(point, place(point))))
+            else:
+                errors.append(told)
+                display.end(point.name, remedies_once(errors)[-1])
 
         left = {point.name for point in points}
         with display:

@@ -22,7 +22,7 @@ from gear_offline.sweep_directory import read_sweep
 from gear_offline.sweep_points import SweepPoint, plain_label
 from gear_offline.sweep_results import RunResult, read_result
 from gear_offline.sweep_summary import INTERVAL, curves, summarize
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, remedies_once
 
 COLUMNS = {
     "return_last": "return, last",
@@ -159,7 +159,14 @@ def _markdown_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _errors(results: Sequence[RunResult]) -> dict[str, str]:
+    """Return what ended the runs that failed, by name."""
+    failed = {result.name: str(result.error) for result in results if result.status == "failed"}
+    return dict(zip(failed, remedies_once(failed.values()), strict=True))
+
+
 def _runs_table(results: Sequence[RunResult]) -> str:
+    errors = _errors(results)
     lines = [
         "## Runs\n",
         "| run | state | steps | loss | return, last |",
@@ -167,7 +174,8 @@ def _runs_table(results: Sequence[RunResult]) -> str:
     ]
     for result in results:
         score = None if result.evaluation_last is None else result.evaluation_last.get("score")
-        state = result.status if result.error is None else f"failed: {result.error}"
+        error = errors.get(result.name)
+        state = result.status if error is None else f"failed: {error}"
         cells = [
             f"[{result.name}](runs/{result.name}/report.md)"
             if result.status == "complete"
@@ -211,8 +219,5 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     table = SplitTable(columns=columns, title=title, widest_label=console.width // 3)
     console.print(table, highlight=False)
     console.print(f"In brackets: {INTERVAL}.{_others(document)}", highlight=False)
-    for result in results:
-        if result.status == "failed":
-            console.print(
-                f"{escape(result.name)} failed: {escape(str(result.error))}", highlight=False
-            )
+    for name, error in _errors(results).items():
+        console.print(f"{escape(name)} failed: {escape(error)}", highlight=False)

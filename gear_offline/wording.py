@@ -1,6 +1,8 @@
-"""How numbers are written for people: counts with their noun, bytes with a unit."""
+"""How things are written for people: counts with their noun, bytes with a unit, errors of many."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -24,3 +26,13 @@ def size_text(count: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def remedies_once(errors: Iterable[str]) -> list[str]:
+    """Return errors, as ``str`` of a `GearError`, without a remedy that one before them has."""
+    found, told = [], set()
+    for error in errors:
+        what, _, remedy = error.partition("; ")
+        found.append(what if remedy in told else error)
+        told.add(remedy)
+    return found

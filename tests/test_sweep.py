@@ -275,6 +275,23 @@ def test_the_mode_is_chosen_by_the_machine(
         chosen(CPU, 4, parallel=0)
 
 
+def test_while_runs_fail_their_remedy_is_said_once(
+    recipes: list[Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def short(recipe: Recipe, **_: Any) -> None:
+        raise GearError("MEMORY", "out of memory", where=f"s{recipe.seed}", remedy="use less of it")
+
+    monkeypatch.setattr("gear_offline.sweep.train", short)
+    run_sweep(recipes[:2], tmp_path / "sweep", mode="serial", report=False)
+    told = capsys.readouterr().err
+    assert told.count("use less of it") == 1 and told.count("MEMORY: out of memory") == 2
+    rows = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["points"]
+    assert all("use less of it" in row["error"] for row in rows)
+
+
 def test_a_worker_that_is_stopped_before_it_has_begun_has_not_failed(
     data: Path, tmp_path: Path
 ) -> None:

@@ -165,6 +165,20 @@ def test_intervals_stay_in_a_line_without_scores(tmp_path: Path) -> None:
     assert printed.count("(-1,274 to -766)") == 2 and "(0.665 to 1.94)" in printed, printed
 
 
+def test_a_remedy_that_several_runs_need_is_said_once(sweep: Path) -> None:
+    document = json.loads((sweep / "sweep.json").read_text())
+    for number, name in ((3, "layers=2,s0"), (4, "layers=2,s1"), (5, "layers=2,s2")):
+        cure = "a smaller model" if number < 5 else "a larger disk"
+        document["points"][number]["error"] = f"MEMORY: out of memory ({name}); {cure}"
+        (sweep / "runs" / name / "summary.json").unlink(missing_ok=True)
+    (sweep / "sweep.json").write_text(json.dumps(document))
+    console = Console(record=True, width=120)
+    print_sweep(sweep, console=console)
+    for text in (console.export_text(), write_sweep_report(sweep).read_text()):
+        assert text.count("a smaller model") == text.count("a larger disk") == 1
+        assert all(f"MEMORY: out of memory (layers=2,s{seed})" in text for seed in range(3))
+
+
 def test_one_seed_has_no_interval_and_no_evaluation_no_column(tmp_path: Path) -> None:
     path = tmp_path / "alone"
     points = name_points([recipe()])
