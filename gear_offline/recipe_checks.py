@@ -26,7 +26,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     """
     for name in recipe.data.tasks or {}:
         check_recipe(task_recipe(recipe, name), where=f"{where}: task {name}" if where else name)
-    _check_selection(recipe, where)
+    check_selection(recipe, where)
     if recipe.data.collect is not None:
         path = recipe.data.path
         _check_collect(recipe.data.collect, where, made=path is not None and Path(path).exists())
@@ -46,7 +46,8 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
             )
 
 
-def _check_selection(recipe: Recipe, where: str) -> None:
+def check_selection(recipe: Recipe, where: str) -> None:
+    """Refuse a strategy that there is not, and options that are not its own (``SELECTION_*``)."""
     from gear_offline.selection import misfit, selection_names
 
     name, known = recipe.selection.strategy, selection_names()

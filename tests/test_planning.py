@@ -87,6 +87,43 @@ def test_timesteps_are_those_of_the_data_where_the_recipe_does_not_say(tmp_path:
     assert found["model"]["parameters"] == expected
 
 
+@pytest.mark.parametrize("described", [False, True])
+def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
+    tmp_path: Path, described: bool
+) -> None:
+    plain = tiny_recipe(tiny_data(tmp_path), "train.graph=auto", "loader.batch_size=8")
+    mixed = {"parts": [{"strategy": n, "weight": 1} for n in ("uniform_steps", "prioritized")]}
+    columns = "observations=float32[3],actions=float32[1],rewards=float32" if described else None
+    for recipe, captured in (
+        (plain, [True, True]),
+        (plain.replace(selection__strategy="prioritized"), [True, False]),
+        (
+            plain.replace(selection__strategy="mixture", selection__options=mixed),
+            [True, False],
+        ),
+    ):
+        workload = make_workload(recipe, columns=columns, data_bytes=10**6 if described else None)
+        clusters = [Cluster(nodes=1, gpus=gpus, hardware=H200) for gpus in (1, 2)]
+        found = [plan(recipe, workload, cluster)["model"]["captured"] for cluster in clusters]
+        assert found == captured, recipe.selection
+
+
+@pytest.mark.parametrize(
+    ("selection", "code"),
+    [
+        ("selection.strategy=prioritised", "SELECTION_UNKNOWN"),
+        ("selection={strategy: mixture, options: {parts: 3}}", "SELECTION_OPTIONS"),
+    ],
+)
+def test_a_selection_that_there_is_not_is_refused_for_described_data(
+    selection: str, code: str
+) -> None:
+    recipe = load_recipe("atari-pong", [selection])
+    with pytest.raises(InputError) as caught:
+        make_workload(recipe, columns=FRAMES, data_bytes=10**9)
+    assert caught.value.code == code
+
+
 def test_flops_are_those_of_the_stated_formula() -> None:
     layers, width, context, segments = 12, 768, 20, 512
     tokens = 3 * segments * context

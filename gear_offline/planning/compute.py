@@ -122,12 +122,12 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
     return sum(p.numel() for p in model.parameters()), encoding
 
 
-def _is_captured(recipe: Recipe, *, sharded: bool, nodes: int) -> bool:
-    """Return whether training's steps are CUDA graphs."""
+def _is_captured(recipe: Recipe, *, sharded: bool, nodes: int, tells: bool) -> bool:
+    """Return whether training's steps are CUDA graphs; not where ranks tell each other losses."""
     train = recipe.train
     asked = train.graph == "on" or (train.graph == "auto" and nodes == 1)
     whole = train.accumulate == 1 and not train.recompute
-    return asked and whole and not sharded and recipe.loader.engine != "off"
+    return asked and whole and not sharded and not tells and recipe.loader.engine != "off"
 
 
 def step_cost(
@@ -138,13 +138,17 @@ def step_cost(
     segments: int,
     ranks: int,
     nodes: int = 1,
+    learns: bool = False,
 ) -> StepCost:
-    """Return the cost of a step with `segments` segments on each of `ranks` GPUs of `nodes`."""
+    """Return the cost of a step with `segments` segments on each of `ranks` GPUs of `nodes`.
+
+    `learns`: the selection learns from losses.
+    """
     model, train, context = recipe.model, recipe.train, recipe.loader.context_length
     gpu, half = hardware.gpu, train.precision != "fp32"
     compiled = is_compiled(train)
     sharded = ranks > 1 and train.parallel == "fsdp"
-    captured = _is_captured(recipe, sharded=sharded, nodes=nodes)
+    captured = _is_captured(recipe, sharded=sharded, nodes=nodes, tells=learns and ranks > 1)
     kernels = _kernels(recipe, compiled=compiled, half=half)
     tokens, unit = 3.0 * segments * context, model.layers * model.hidden_size
     flops = step_flops(

@@ -136,6 +136,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         segments=share,
         ranks=cluster.ranks,
         nodes=cluster.nodes,
+        learns=workload.learns,
     )
     needed = _needed_bytes(recipe, cluster, cost, share)
     layout = lay_out(recipe, workload, cluster, cluster.hardware.gpu.memory - needed)

@@ -22,9 +22,12 @@ import numpy.typing as npt
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.fields import is_image
+from gear_offline.laws.prioritized import Prioritized
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
+from gear_offline.recipe_checks import check_selection
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.selection import Selection, learner_of
 from gear_offline.sharding import shard_weights
 from gear_offline.table import plan_stores
 from gear_offline.task_recipes import missing_data, open_tasks, recipe_selection
@@ -66,6 +69,8 @@ class Workload:
         Of states and actions.
     longest
         Steps of the longest episode.
+    learns
+        The selection learns from losses.
     """
 
     source: str
@@ -79,6 +84,7 @@ class Workload:
     disk_bytes: float
     sizes: ModelSizes
     longest: int
+    learns: bool
 
     @property
     def table_bytes(self) -> float:
@@ -148,6 +154,7 @@ def make_workload(
     """
     path = recipe.data.path
     if columns is not None:
+        check_selection(recipe, recipe.name)  # of data that are there the law itself is made
         source: Dataset | Described = describe(columns, episode_length or 1000)
         if data_bytes is None:
             raise InputError(
@@ -191,7 +198,8 @@ def _measure(
     scale = 1.0 if data_bytes is None else data_bytes / here
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
-    shares, weights = _shards(recipe, source)
+    law = None if isinstance(source, Described) else recipe_selection(recipe, source)
+    shares, weights = _shards(source, law)
     shares, weights = _multiply(shares, weights, max(here * scale, 1.0))
     return Workload(
         source=text,
@@ -205,6 +213,9 @@ def _measure(
         disk_bytes=source.episodes.steps * scale * source.spec.step_bytes,
         sizes=_sizes(source),
         longest=int(source.episodes.lengths.max()),
+        learns=_learns_by_name(recipe.selection.model_dump())
+        if law is None
+        else learner_of(law) is not None,
     )
 
 
@@ -223,11 +234,21 @@ def _sizes(source: Dataset | Described) -> ModelSizes:
     )
 
 
-def _shards(recipe: Recipe, source: Dataset | Described) -> tuple[Float64Array, Float64Array]:
-    """Return (S,) shares of the bytes and of the draws."""
+def _learns_by_name(selection: Mapping[str, Any]) -> bool:
+    """Return whether a section that names a strategy, or a part of a mixture, learns from losses.
+
+    A law itself knows, but only data that are there make one.
+    """
+    parts = selection.get("parts") or selection.get("options", {}).get("parts", ())
+    return selection["strategy"] == Prioritized.name or any(map(_learns_by_name, parts))
+
+
+def _shards(
+    source: Dataset | Described, law: Selection | None
+) -> tuple[Float64Array, Float64Array]:
+    """Return (S,) shares of the bytes and of the draws by a law, which described data have not."""
     if isinstance(source, Described):
         return np.ones(1), np.ones(1)
-    law = recipe_selection(recipe, source)
     weights = shard_weights(source, getattr(law, "episode_weight", None))
     shares = shard_weights(source)
     return shares / shares.sum(), weights / weights.sum()
