@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gear_offline.checkpoint import newest_checkpoint
 from gear_offline.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.data_parallel import check_micro_batches
 from gear_offline.dataset import Dataset, open_dataset
@@ -165,7 +166,7 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 
 
 def check_resumed(path: Path, recipe: Recipe) -> None:
-    """Refuse to go on with a run whose recipe would have made another run (``RUN_RECIPE``).
+    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
 
     Parameters
     ----------
@@ -173,14 +174,24 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
         The run directory; one without a checkpoint is not refused.
     recipe
         As `gear_offline.preparation.resolve` returns it.
+
+    Raises
+    ------
+    InputError
+        ``RUN_RECIPE``; ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_READ`` or ``CHECKPOINT_VERSION`` where
+        that says how many steps are done.
     """
     before, saved = path / "recipe.yaml", list_checkpoints(path / "checkpoints")
     if saved and before.exists():
         check_same_run(load_recipe(before), recipe, path)
-    if saved and saved[-1][0] > recipe.train.steps:
+    if not saved or saved[-1][0] <= recipe.train.steps:
+        return
+    whole = newest_checkpoint(path / "checkpoints", lambda message: None, shards=False)
+    done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
+    if done > recipe.train.steps:
         raise InputError(
             "RUN_RECIPE",
-            f"train.steps is {recipe.train.steps}, but {saved[-1][0]} steps are done",
+            f"train.steps is {recipe.train.steps}, but {done} steps are done",
             where=str(path),
             remedy="ask for at least as many steps, or train into another directory",
         )

@@ -196,6 +196,24 @@ def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> No
         train(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
 
 
+def test_steps_of_a_damaged_checkpoint_are_not_done(data: Path, tmp_path: Path) -> None:
+    """Fewer steps than it has may be asked for, if those of the newest whole one are no more."""
+    run = tmp_path / "run"
+    with interrupted_in(12), pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(data), out=run, quiet=True)
+    older, newest = list_checkpoints(run / "checkpoints")[-2:]
+    (newest[1] / "model.safetensors").write_bytes(b"")
+    fewer, enough = f"train.steps={older[0] - 1}", f"train.steps={older[0] + 1}"
+    with pytest.raises(InputError, match=f"but {older[0]} steps are done"):
+        train(tiny_recipe(data, fewer), out=run, resume=True, quiet=True)
+    train(tiny_recipe(data, enough), out=run, resume=True, quiet=True)
+    assert list_checkpoints(run / "checkpoints")[-1][0] == older[0] + 1 < newest[0]
+    for _, path in list_checkpoints(run / "checkpoints"):
+        (path / "state.json").write_text("{}")
+    with pytest.raises(InputError, match="none of the checkpoints is whole"):
+        train(tiny_recipe(data, fewer), out=run, resume=True, quiet=True)
+
+
 def test_another_dataset_is_not_resumed_with(data: Path, tmp_path: Path) -> None:
     other = make_dataset(
         tmp_path / "other",
