@@ -17,6 +17,7 @@ from gear_offline.strategies_candidates import Candidate
 
 MOST_SEEDS = 64
 MOST_POINTS = 200
+KEPT = 1_000_000  # checkpoints of a run: every one, those that were saved at a stop besides
 CURVE_SHARE = 10  # points before the last play one of so many episodes ...
 CURVE_LEAST = 5  # ... but so many, if the last point does
 OF_FOLDERS = "RUN_"  # how the codes of errors of run directories begin
@@ -170,9 +171,7 @@ def make_plan(
         )
     numbers = tuple(recipe.seed + i for i in range(seeds))
     points = [
-        _point(recipe, candidate, seed, out, every, len(marks))
-        for seed in numbers
-        for candidate in candidates
+        _point(recipe, candidate, seed, out, every) for seed in numbers for candidate in candidates
     ]
     return TrainingPlan(
         recipe=recipe,
@@ -184,9 +183,7 @@ def make_plan(
     )
 
 
-def _point(
-    recipe: Recipe, candidate: Candidate, seed: int, out: Path, every: int, marks: int
-) -> Point:
+def _point(recipe: Recipe, candidate: Candidate, seed: int, out: Path, every: int) -> Point:
     side = padding_of(candidate.strategy) or recipe.loader.padding
     changed = recipe.replace(
         name=f"{recipe.name[:20]}-{candidate.slug}"[:100].rstrip(".=-").replace("=", "_"),
@@ -195,7 +192,7 @@ def _point(
         loader__padding=side,  # a part of the laws of some implementations
         train__checkpoint_every=every,
         train__evaluate_every=None,
-        train__keep_checkpoints=marks,
+        train__keep_checkpoints=KEPT,
         # how policies are judged may change without training anew, but for what they are asked
         evaluate={
             **recipe.evaluate.model_dump(

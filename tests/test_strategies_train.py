@@ -22,6 +22,7 @@ from rich.console import Console
 
 from gear_offline import cli, strategies_judge
 from gear_offline.checkpoint import load_policy_parts
+from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.dataset import open_dataset
 from gear_offline.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
@@ -35,8 +36,9 @@ from gear_offline.strategies_learning_text import print_learning
 from gear_offline.strategies_page import render
 from gear_offline.strategies_plan import Point, run_in_turn
 from gear_offline.trainer import TrainingInterrupted
-from tests.strategies_support import NAMES, recipe_of, run
+from tests.strategies_support import NAMES, plan_of, recipe_of, run
 from tests.support import failing_code
+from tests.test_resume import interrupted_in
 from tests.test_strategies import Page
 from tests.training_support import learnt, register_environment
 
@@ -259,6 +261,17 @@ def test_a_killed_comparison_goes_on(
         mine = learnt(path)
         for name in ("model", "training", "metrics"):
             assert mine[name] == whole[name], (path.name, name)
+
+
+def test_a_stop_costs_no_point_of_a_curve(data: Path, tmp_path: Path) -> None:
+    """What is saved then is a checkpoint more, and policies are judged when all are trained."""
+    plan = plan_of(data, tmp_path)
+    for step in (11, 14):
+        with interrupted_in(step), pytest.raises(TrainingInterrupted):
+            run_in_turn(plan.points[:1], tmp_path)
+    assert run_in_turn(plan.points[:1], tmp_path) == {}
+    there = {step for step, _ in list_checkpoints(plan.points[0].path / "checkpoints")}
+    assert there >= set(plan.marks)
 
 
 def test_a_run_that_fails_is_named_and_only_whole_pairs_are_compared(
