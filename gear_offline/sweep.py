@@ -294,8 +294,7 @@ class Sweep:
             read_result(point, directory.run_path(point), error=errors[point.name])
             for point in self._points
         ]
-        for result in results:
-            directory.note_run(result.name, status=result.status, error=result.error)
+        directory.note_runs({r.name: {"status": r.status, "error": r.error} for r in results})
         directory.note(summary=summarize(self._points, results))
         if report:
             from gear_offline.report import write_report

@@ -113,7 +113,12 @@ class SweepDirectory(HeldDirectory):
 
     def note_run(self, name: str, **values: Any) -> None:
         """Put values into a point's row of ``sweep.json``."""
-        next(row for row in self.document["points"] if row["name"] == name).update(values)
+        self.note_runs({name: values})
+
+    def note_runs(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put values into the rows of points, by name; the file is written once."""
+        for row in self.document["points"]:
+            row.update(values.get(row["name"], {}))
         self._write()
 
     def _write(self) -> None:

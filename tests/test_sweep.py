@@ -19,6 +19,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.recipe import Recipe
 from gear_offline.sweep import run_sweep
+from gear_offline.sweep_directory import SweepDirectory
 from gear_offline.sweep_modes import choose
 from gear_offline.sweep_points import SweepPoint, grid, name_points
 from gear_offline.sweep_processes import Worker
@@ -156,6 +157,30 @@ def test_a_sweep_in_series_and_what_it_leaves(
         run_sweep(recipes, tmp_path / "sweep", mode="serial", quiet=True)
     assert caught.value.code == "RUN_RECIPE"
     assert (tmp_path / "sweep" / "sweep.json").read_bytes() == before
+
+
+def test_a_sweep_is_summed_up_without_writing_its_file_for_each_run(
+    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has all recipes: of a thousand runs it would be written a thousand times."""
+    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    write, writes = SweepDirectory._write, 0
+
+    def counted(self: SweepDirectory) -> None:
+        nonlocal writes
+        writes += 1
+        write(self)
+
+    monkeypatch.setattr(SweepDirectory, "_write", counted)
+    found = []
+    for count in (1, 4):
+        writes = 0
+        out = tmp_path / str(count)
+        run_sweep(recipes[:count], out, mode="serial", quiet=True, report=False)
+        found.append(writes)
+        rows = json.loads((out / "sweep.json").read_text())["points"]
+        assert [row["status"] for row in rows] == ["open"] * count
+    assert found[0] == found[1]
 
 
 def test_directories_that_are_not_this_sweeps(
