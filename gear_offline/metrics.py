@@ -140,7 +140,7 @@ class Metrics:
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
         """Record an evaluation; `record` is JSON-able and has ``score`` (higher is better)."""
-        whole = {**record, "step": step}
+        whole: dict[str, Any] = finite({**record, "step": step})  # as it is read back
         self._evaluations.append(whole)
         self.evaluations.append(whole)
         self._returns("evaluate", record, step)

@@ -92,6 +92,18 @@ def test_best_is_the_highest_score_and_the_latest_of_equals(tmp_path: Path) -> N
     again.close()
 
 
+def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    """Nothing is larger than NaN, and the best checkpoint is the one that stays."""
+    metrics = Metrics(tmp_path, tensorboard=False)
+    for step, score in ((10, math.nan), (20, 3.0), (30, math.inf), (40, 2.0)):
+        metrics.evaluation(step, {"score": score})
+    assert metrics.best is not None and metrics.best["step"] == 20
+    metrics.close()
+    again = Metrics(tmp_path, step=40, tensorboard=False)
+    assert again.best == metrics.best
+    again.close()
+
+
 def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
