@@ -108,11 +108,14 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
 
 def _check_labels(found: Sequence[Candidate], where: str | None) -> None:
     labels = [candidate.label for candidate in found]
-    for label in labels:
-        if labels.count(label) > 1:
+    slugs = [candidate.slug for candidate in found]
+    for label, slug in zip(labels, slugs, strict=True):
+        if labels.count(label) > 1 or slugs.count(slug) > 1:
             raise InputError(
                 "STRATEGIES_FILE",
-                f"two strategies are called {label!r}",
+                f"two strategies are called {label!r}"
+                if labels.count(label) > 1
+                else f"the runs of two strategies would be called {slug!r}",
                 where=where or "",
                 remedy="give each a label of its own: - {label: ..., strategy: ...}",
             )

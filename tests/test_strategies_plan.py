@@ -113,6 +113,7 @@ def test_candidates_of_a_file(data: Path, tmp_path: Path) -> None:
         "- {percent: 5}",
         "- {strategy: top_k, label: ''}",
         "- {strategy: top_k, k: 2, label: a}\n- {strategy: top_k, k: 3, label: a}",
+        "- {strategy: top_k, k: 2, label: a b}\n- {strategy: top_k, k: 3, label: a-b}",
     ):
         file.write_text(content)
         assert failing_code(lambda: parse_candidates(str(file), recipe)) == "STRATEGIES_FILE"
