@@ -30,11 +30,28 @@ def main() -> int:
             os._exit(code)
 
     atexit.register(end)  # first in, so that it runs after what other modules register
+    _open_closed_streams()
     handle_interrupts()
     from gear_offline.cli import main as run
 
     code = run()
     return code
+
+
+def _open_closed_streams() -> None:
+    """Let what is closed, as by ``>&-``, lead nowhere.
+
+    Python has no ``sys.stdout`` then, and the next file that is opened gets the number 1: what a
+    library prints would go into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.set_inheritable(number, True)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def handle_interrupts() -> None:

@@ -121,3 +121,16 @@ def test_the_demo_ends_with_the_same_code(
     first, second = capsys.readouterr().err.splitlines()
     assert first == "error[INTERRUPTED]: stopped by the user"
     assert second == "run the demo again to go on from here"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str, tmp_path: Path) -> None:
+    # what is opened next would get the stream's number, and what is printed to it
+    script = "from gear_offline.command import main; import sys; code = main()\n"
+    script += f"open({str(tmp_path / 'code')!r}, 'w').write(str(code)); sys.exit(code)"
+    words = [sys.executable, "-c", script, "recipes", "ls"]
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *words]
+    done = subprocess.run(shell, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("smoke" in done.stdout) == (">&-" not in closed.split())
+    assert (tmp_path / "code").read_text() == "0"
