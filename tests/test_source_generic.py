@@ -96,7 +96,9 @@ def test_no_rows_and_no_flags(tmp_path: Path) -> None:
         assert source.info.attributes["unfinished_tail_steps"] == 1
 
 
-@pytest.mark.parametrize("uri", ["nothing", "ftp://x/y", "d4rl:", "minari:", "s3:bucket", "."])
+@pytest.mark.parametrize(
+    "uri", ["nothing", "ftp://x/y", "d4rl:", "minari:", "s3:bucket", ".", "", " "]
+)
 def test_unknown_source_lists_what_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str
 ) -> None:

@@ -77,6 +77,9 @@ def open_source(
 
         return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
     path = Path(uri)
+    if isinstance(uri, str) and not uri.strip():  # a variable of a shell that is not set, not "."
+        what = f"{text!r} names nothing"
+        raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")
     try:
         is_directory, exists = path.is_dir(), path.exists()
     except (OSError, ValueError):  # too long, or not a name at all
