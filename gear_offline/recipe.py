@@ -12,6 +12,7 @@ wrong becomes one `InputError` with the dotted path of the option.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -206,11 +207,28 @@ def load_recipe(
     gear_offline.errors.InputError: ...
     """
     if isinstance(overrides, Mapping):
-        overrides = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        overrides = [_override(key, value) for key, value in overrides.items()]
     elif isinstance(overrides, str):
         overrides = [overrides]
     merged, where = read_merged(name_or_path, overrides)
     return Recipe.parse(merged, where=where)
+
+
+def _override(key: str, value: Any) -> str:
+    """Return ``key=value``; NumPy's numbers and arrays and paths are written as what they hold."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, os.PathLike):
+            return os.fspath(part)
+        if hasattr(part, "tolist"):  # NumPy is not needed to read a recipe
+            return part.tolist()
+        raise InputError(
+            "RECIPE_TYPE",
+            f"{key} cannot be a {type(part).__name__}",
+            remedy="give what a recipe can say: a number, text, true, false, null, a list",
+        )
+
+    return f"{key}={json.dumps(value, default=plain)}"
 
 
 def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -172,6 +173,23 @@ def test_overrides_may_be_one_text_or_a_mapping() -> None:
     assert recipe.train.steps == 20_000
     assert (recipe.evaluate.targets, recipe.evaluate.environment) == ((1.0, 2.5), None)
     assert load_recipe("hopper-medium", "train.steps=20000").train.steps == 20_000
+
+
+def test_values_of_a_mapping_may_be_numpy_or_paths() -> None:
+    asked = {
+        "data.path": Path("d/ü"),
+        "train.steps": np.int64(20_000),
+        "optimizer.learning_rate": np.logspace(-3, -4, 2)[1],
+        "model.dropout": np.float32(0.5),
+        "evaluate.targets": np.array([1, 2.5]),
+    }
+    recipe = load_recipe("hopper-medium", asked)
+    assert (recipe.data.path, recipe.train.steps, recipe.model.dropout) == ("d/ü", 20_000, 0.5)
+    assert recipe.optimizer.learning_rate == pytest.approx(1e-4)
+    assert recipe.evaluate.targets == (1.0, 2.5)
+    with pytest.raises(InputError, match=r"train\.steps cannot be a set") as caught:
+        load_recipe("hopper-medium", {"train.steps": {1}})
+    assert caught.value.code == "RECIPE_TYPE"
 
 
 @pytest.mark.parametrize(
