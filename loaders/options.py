@@ -31,7 +31,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(

@@ -270,6 +270,7 @@ def test_context_longer_than_every_episode(dataset: Dataset) -> None:
         ({"batch_size": 2.0}, "LOADER_OPTION"),
         ({"context_length": 0}, "LOADER_OPTION"),
         ({"batch_size": True}, "LOADER_OPTION"),
+        ({"device": None}, "LOADER_OPTION"),
         ({"frame_stack": 65}, "LOADER_OPTION"),
         ({"padding": "both"}, "LOADER_OPTION"),
         ({"gamma": "1"}, "LOADER_OPTION"),

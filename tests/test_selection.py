@@ -223,6 +223,10 @@ def test_unknown_name_options_and_empty_tables() -> None:
     with pytest.raises(InputError) as caught:
         make_selection("uniform_steps", index_of([]))
     assert caught.value.code == "SELECTION_EMPTY"
+    for wrong in ("data/mine", None, [EpisodeIndex(lengths=np.array([3]))]):
+        with pytest.raises(InputError) as caught:
+            make_selection("uniform_steps", wrong)  # type: ignore[arg-type]
+        assert caught.value.code == "DATASET_KIND"
 
 
 @pytest.fixture

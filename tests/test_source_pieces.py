@@ -169,6 +169,18 @@ def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
     assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_UNKNOWN"
 
 
+def test_what_is_not_an_open_source_is_named() -> None:
+    source = ArraySource(hopper_columns(3), [3])
+    for wrong in ("data/a", Path("data/a"), None, [source]):
+        said = ("SOURCE_UNKNOWN", f"a {type(wrong).__name__} is not an open source ()")
+        assert code(pick_episodes, wrong, [0]) == said
+        assert code(join_sources, [source, wrong]) == said
+    assert code(join_sources, "data/a")[0] == "SOURCE_UNKNOWN"
+    assert join_sources(iter([source, source])).episodes.lengths.tolist() == [3, 3]
+    for names in (["observations=obs"], {"observations": 3}):
+        assert code(open_source, "x.hdf5", names=names)[0] == "CONVERT_OPTION"
+
+
 @FILES
 @given(which=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True))
 def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:

@@ -264,7 +264,8 @@ def make_selection(
     InputError
         ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS`` (also a TypeError or ValueError that a law
         raises while it is made with options), ``SELECTION_EMPTY`` (nothing to draw from),
-        ``SELECTION_DATA`` (the data lack what the law asks for).
+        ``SELECTION_DATA`` (the data lack what the law asks for), ``DATASET_KIND`` (`data` is none
+        of these).
 
     Examples
     --------
@@ -285,7 +286,13 @@ def make_selection(
             f"no selection strategy {name!r}",
             remedy=f"{hint}strategies: {', '.join(selection_names())}",
         )
-    index = data if isinstance(data, EpisodeIndex) else data.episodes
+    index = data if isinstance(data, EpisodeIndex) else getattr(data, "episodes", None)
+    if not isinstance(index, EpisodeIndex):
+        raise InputError(
+            "DATASET_KIND",
+            f"a {type(data).__name__} is not a dataset",
+            remedy="give what gear_offline.open_dataset(PATH) returns",
+        )
     if index.episodes == 0:
         raise InputError("SELECTION_EMPTY", "the table has no episodes to select from")
     problem, taken = misfit(name, options)

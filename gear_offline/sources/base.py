@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, EpisodeIndex, TableSpec
 from gear_offline.wording import count_text
 
@@ -103,6 +104,22 @@ class Source(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+def check_open(source: object) -> None:
+    """Refuse what is not an open source, such as the path of one.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_UNKNOWN``
+    """
+    if not isinstance(source, Source):
+        raise InputError(
+            "SOURCE_UNKNOWN",
+            f"a {type(source).__name__} is not an open source",
+            remedy="give what gear_offline.open_source(PATH) returns",
+        )
 
 
 def iter_episodes(source: Source) -> Iterator[dict[str, npt.NDArray[np.generic]]]:

@@ -21,7 +21,21 @@ Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is 
 
 
 def parse_names(names: Mapping[str, str] | None) -> Parts:
-    """Return the parts of ``{"observations": "a + b"}``."""
+    """Return the parts of ``{"observations": "a + b"}``.
+
+    Raises
+    ------
+    InputError
+        ``CONVERT_OPTION`` if that is not a mapping of text.
+    """
+    if names is not None and not (
+        isinstance(names, Mapping) and all(isinstance(old, str) for old in names.values())
+    ):
+        raise InputError(
+            "CONVERT_OPTION",
+            f"names={names!r} is not usable",
+            remedy='give a mapping: {"observations": "obs"}',
+        )
     return {
         new: tuple(part.strip() for part in old.split("+")) for new, old in (names or {}).items()
     }

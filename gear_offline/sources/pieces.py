@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.sources.base import Source, SourceInfo, source_text
+from gear_offline.sources.base import Source, SourceInfo, check_open, source_text
 from gear_offline.wording import count_text
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
@@ -126,8 +126,10 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
     Raises
     ------
     InputError
-        ``EPISODE_CHOICE`` if that names none, one twice, or one that the source does not have.
+        ``EPISODE_CHOICE`` if that names none, one twice, or one that the source does not have;
+        ``SOURCE_UNKNOWN`` if the source is not an open one.
     """
+    check_open(source)
     chosen = chosen_episodes(which, source.episodes.episodes)
     offsets = source.episodes.offsets
     # Episodes that follow each other are one piece: fewer and longer reads.
@@ -176,7 +178,7 @@ def chosen_episodes(which: npt.ArrayLike, episodes: int) -> npt.NDArray[np.int64
     )
 
 
-def join_sources(sources: Sequence[Source], *, uri: str = "") -> PieceSource:
+def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
     """Return one source over the episodes of several, one after the other.
 
     Columns that not all have are left out.  Columns of different dtype or shape are refused.
@@ -191,8 +193,11 @@ def join_sources(sources: Sequence[Source], *, uri: str = "") -> PieceSource:
     Raises
     ------
     InputError
-        ``SOURCE_JOIN``
+        ``SOURCE_JOIN``; ``SOURCE_UNKNOWN`` if one of them is not an open source.
     """
+    sources = tuple(sources)
+    for source in sources:
+        check_open(source)
     if not sources:
         raise InputError("SOURCE_JOIN", "no source to join", remedy="give at least one")
     columns, left_out = _common_columns(sources)
