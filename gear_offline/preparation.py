@@ -165,6 +165,9 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     sizes = _sizes(dataset)
     environment = recipe.evaluate.environment or dataset.environment_id
     longest = int(dataset.episodes.lengths.max())
+    if environment is None and recipe.evaluate.episodes > 0:
+        names = f"neither the recipe nor {dataset.path} names an environment"
+        say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
     if environment is not None and recipe.evaluate.episodes > 0:
         try:
             if recipe.evaluate.environment is None:

@@ -84,6 +84,17 @@ def test_an_environment_that_only_the_data_name_may_be_missing(
     assert caught.value.code == "ENVIRONMENT_UNKNOWN"
 
 
+def test_without_an_environment_a_line_says_that_nothing_is_evaluated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = make_dataset(tmp_path, [3, 3], environment_id=None)
+    resolve(tiny_recipe(dataset.path, "evaluate.episodes=0"), dataset)
+    assert capfd.readouterr().err == ""
+    resolve(tiny_recipe(dataset.path), dataset)
+    said = capfd.readouterr().err
+    assert said.startswith("no evaluation: neither the recipe nor ") and said.count("\n") == 1
+
+
 def test_discrete_actions_that_never_occur_come_from_the_environment(tmp_path: Path) -> None:
     import numpy as np
 
