@@ -276,13 +276,13 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     for column in ("observations", "actions", "rewards"):
         found = dataset.statistics[column]
         if found.nonfinite or not np.isfinite(found.std).all():
-            raise InputError(
-                "NONFINITE",
-                f"{count_text(found.nonfinite, 'value')} NaN or infinite, or others too large to "
-                "train on",
-                where=f"column {column} of {dataset.path}",
-                remedy="repair the source and convert it again without --allow-nonfinite",
-            )
+            what = f"{count_text(found.nonfinite, 'value')} NaN or infinite"
+            remedy = "repair the source and convert it again without --allow-nonfinite"
+            if not found.nonfinite:
+                what = "values so large that they have no standard deviation in float64"
+                remedy = "scale the column in the source, and convert it again"
+            where = f"column {column} of {dataset.path}"
+            raise InputError("NONFINITE", what, where=where, remedy=remedy)
     check_memory(recipe, sizes)
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0

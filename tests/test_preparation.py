@@ -132,7 +132,11 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         out = tmp_path / f"{name}-{value}"
         convert(ArraySource(columns, [3, 4]), out, allow_nonfinite=True, quiet=True)
         with np.errstate(all="ignore"):
-            assert refused(open_dataset(out), "evaluate.episodes=0") == "NONFINITE"
+            recipe = load_recipe("paper", [f"data.path={out}", "evaluate.episodes=0"])
+            said = "1 value NaN or inf" if not np.isfinite(value) else "so large"
+            with pytest.raises(InputError, match=said) as caught:
+                resolve(recipe, open_dataset(out))
+            assert caught.value.code == "NONFINITE"
     for number, actions in enumerate((np.full(7, -1), np.zeros((7, 2), np.int64))):
         columns = hopper_columns(7) | {"actions": actions}
         convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
