@@ -243,9 +243,11 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "COLLECT_OPTION"),
         ({"environments": 0}, "COLLECT_OPTION"),
+        ({"environments": 4097}, "COLLECT_OPTION"),
         ({"processes": 0}, "COLLECT_OPTION"),
         ({"action_noise": -0.1}, "COLLECT_OPTION"),
         ({"action_noise": float("nan")}, "COLLECT_OPTION"),
+        ({"action_noise": float("inf")}, "COLLECT_OPTION"),
         ({"seed": -1}, "COLLECT_OPTION"),
         ({"gate": float("nan")}, "COLLECT_OPTION"),
         ({"target": float("inf")}, "COLLECT_OPTION"),

@@ -124,7 +124,7 @@ def collect(
     exact_steps
         Cut the last episode at `steps`, without a flag on its last row, as D4RL's files are.
     environments
-        Environments that act as one batch in each process.
+        Environments that act as one batch in each process, at most 4,096.
     processes
         Default: the cores that may be used, or 1 for small work.
     action_noise

@@ -15,6 +15,7 @@ from gear_offline.errors import InputError
 from gear_offline.staging import check_new_file
 
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
+MAX_ENVIRONMENTS = 4096  # a process makes them all before its first step, whatever memory is left
 MAX_PROCESSES = 16  # a training iteration has no more rollouts to share out
 
 
@@ -103,8 +104,13 @@ def check_request(*, processes: int | None, **options: Any) -> Request:
     least = {"steps": 1, "environments": 1, "seed": 0, "action_noise": 0.0, "train_steps": 1}
     for name, minimum in (*least.items(), ("processes", 1)):
         value = processes if name == "processes" else options[name]
-        if value is not None and not (math.isfinite(value) and value >= minimum):
-            raise InputError("COLLECT_OPTION", f"got {value}, need at least {minimum}", where=name)
+        most = MAX_ENVIRONMENTS if name == "environments" else math.inf
+        if value is None or (math.isfinite(value) and minimum <= value <= most):
+            continue
+        need = f"at least {minimum}" if value < minimum else f"at most {most:,}"
+        if not math.isfinite(value):
+            need = "a finite number"
+        raise InputError("COLLECT_OPTION", f"got {value}, need {need}", where=name)
     for name in ("target", "gate"):
         if options[name] is not None and not math.isfinite(options[name]):
             raise InputError(
