@@ -74,7 +74,12 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
     try:
         text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
         with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                target.unlink()
+                raise
     except FileExistsError:
         raise InputError(
             "RECIPE_EXISTS", f"{target} exists", remedy="give another name or remove it"
@@ -83,7 +88,7 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
         raise InputError(
             "RECIPE_WRITE",
             f"cannot write {target}: {error.strerror}",
-            remedy="check that the folder exists and that you may write there",
+            remedy="check that the folder exists, has room, and that you may write there",
         ) from error
     return target
 

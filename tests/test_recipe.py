@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,18 @@ def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert copy_recipe("paper") == Path("paper.yaml")
     assert load_recipe("./paper.yaml") == load_recipe("paper")
+
+
+def test_a_copy_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(InputError) as caught:
+            copy_recipe("paper", tmp_path / "mine.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.code == "RECIPE_WRITE"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_strategy_is_refused_before_the_data_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["f.json"]
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_whole(path, b"x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_are_named_after_recipe_and_seed() -> None:
