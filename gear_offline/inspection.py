@@ -18,6 +18,7 @@ from rich.text import Text
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
+from gear_offline.split_table import SplitTable
 from gear_offline.verification import verify_dataset
 from gear_offline.wording import count_text, size_text
 
@@ -121,8 +122,8 @@ def print_inspection(document: Mapping[str, Any], *, console: Console | None = N
             _summary(document),
             _columns(document),
             _endings(document),
-            _histogram("return", document["returns"]),
-            _histogram("length", document["lengths"], whole=True),
+            _histogram("return", document["returns"], console.width),
+            _histogram("length", document["lengths"], console.width, whole=True),
         )
     )
 
@@ -215,28 +216,23 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
 
 
 def _columns(document: Mapping[str, Any]) -> RenderableType:
-    shapes = Table(box=box.SIMPLE_HEAD, title="columns", title_justify="left")
-    spreads = Table(
-        box=box.SIMPLE_HEAD,
-        title="statistics (of a wide column: lowest to highest element)",
-        title_justify="left",
-    )
-    for table, left, right in (
-        (shapes, ("name", "dtype", "shape"), ("bytes", "NaN or Inf")),
-        (spreads, ("name",), ("mean", "std", "min", "max")),
-    ):
-        for name in left:
-            table.add_column(name, overflow="fold", min_width=12 if name == "name" else None)
-        for name in right:
-            table.add_column(name, justify="right")
+    shapes: list[Sequence[str]] = [("name", "dtype", "shape", "bytes", "NaN or Inf")]
+    spreads: list[Sequence[str]] = [("name", "mean", "std", "min", "max")]
     for column in document["columns"]:
         found = document["statistics"][column["name"]]
-        name = escape(column["name"])
         shape = " x ".join(map(str, column["shape"])) or "scalar"
         size, nonfinite = size_text(column["bytes"]), f"{found['nonfinite']:,}"
-        shapes.add_row(name, column["dtype"], shape, size, nonfinite)
-        spreads.add_row(name, *_spread(found))
-    return Group(shapes, spreads)
+        shapes.append((column["name"], column["dtype"], shape, size, nonfinite))
+        spreads.append((column["name"], *_spread(found)))
+    wide = "statistics (of a wide column: lowest to highest element)"
+    return Group(Text(), _table(shapes, "columns"), Text(), _table(spreads, wide), Text())
+
+
+def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
+    """Return `rows`, headings first, so that a narrow terminal loses none of their columns."""
+    return SplitTable(
+        columns=[(cells[0], cells[1:]) for cells in zip(*rows, strict=True)], title=title
+    )
 
 
 def _spread(found: Mapping[str, Any]) -> Iterable[str]:
@@ -267,18 +263,16 @@ def _endings(document: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _histogram(what: str, found: Mapping[str, Any], *, whole: bool = False) -> RenderableType:
+def _histogram(
+    what: str, found: Mapping[str, Any], room: int, *, whole: bool = False
+) -> RenderableType:
     title = (
         f"episode {what}: mean {number_text(found['mean'])}, std {number_text(found['std'])}, "
         f"min {number_text(found['min'])}, max {number_text(found['max'])}"
     )
-    table = Table(box=None, title=title, title_justify="left", show_header=False, pad_edge=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, min_width=BAR_WIDTH)
-    table.add_column(justify="right", no_wrap=True)
+    rows: list[tuple[str, int]] = []
     edges: Sequence[float] = found["histogram"]["edges"]
     counts: Sequence[int] = found["histogram"]["counts"]
-    most = max(counts, default=1)
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         label = f"{number_text(low)} to {number_text(high)}"
         if whole:
@@ -289,7 +283,16 @@ def _histogram(what: str, found: Mapping[str, Any], *, whole: bool = False) -> R
             if last < first:
                 continue
             label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        table.add_row(label, bar_text(count, most), f"{count:,}")
+        rows.append((label, count))
+    most = max(counts, default=1)
+    beside = max((len(label) for label, _ in rows), default=0) + len(f"{most:,}") + 4
+    width = max(1, min(BAR_WIDTH, room - beside))
+    table = Table(box=None, title=title, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=width)
+    table.add_column(justify="right", no_wrap=True)
+    for label, count in rows:
+        table.add_row(label, bar_text(count, most, width=width), f"{count:,}")
     left_out = found.get("left_out", 0)
     if left_out:
         note = f"left out: {count_text(left_out, 'episode')} with a {what} that is NaN or infinite"

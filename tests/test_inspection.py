@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,20 @@ def test_every_column_name_survives_narrow_terminals(tmp_path: Path) -> None:
     convert(ArraySource(columns, [3]), tmp_path / "d", quiet=True)
     lines = text_of(inspect(tmp_path / "d"), width=60).splitlines()
     first_cells = "".join(line.split()[0] for line in lines if line.strip())
-    assert first_cells.count(name) == 2  # in the table of columns and in that of statistics
+    # in the table of columns and in that of statistics, each of which has two parts
+    assert first_cells.count(name) == 4
+
+
+def test_a_narrow_terminal_loses_no_number(document: dict[str, Any]) -> None:
+    wide, narrow = text_of(document, width=120), text_of(document, width=40)
+    assert max(map(len, narrow.splitlines())) <= 40
+    numbers = wide.partition("columns\n")[2].partition("how episodes end")[0].replace("─", "")
+    assert set(numbers.split()) <= set(narrow.split())
+
+    def bins(text: str) -> list[str]:
+        return [line.split()[-1] for line in text.splitlines() if re.match(r" *-?[\d.]+ to ", line)]
+
+    assert len(bins(wide)) == 20 and bins(wide) == bins(narrow)
 
 
 def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
