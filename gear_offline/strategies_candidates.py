@@ -80,7 +80,8 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
     if text is not None and text.strip().endswith((".yaml", ".yml")):
         named = _read(Path(text.strip()))
     else:
-        named = [_parse(part) for part in (text.split(",") if text else DEFAULT) if part.strip()]
+        parts = DEFAULT if text is None else text.split(",")
+        named = [_parse(part) for part in parts if part.strip()]
     if not named:
         raise InputError(
             "USAGE", "--strategies names no strategy", remedy="leave it out for the usual ones"
@@ -124,7 +125,8 @@ def _check_labels(found: Sequence[Candidate], where: str | None) -> None:
 def _parse(text: str) -> Candidate:
     name, *options = text.strip().split(":")
     pairs = [option.partition("=") for option in options]
-    if not all(key and equals for key, equals, _ in pairs):
+    once = len({key for key, _, _ in pairs}) == len(pairs)
+    if not (once and all(key and equals for key, equals, _ in pairs)):
         raise InputError(
             "USAGE",
             f"{text.strip()!r} is not a strategy with options",

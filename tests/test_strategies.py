@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,8 @@ def test_candidates() -> None:
     assert failing_code(lambda: parse_candidates("uniform", recipe)) == "SELECTION_UNKNOWN"
     with pytest.raises(InputError, match="did you mean 'top_k'"):
         parse_candidates("top_kk:k=3", recipe)
-    assert failing_code(lambda: parse_candidates(" ,", recipe)) == "USAGE"
+    for text in (" ,", "", "top_k:k=5:k=6"):
+        assert failing_code(partial(parse_candidates, text, recipe)) == "USAGE"
 
 
 def test_options_that_do_not_fit_stop_the_command(dataset: Dataset) -> None:
