@@ -124,7 +124,9 @@ def plot_data_returns(
     thousands(axes.xaxis)
     titles(
         figure,
-        f"Half of the episodes return less than {short(half)}, the best {short(best)}",
+        f"Every episode returns {short(best)}"
+        if values.min() == best
+        else f"Half of the episodes return less than {short(half)}, the best {short(best)}",
         f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}"
         + (f", without {left_out:,} whose return is NaN or infinite" if left_out else "")
         + ".  Bars: share of episodes; line: share of steps.",

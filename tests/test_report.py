@@ -119,6 +119,9 @@ def test_the_datas_picture_says_what_it_leaves_out(
     monkeypatch.setattr("gear_offline.plots.titles", lambda _, *lines: said.extend(lines))
     plot_data_returns(tmp_path / "data.png", returns, [1, 2, 3, 4], name="tiny")
     assert words in said[1]
+    assert said[0].startswith("Half of the episodes return less than ")
+    plot_data_returns(tmp_path / "equal.png", [1.5, 1.5, np.nan], [1, 2, 3], name="equal")
+    assert said[2] == "Every episode returns 1.5"
 
 
 def test_picture_of_learning(tmp_path: Path) -> None:
