@@ -169,6 +169,13 @@ def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
     assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_UNKNOWN"
 
 
+@pytest.mark.parametrize("flag", [np.nan, np.array([0, np.nan, 1, 0]), np.zeros((4, 2), bool)])
+def test_flags_in_memory_are_true_or_false(flag: Any) -> None:
+    assert code(from_episodes, [episode(4, terminated=flag)])[0] == "EPISODE_ARRAYS"
+    if np.ndim(flag):
+        assert code(from_arrays, episode(4, terminated=flag))[0] == "EPISODE_ARRAYS"
+
+
 def test_what_is_not_an_open_source_is_named() -> None:
     source = ArraySource(hopper_columns(3), [3])
     for wrong in ("data/a", Path("data/a"), None, [source]):

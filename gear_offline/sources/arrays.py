@@ -238,6 +238,11 @@ def _array(value: Any, column: str, where: str) -> AnyArray:
         what = f"dtype {found.dtype} is neither numeric nor bool"
         remedy = "give numbers or bools, the same shape at every step; leave text out"
         raise _misfit(what, _place(column, where), remedy)
+    if column in FLAGS:
+        wide = found.ndim > 1 and found.shape[1:] != (1,)
+        if wide or np.isnan(found).any():
+            what = f"a flag of per-step shape {found.shape[1:]}" if wide else "NaN in a flag"
+            raise _misfit(what, _place(column, where), "give one true or false for each step")
     return found
 
 
