@@ -327,6 +327,7 @@ def address_of(array: Array) -> int:
 def libc() -> ctypes.CDLL:
     """Return the C library, with its error numbers."""
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc
 

@@ -16,7 +16,7 @@ import errno
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -32,17 +32,17 @@ from gear_offline.host_memory import (
     short_of_memory,
     write_through,
 )
+from gear_offline.huge_memory import HUGE_BYTES
 
 SYSTEM_CALL = {"x86_64": 323, "aarch64": 282}
-HUGE_BYTES = 2 << 20
 USER_FAULTS_ONLY = 1  # Linux 5.11: what anyone may ask for
 API = 0xAA
 FAIL_ELSEWHERE = 1 << 7  # who touches a page that is not there gets SIGBUS, and does not wait
 
 
-def _request(number: int, size: int, *, back: bool = True) -> int:
+def _request(number: int, size: int) -> int:
     """Return the number of an ioctl of userfaultfd, as ``linux/userfaultfd.h`` builds it."""
-    return ((3 if back else 2) << 30) | size << 16 | API << 8 | number
+    return 3 << 30 | size << 16 | API << 8 | number
 
 
 class _Greeting(ctypes.Structure):
@@ -125,8 +125,6 @@ class PageFiller:
             ``HOST_MEMORY`` if memory runs out.
         """
         begin, size = address_of(target), target.nbytes
-        if not size:
-            return
         first = min(pages(begin) - begin, size)  # pages at the ends belong to others too
         whole = (size - first) // PAGE_BYTES * PAGE_BYTES
         flat, given = (array.reshape(-1).view(np.uint8) for array in (target, values))
@@ -186,14 +184,12 @@ def _error() -> OSError:
 @contextmanager
 def fill_pages(arrays: Sequence[Array]) -> Iterator[PageFiller | None]:
     """Give a filler of arrays in one block; ``None`` where there is no block, or no such call."""
-    blocks = {id(block): block for block in map(block_of, arrays) if block is not None}
+    blocks = {block_of(array) for array in arrays}
+    block = blocks.pop() if len(blocks) == 1 else None
     filler = None
-    if len(blocks) == 1 and all(block_of(array) is not None for array in arrays):
-        (block,) = blocks.values()
-        try:
+    if block is not None:
+        with suppress(OSError):
             filler = PageFiller(block, [array for array in arrays if array.size])
-        except OSError:
-            filler = None
     try:
         yield filler
     finally:

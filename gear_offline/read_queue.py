@@ -17,11 +17,12 @@ import errno
 import os
 import platform
 import sys
-from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from gear_offline.host_memory import address_of, libc
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -86,7 +87,7 @@ class ReadQueue:
         reads = np.zeros(count, READ)
         reads["data"], reads["handle"] = np.arange(count), handles
         reads["offset"], reads["nbytes"], reads["address"] = offsets, nbytes, addresses
-        self._pointers = (_address(reads) + READ.itemsize * np.arange(count)).astype(np.uint64)
+        self._pointers = (address_of(reads) + READ.itemsize * np.arange(count)).astype(np.uint64)
         self._reads, self._results = reads, np.full(count, -errno.EIO, np.int64)
         self._sent = self._done = 0
         try:
@@ -159,14 +160,14 @@ class ReadQueue:
     def _call(self, call: ctypes.c_long, *arguments: Any) -> int:
         """Call the kernel; return what it says, or minus the error's number."""
         given = [
-            ctypes.c_void_p(_address(a))
+            ctypes.c_void_p(address_of(a))
             if isinstance(a, np.ndarray)
             else a
             if a is None
             else ctypes.c_long(a)
             for a in arguments
         ]
-        found = int(_library().syscall(call, self._context, *given))
+        found = int(libc().syscall(call, self._context, *given))
         return found if found >= 0 else -ctypes.get_errno()
 
     def close(self) -> None:
@@ -184,20 +185,7 @@ def open_queue() -> ReadQueue | None:
         return None
     context = ctypes.c_ulong(0)
     try:
-        found = _library().syscall(
-            ctypes.c_long(calls[0]), ctypes.c_long(DEPTH), ctypes.byref(context)
-        )
+        found = libc().syscall(ctypes.c_long(calls[0]), ctypes.c_long(DEPTH), ctypes.byref(context))
     except (OSError, AttributeError):
         return None
     return ReadQueue(context.value, calls) if found == 0 else None
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.syscall.restype = ctypes.c_long
-    return library

@@ -170,20 +170,14 @@ class _Filling:
         """Fill `columns` over whole episodes at global steps `offsets`."""
         direct = [c for c in columns if self._is_direct(c)]
         packed = [c for c in columns if c not in direct]
-        if packed:
-            with self._scratch() as scratch:
-                self._packed(reader, packed, offsets, scratch, scale=scale)
-        for column in direct:
-            with self._scratch() as scratch:
-                self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]), scratch)
-
-    @contextmanager
-    def _scratch(self) -> Iterator[Scratch]:
         try:
             scratch = self.spare.pop()
         except IndexError:
             scratch = Scratch()
-        yield scratch
+        if packed:
+            self._packed(reader, packed, offsets, scratch, scale=scale)
+        for column in direct:
+            self._read_rows(reader, column, int(offsets[0]), int(offsets[-1]), scratch)
         self.spare.append(scratch)
 
     def _is_direct(self, column: str) -> bool:
@@ -274,7 +268,7 @@ class _Filling:
             if self.filler is None:
                 reader.read(column, target.reshape(len(target), *spec.shape))
                 continue
-            values = scratch.take(".page", rows * prod(spec.shape), spec.dtype)
-            values = values[: (stop - start) * prod(spec.shape)].reshape(-1, *spec.shape)
+            values = scratch.take(".page", len(target) * prod(spec.shape), spec.dtype)
+            values = values.reshape(len(target), *spec.shape)
             reader.read(column, values)
             self.filler.fill(target, values)

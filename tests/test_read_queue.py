@@ -141,7 +141,7 @@ def test_where_there_are_no_queues(monkeypatch: pytest.MonkeyPatch) -> None:
             ctypes.set_errno(errno.ENOSYS)
             return -1
 
-    monkeypatch.setattr(read_queue, "_library", Sandbox)
+    monkeypatch.setattr(read_queue, "libc", Sandbox)
     assert open_queue() is None
     monkeypatch.undo()
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
