@@ -261,14 +261,6 @@ class Learner:
         self._filled += 1
         self._timed += 1
 
-    def pass_over(self) -> None:
-        """Keep room in the window for a captured step whose numbers nobody asks for."""
-        if self._filled == len(self._window):
-            assert self._captured is not None, "it was captured"
-            self._captured.begin_window()
-            self._filled = 0
-        self._filled += 1
-
     def join(self, windows: Windows) -> CapturedPart:
         """Return this learner's part of a step that is captured together with others' steps.
 

@@ -139,8 +139,6 @@ class Stack:
             return self._launch()
         self.prepare()
         assert self._captured is not None, "it is prepared"
-        for number in self._left:  # the graph still writes a row of its window
-            self.learners[number].pass_over()
         self._captured.replay()
         for number, learner in enumerate(self.learners):
             if number not in self._left:

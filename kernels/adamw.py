@@ -32,7 +32,7 @@ EPSILON = 1e-8  # PyTorch's default
 COLUMNS = ("gradient", "count", "value", "first", "second", "shadow")  # of a piece
 _POINTERS = (
     *("pieces", "piece_count", "group", "partials", "partial_count", "rule", "rates", "index"),
-    *("row", "window", "loss", "steps", "tensor_count"),
+    *("row", "window", "window_rows", "loss", "steps", "tensor_count"),
 )
 _NUMBERS = ("beta1", "beta2", "epsilon", "decay", "limit")
 JOB = np.dtype([*((n, np.uint64) for n in _POINTERS), *((n, np.float64) for n in _NUMBERS)])
@@ -190,7 +190,8 @@ class DeviceAdamW:
         index, row
             (1,) int64: the step to do, counted from 0, and its row of `window`; both are advanced.
         window
-            (n, 2) float32: loss, and norm of the gradients before clipping.
+            (n, 2) float32: loss, and norm of the gradients before clipping.  A row that it does not
+            have is not written.
 
         Raises
         ------
@@ -246,7 +247,8 @@ class DeviceAdamW:
             self.send_addresses()
         job = self._job
         job["index"], job["row"] = index.data_ptr(), row.data_ptr()
-        job["window"], job["loss"] = window.data_ptr(), loss.data_ptr()
+        job["window"], job["window_rows"] = window.data_ptr(), len(window)
+        job["loss"] = loss.data_ptr()
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,7 @@ static void run(const gear::AdamwJob* job) {
             piece.second[i] = element.second;
             if (SHADOWED) piece.shadow[i] = gear::narrow(element.value);
         }
-    job->window[2 * *job->row] = *job->loss;
-    job->window[2 * *job->row + 1] = (float)norm;
-    *job->row += 1;
-    *job->index += 1;
+    gear::finish(*job, norm);
     for (gear::i64 i = 0; i < job->tensor_count; ++i) job->steps[i] = (float)*job->index;
 }
 

@@ -132,6 +132,7 @@ def test_law_is_that_of_pytorch(
     rate_table = np.array(rates, np.float32)
     index, row = np.zeros(1, np.int64), np.array([1])
     window, steps = np.full((STEPS + 2, 2), -1, np.float32), np.zeros(len(sizes), np.float32)
+    rows = STEPS  # of the window: the last step's has no place
     loss = np.zeros(1, np.float32)
     for step in range(STEPS):
         found = gradients(make(sizes, 0), step, scale)
@@ -152,6 +153,7 @@ def test_law_is_that_of_pytorch(
             index=index.ctypes.data,
             row=row.ctypes.data,
             window=window.ctypes.data,
+            window_rows=rows,
             loss=loss.ctypes.data,
             steps=steps.ctypes.data,
             tensor_count=len(sizes),
@@ -168,9 +170,9 @@ def test_law_is_that_of_pytorch(
         np.testing.assert_allclose(first, state["exp_avg"], rtol=1e-5, atol=1e-7 * scale)
         np.testing.assert_allclose(second, state["exp_avg_sq"], rtol=1e-5, atol=1e-9 * scale**2)
     assert index[0] == STEPS and row[0] == STEPS + 1 and (steps == STEPS).all()
-    np.testing.assert_allclose(window[1:-1, 1], norms, rtol=1e-5)
-    assert window[1:-1, 0].tolist() == list(range(STEPS))
-    assert (window[[0, -1]] == -1).all()
+    np.testing.assert_allclose(window[1:rows, 1], norms[:-1], rtol=1e-5)
+    assert window[1:rows, 0].tolist() == list(range(STEPS - 1))
+    assert (window[[0, rows, rows + 1]] == -1).all()
 
 
 @settings(max_examples=300, deadline=None)
@@ -254,6 +256,20 @@ class TestOnGpu:
             assert window[:, 0].tolist() == list(range(STEPS))
         for one, other in zip(*results, strict=True):
             assert torch.equal(one, other), "the same bits every time, anywhere"
+
+    def test_rows_that_a_window_does_not_have_are_not_written(self, sizes: list[int]) -> None:
+        parameters, device_adamw = on_gpu(
+            sizes, [0.1] * STEPS, {"betas": (0.9, 0.9), "weight_decay": 0.0, "clip_norm": None}
+        )
+        index, row = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+        memory = torch.full((STEPS, 2), -1.0, device="cuda")
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        for _ in range(STEPS):
+            loss = torch.zeros((), device="cuda")
+            device_adamw.enqueue(loss, index=index, row=row, window=memory[:2])
+        assert int(row) == int(index) == STEPS
+        assert (memory[:2] >= 0).all() and (memory[2:] == -1).all()
 
     def test_missing_gradient_is_refused(self, sizes: list[int]) -> None:
         parameters, device_adamw = on_gpu(

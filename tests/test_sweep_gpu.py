@@ -193,7 +193,11 @@ def test_an_interrupted_stack_goes_on_to_the_same_end(
         assert learnt(one.path) == learnt(other.path)
 
 
-def test_a_failure_in_a_stack(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [(), ("train.log_every=1", "train.steps=200")])
+def test_a_failure_in_a_stack(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """The graph goes on with the run that failed, far past the end of its window of metrics."""
     advance = Stack.advance
 
     def poisoned(self: Stack) -> dict[int, GearError]:
@@ -202,7 +206,7 @@ def test_a_failure_in_a_stack(data: Path, tmp_path: Path, monkeypatch: pytest.Mo
                 self.learners[1].model.embed_ln.bias.fill_(float("nan"))
         return advance(self)
 
-    recipes = grid(recipe(data, *STACKABLE), {}, seeds=[0, 1, 2])
+    recipes = grid(recipe(data, *STACKABLE, *options), {}, seeds=[0, 1, 2])
     with monkeypatch.context() as patch:
         patch.setattr(Stack, "advance", poisoned)
         results = run_sweep(recipes, tmp_path / "sweep", mode="stacked", quiet=True)

@@ -16,7 +16,6 @@ from gear_offline.cli import main
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.learner import Learner
 from gear_offline.metrics import read_records
-from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import Recipe
 from gear_offline.stack import Stack, stack_key
 from gear_offline.sweep import run_sweep
@@ -159,52 +158,6 @@ def test_a_run_that_fails_ends_alone(
             assert_alike(tmp_path / point.name, alone)
     # the one that failed goes on from its own checkpoint, alone
     assert stacked(points[1:2], tmp_path) == {points[1].name: None}
-
-
-def test_steps_of_a_run_that_left_stay_in_its_window(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A captured stack goes on to write the losses of all; nobody reports those of this one."""
-    recipes = grid(tiny_recipe(data, "train.log_every=3"), {}, seeds=[0, 1])
-    learners = []
-    for recipe in recipes:
-        dataset = prepare_dataset(recipe, quiet=True)
-        learners.append(Learner(*resolve(recipe, dataset, quiet=True), dataset, CPU))
-
-    class Part:  # the row that the GPU counts
-        row = 0
-
-        def begin_window(self) -> None:
-            self.row = 0
-
-        def rows(self, filled: int) -> torch.Tensor:
-            return torch.ones(filled, 2)
-
-        def wait_seconds(self) -> float:
-            return 0.0
-
-    parts = [Part(), Part()]
-
-    class Replayed:
-        def __init__(self, members: list[Learner], *_: Any) -> None:
-            for member, part in zip(members, parts, strict=True):
-                monkeypatch.setattr(member, "_captured", part)
-
-        def replay(self) -> None:
-            for part in parts:
-                assert part.row < 3, "a row of the window"
-                part.row += 1
-
-    monkeypatch.setattr("gear_offline.stack.CapturedStack", Replayed)
-    stack = Stack(learners)
-    stack._is_captured = True
-    for step in range(1, 13):
-        stack.advance()
-        if step == 3:
-            stack.leave(1)
-        if step % 3 == 0:
-            learners[0].report()
-    assert learners[0].step == 12 and learners[1].step == 3
 
 
 def test_another_stack_is_not_touched_by_one_that_lost_a_run(

@@ -208,15 +208,6 @@ GEAR_CODE Quads update(const Rule& rule, float scale, Quads quads) {
     return quads;
 }
 
-// Metrics and counters, which nobody else reads in this launch.
-GEAR_CODE void finish(const AdamwJob& job, double norm) {
-    i64 row = *job.row;
-    job.window[2 * row] = *job.loss;
-    job.window[2 * row + 1] = (float)norm;
-    *job.row = row + 1;
-    *job.index += 1;
-}
-
 template <bool SHADOWED>
 GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
     __shared__ float shared_scale;
@@ -233,7 +224,7 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
     if (threadIdx.x == 0) {
         double norm = sqrt(sum);
         shared_scale = scale_of(job, norm);
-        if (block == blocks - 1) finish(job, norm);
+        if (block == blocks - 1) finish(job, norm);  // nobody else reads that in this launch
     }
     __syncthreads();
     float scale = shared_scale;

@@ -41,8 +41,9 @@ struct AdamwJob {
     Rule* rule;           // the first kernel writes it, for the second
     const float* rates;   // learning rate of every step
     i64* index;           // the step to do, counted from 0
-    i64* row;             // of `window`
-    float* window;        // (rows, 2): loss and norm before clipping
+    i64* row;             // of `window`, or one past its end or more
+    float* window;        // (window_rows, 2): loss and norm before clipping
+    i64 window_rows;
     const float* loss;    // a scalar
     float* steps;         // (tensor_count,): steps done
     i64 tensor_count;
@@ -133,6 +134,18 @@ GEAR_CODE Element update(const Rule& rule, float scale, Element element) {
     element.value -=
         rule.size * element.first / (root_of(element.second) / rule.root + rule.epsilon);
     return element;
+}
+
+// Metrics and counters.  A run that a captured stack goes on without is at rows past its window's
+// end sooner or later: nobody asks for them.
+GEAR_CODE void finish(const AdamwJob& job, double norm) {
+    i64 row = *job.row;
+    if (row < job.window_rows) {
+        job.window[2 * row] = *job.loss;
+        job.window[2 * row + 1] = (float)norm;
+    }
+    *job.row = row + 1;
+    *job.index += 1;
 }
 
 }  // namespace gear
