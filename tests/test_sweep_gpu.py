@@ -217,7 +217,7 @@ def test_a_failure_in_a_stack(
     for point, result in zip(name_points(recipes), again, strict=True):
         alone = learnt(train(point.recipe, out=tmp_path / point.name, quiet=True))
         losses = [[row["loss"] for row in run["metrics"]] for run in (learnt(result.path), alone)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=5e-4)  # they become small
 
 
 def test_tracks_draw_what_a_seeded_device_draws() -> None:
