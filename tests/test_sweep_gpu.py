@@ -193,7 +193,7 @@ def test_an_interrupted_stack_goes_on_to_the_same_end(
         assert learnt(one.path) == learnt(other.path)
 
 
-@pytest.mark.parametrize("options", [(), ("train.log_every=1", "train.steps=200")])
+@pytest.mark.parametrize("options", [(), ("train.log_every=1", "train.steps=110")])
 def test_a_failure_in_a_stack(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
