@@ -73,6 +73,7 @@ class Rows:
         filler: PageFiller | None = None,
     ) -> None:
         self._rows = rows
+        self.step_bytes = rows.shape[1] * rows.itemsize
         self._block, self._filler = block, filler
         self.array = rows
         if block is not None:
@@ -161,7 +162,10 @@ class Lane:
         # The costly question, which number was lost, is asked only where one may be.
         return rounded if np.isfinite(rounded).all() else to_float32(values, name, first_step)
 
-    def lay(self, values: Array, at: int) -> None:
-        """Write C-contiguous float32 values, n * W, into the rows from `at` on."""
-        items = values.reshape(-1).view(self._item)
+    def items(self, values: Array) -> Array:
+        """Return C-contiguous float32 values, n * W, as one opaque item a row, (n,)."""
+        return values.reshape(-1).view(self._item)
+
+    def lay(self, items: Array, at: int) -> None:
+        """Write items into the rows from `at` on."""
         self._places[at : at + len(items)] = items

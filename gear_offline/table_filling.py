@@ -35,7 +35,8 @@ from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
 
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
-RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
+LAID_BYTES = 1 << 20  # of rows, which every field is laid into
+RUN_BYTES = 2 << 20  # of rewards as float64, in whole episodes
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
 PAGED_BYTES = 4 << 20  # of such columns, where pages are made of them
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
@@ -203,6 +204,7 @@ class _Filling:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         wanted: list[str | None] = [*columns, None] if REWARDS in columns else [*columns]
         lanes, targets, piece = self._lanes(wanted, scratch)
+        some = max(LAID_BYTES // sum(target.step_bytes for target in targets), 1)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
         for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
             low, high = int(offsets[first]), int(offsets[last])
@@ -220,13 +222,19 @@ class _Filling:
                 ahead[REWARDS] = lanes[REWARDS][0].final(rewards, low)
             for start in range(low, high, piece):
                 stop = min(start + piece, high)
+                values = {
+                    column: lane.items(
+                        ahead[column][start - low : stop - low]
+                        if column in ahead
+                        else lane.final(lane.read(reader, stop - start), start)
+                    )
+                    for column, (lane, _) in lanes.items()
+                }
                 places = [target.begin(start, stop) for target in targets]
-                for column, (lane, index) in lanes.items():
-                    if column in ahead:
-                        values = ahead[column][start - low : stop - low]
-                    else:
-                        values = lane.final(lane.read(reader, stop - start), start)
-                    lane.lay(values, places[index])
+                # All fields of some rows, while these rows are in the core's own cache.
+                for at in range(0, stop - start, some):
+                    for column, (lane, index) in lanes.items():
+                        lane.lay(values[column][at : at + some], places[index] + at)
                 for target in targets:
                     target.end(start, stop)
 

@@ -82,6 +82,7 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     monkeypatch.setattr(module, "DIRECT_BYTES", piece)
     monkeypatch.setattr(module, "RUN_BYTES", 8 * piece)
+    monkeypatch.setattr(module, "LAID_BYTES", piece // 3)
     options: dict[str, Any] = {
         "context_length": 4,
         "layout": layout,
