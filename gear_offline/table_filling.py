@@ -35,8 +35,9 @@ from gear_offline.schema import Int64Array
 from gear_offline.table import Store, StorePlan
 
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
-LAID_BYTES = 1 << 20  # of rows, which every field is laid into
-RUN_BYTES = 2 << 20  # of rewards as float64, in whole episodes
+LAID_BYTES = 1 << 20  # of rows, which every field is laid into while they are in a core's own cache
+RUN_BYTES = 512 << 10  # of rewards as float64, in whole episodes
+MOST_QUEUE = 4  # threads that queue for the lock: they get so many times as much from each call
 DIRECT_BYTES = 8 << 20  # of columns that are read into their rows
 PAGED_BYTES = 4 << 20  # of such columns, where pages are made of them
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
@@ -87,7 +88,7 @@ def fill_stores(
     bounds = [0, source.episodes.steps] if parted is None else parted.first_steps.tolist()
     threads = max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
     with fill_pages([store.rows for _, store in stores if store.rows is not None]) as filler:
-        job = _Filling(source, tuple(stores), margin, gamma, filler)
+        job = _Filling(source, tuple(stores), margin, gamma, filler, min(threads, MOST_QUEUE))
         together = parted is None or threads == 1 or len(bounds) > 2 * threads
         groups = [job.columns()] if together else job.groups()
         tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
@@ -153,6 +154,7 @@ class _Filling:
     margin: int
     gamma: float
     filler: PageFiller | None
+    queue: int  # of threads
     # Scratch that no thread uses now: fresh memory would cost page faults, shard after shard.
     spare: list[Scratch] = field(default_factory=list)
 
@@ -204,9 +206,9 @@ class _Filling:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         wanted: list[str | None] = [*columns, None] if REWARDS in columns else [*columns]
         lanes, targets, piece = self._lanes(wanted, scratch)
-        some = max(LAID_BYTES // sum(target.step_bytes for target in targets), 1)
+        some = max(self.queue * LAID_BYTES // sum(target.step_bytes for target in targets), 1)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
-        for first, last in whole_episodes(offsets, max(RUN_BYTES // 8, 1)):
+        for first, last in whole_episodes(offsets, max(self.queue * RUN_BYTES // 8, 1)):
             low, high = int(offsets[first]), int(offsets[last])
             ahead: dict[str | None, Array] = {}
             if REWARDS in columns:
@@ -231,7 +233,6 @@ class _Filling:
                     for column, (lane, _) in lanes.items()
                 }
                 places = [target.begin(start, stop) for target in targets]
-                # All fields of some rows, while these rows are in the core's own cache.
                 for at in range(0, stop - start, some):
                     for column, (lane, index) in lanes.items():
                         lane.lay(values[column][at : at + some], places[index] + at)
