@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from math import prod
+from math import gcd, lcm, prod
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from gear_offline.column_lane import Lane, Reader, Rows, Scratch
 from gear_offline.fields import REWARDS, Array, TableSource
-from gear_offline.host_memory import block_of
+from gear_offline.host_memory import PAGE_BYTES, block_of
 from gear_offline.page_filling import PageFiller, fill_pages
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
@@ -222,8 +222,7 @@ class _Filling:
                     out=scratch.take(".returns", high - low, np.float32),
                 )
                 ahead[REWARDS] = lanes[REWARDS][0].final(rewards, low)
-            for start in range(low, high, piece):
-                stop = min(start + piece, high)
+            for start, stop in self._pieces(low, high, piece, targets):
                 values = {
                     column: lane.items(
                         ahead[column][start - low : stop - low]
@@ -238,6 +237,18 @@ class _Filling:
                         lane.lay(values[column][at : at + some], places[index] + at)
                 for target in targets:
                     target.end(start, stop)
+
+    def _pieces(
+        self, low: int, high: int, count: int, targets: Sequence[Rows]
+    ) -> Iterator[tuple[int, int]]:
+        """Cut steps into pieces of up to `count` at ends of pages: part of one is a call more."""
+        unit = lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, target.step_bytes) for target in targets))
+        unit = unit if count >= 2 * unit else 1
+        while low < high:
+            stop = low + count
+            stop = min(stop - (self.margin + stop) % unit, high)
+            yield low, stop
+            low = stop
 
     def _lanes(
         self, columns: list[str | None], scratch: Scratch
