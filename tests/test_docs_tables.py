@@ -128,16 +128,33 @@ def four_table() -> Iterator[list[float | None]]:
         yield [gpus, *(found[k] for k in keys), found["memory_bytes"] / GIB, *linear]
 
 
-def two_table() -> Iterator[list[float | None]]:
+def graphs_table(file: str, gpus: int, others: tuple[str, ...]) -> Iterator[list[float | None]]:
     for name in ("dt_87m", "dt_1b"):
-        alone = [row("step-two", name=name, gpus=1, gpu_number=number) for number in (0, 1)]
-        both = row("step-two", name=f"{name}, one graph", gpus=2)
+        alone = [row(file, name=name, gpus=1, gpu_number=number) for number in range(gpus)]
+        together = [f"{name}, one graph", *(other for other in others if other.startswith(name))]
         whole = sum(found["segments_per_second"] for found in alone)
-        for found in (*alone, both):
+        for found in (*alone, *(row(file, name=each, gpus=gpus) for each in together)):
             keys = ("milliseconds", "segments_per_second", "tflops")
-            share = [both["segments_per_second"] / whole * 100] if found is both else []
-            number = [] if found is both else [found["gpu_number"]]
+            is_all = found["gpus"] == gpus
+            share = [found["segments_per_second"] / whole * 100] if is_all else []
+            number = [] if is_all else [found["gpu_number"]]
             yield [*number, *(found[k] for k in keys), found["memory_bytes"] / GIB, *share]
+
+
+def two_table() -> Iterator[list[float | None]]:
+    return graphs_table("step-two", 2, ())
+
+
+def four_graphs_table() -> Iterator[list[float | None]]:
+    return graphs_table("step-graphs-four", 4, ("dt_1b, FSDP, collected once",))
+
+
+def load_table() -> Iterator[list[float | None]]:
+    for found in measured("load")["results"]:
+        speed = found["gigabytes_per_second"]
+        names = ("raw", "raw, written", "load", "load, no digests")
+        ratios = (found[f"ratio{which}"] for which in ("", "_locked", "_written", "_processor"))
+        yield [*(speed[name] for name in names), *ratios]
 
 
 def stacks_table() -> Iterator[list[float | None]]:
@@ -214,6 +231,8 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Iterator[list[float | None]]]]
     "streams": ("docs/sweeps.md", "streams, steps/s in sum", streams_table),
     "step-four": ("docs/large-models.md", "share of linear", four_table),
     "step-two": ("docs/large-models.md", "share of both alone", two_table),
+    "step-graphs-four": ("docs/large-models.md", "share of the four alone", four_graphs_table),
+    "load": ("docs/benchmarks/README.md", "locked too", load_table),
     "traffic": ("docs/clusters.md", "crosses nodes", traffic_table),
     "recovery": ("docs/clusters.md", "detection", recovery_table),
     "save": ("docs/training.md", "`dcp.async_save`", save_table),
