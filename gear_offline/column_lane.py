@@ -73,7 +73,7 @@ class Rows:
         filler: PageFiller | None = None,
     ) -> None:
         self._rows = rows
-        self.step_bytes = rows.shape[1] * rows.itemsize
+        self.row_bytes = rows.shape[1] * rows.itemsize
         self._block, self._filler = block, filler
         self.array = rows
         if block is not None:

@@ -130,6 +130,27 @@ def _for_each(work: Callable[[_Task], None], tasks: Sequence[_Task], threads: in
             raise
 
 
+def cut_pieces(
+    low: int, high: int, count: int, *, margin: int, row_bytes: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Cut steps into pieces of up to `count`, at ends of pages: a part of one is a call more.
+
+    Parameters
+    ----------
+    margin
+        Rows in front of that of step 0; the first of them begins a page.
+    row_bytes
+        Of each store that takes the pieces.
+    """
+    unit = lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, size) for size in row_bytes))
+    unit = unit if count >= 2 * unit else 1
+    while low < high:
+        stop = low + count
+        stop = min(stop - (margin + stop) % unit, high)
+        yield low, stop
+        low = stop
+
+
 @contextmanager
 def _quick_switches() -> Iterator[None]:
     """Let threads that return from their work take the interpreter's lock soon.
@@ -206,7 +227,8 @@ class _Filling:
         """Fill columns that become float32: a run of episodes at a time, in pieces of rows."""
         wanted: list[str | None] = [*columns, None] if REWARDS in columns else [*columns]
         lanes, targets, piece = self._lanes(wanted, scratch)
-        some = max(self.queue * LAID_BYTES // sum(target.step_bytes for target in targets), 1)
+        widths = [target.row_bytes for target in targets]
+        some = max(self.queue * LAID_BYTES // sum(widths), 1)
         # Returns-to-go are summed from the ends of episodes, so rewards go ahead of the rest.
         for first, last in whole_episodes(offsets, max(self.queue * RUN_BYTES // 8, 1)):
             low, high = int(offsets[first]), int(offsets[last])
@@ -222,7 +244,7 @@ class _Filling:
                     out=scratch.take(".returns", high - low, np.float32),
                 )
                 ahead[REWARDS] = lanes[REWARDS][0].final(rewards, low)
-            for start, stop in self._pieces(low, high, piece, targets):
+            for start, stop in cut_pieces(low, high, piece, margin=self.margin, row_bytes=widths):
                 values = {
                     column: lane.items(
                         ahead[column][start - low : stop - low]
@@ -237,18 +259,6 @@ class _Filling:
                         lane.lay(values[column][at : at + some], places[index] + at)
                 for target in targets:
                     target.end(start, stop)
-
-    def _pieces(
-        self, low: int, high: int, count: int, targets: Sequence[Rows]
-    ) -> Iterator[tuple[int, int]]:
-        """Cut steps into pieces of up to `count` at ends of pages: part of one is a call more."""
-        unit = lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, target.step_bytes) for target in targets))
-        unit = unit if count >= 2 * unit else 1
-        while low < high:
-            stop = low + count
-            stop = min(stop - (self.margin + stop) % unit, high)
-            yield low, stop
-            low = stop
 
     def _lanes(
         self, columns: list[str | None], scratch: Scratch

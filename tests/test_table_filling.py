@@ -18,9 +18,10 @@ from gear_offline import table_filling as module
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.host_memory import HostBlock
+from gear_offline.host_memory import PAGE_BYTES, HostBlock
 from gear_offline.host_table import host_table
 from gear_offline.table import Table, build_table
+from gear_offline.table_filling import cut_pieces
 from tests.segment_oracle import MemoryTable, same_bits
 from tests.support import ArraySource, make_dataset
 from tests.test_host_memory import line, python
@@ -65,6 +66,7 @@ def assert_same(one: Table, other: Table) -> None:
     threads=st.sampled_from([1, 2, 3, 16]),
     verify=st.booleans(),
     piece=st.sampled_from([1, 90, 700, 1 << 20]),
+    page=st.sampled_from([16, 64, 4096]),
     gamma=st.sampled_from([1.0, 0.9]),
     normalize=st.booleans(),
 )
@@ -75,12 +77,14 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     threads: int,
     verify: bool,
     piece: int,
+    page: int,
     gamma: float,
     normalize: bool,
 ) -> None:
     dataset, arrays = data
     monkeypatch.setattr(module, "PIECE_BYTES", piece)
     monkeypatch.setattr(module, "DIRECT_BYTES", piece)
+    monkeypatch.setattr(module, "PAGE_BYTES", page)
     monkeypatch.setattr(module, "RUN_BYTES", 8 * piece)
     monkeypatch.setattr(module, "LAID_BYTES", piece // 3)
     options: dict[str, Any] = {
@@ -96,6 +100,25 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
         options["normalize_states"] = True
         one = build_table(dataset, threads=threads, **options)
         assert_same(one, build_table(dataset, threads=1, **options))
+
+
+@given(
+    low=st.integers(0, 10**9),
+    steps=st.integers(0, 10**5),
+    count=st.integers(300, 10**5),
+    margin=st.integers(0, 100),
+    widths=st.lists(st.integers(1, 200).map(lambda n: 4 * n), min_size=1, max_size=2),
+)
+def test_pieces_end_where_pages_end(
+    low: int, steps: int, count: int, margin: int, widths: list[int]
+) -> None:
+    found = list(cut_pieces(low, low + steps, count, margin=margin, row_bytes=widths))
+    assert [start for start, _ in found] == [low, *(stop for _, stop in found)][: len(found)]
+    assert found[-1][1] == low + steps if steps else not found
+    assert all(0 < stop - start <= count for start, stop in found)
+    rows = [margin + stop for _, stop in found[:-1]]
+    if count >= 2 * PAGE_BYTES:
+        assert all(row * width % PAGE_BYTES == 0 for row in rows for width in widths)
 
 
 @settings(
