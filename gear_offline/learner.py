@@ -33,6 +33,7 @@ from gear_offline.models.policy import Policy
 from gear_offline.optimizer import Optimizer
 from gear_offline.parallel import (
     choose_parallel,
+    has_half_gradients,
     load_model_tensors,
     model_tensors,
     shard_model,
@@ -110,7 +111,14 @@ class Learner:
         half = self.precision is not None
         self.parallel = choose_parallel(recipe, self.model, self.world, device, half=half)
         if self.parallel.sharded:
-            shard_model(self.model, device, self.world, self.precision, self.parallel)
+            shard_model(
+                self.model,
+                device,
+                self.world,
+                self.precision,
+                self.parallel,
+                half_gradients=has_half_gradients(recipe, self.precision),
+            )
         else:
             self.model.to(device)  # type: ignore[arg-type, unused-ignore]
         self.model.train()

@@ -141,16 +141,28 @@ def _kept(recipe: Recipe, ranks: int, *, half: bool) -> int:
     )
 
 
+def has_half_gradients(recipe: Recipe, precision: torch.dtype | None) -> bool:
+    """Return whether gradients are in 16 bits, also those that ranks add up.
+
+    Those of micro-batches are not: they would add up coarsely.
+    """
+    train = recipe.train
+    return precision is not None and train.weights == "bf16" and train.accumulate == 1
+
+
 def shard_model(
     model: DecisionTransformer,
     device: torch.device,
     world: World,
     precision: torch.dtype | None,
     parallel: Parallel,
+    *,
+    half_gradients: bool,
 ) -> None:
     """Shard a model over the ranks, block by block, in place; it need not be on the device.
 
-    Its products are in `precision`, gradients are added up and weights are updated in float32.
+    Its products are in `precision`, weights are updated in float32.  Gradients are added up over
+    the ranks in float32, with `half_gradients` in `precision`, as those of replicas.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -161,7 +173,7 @@ def shard_model(
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
             options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=precision, reduce_dtype=torch.float32
+                param_dtype=precision, reduce_dtype=precision if half_gradients else torch.float32
             )
         for block in model.encoder.h:
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
@@ -181,7 +193,8 @@ def working_copy(
     otherwise the model itself.
     """
     if precision is not None and parallel.sharded:  # cast when they are collected
-        return model, precision, "bfloat16 products of float32 shards"
+        sums = "bfloat16" if has_half_gradients(recipe, precision) else "float32"
+        return model, precision, f"bfloat16 products of float32 shards, {sums} sums of gradients"
     if recipe.train.weights == "fp32" or precision is None:
         return model, precision, ""
     if recipe.train.accumulate > 1:

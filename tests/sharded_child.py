@@ -29,6 +29,9 @@ from gear_offline.world import World, open_world
 
 # what FSDP2 collects weights with; older torch does not have the first
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
 
 
@@ -168,6 +171,28 @@ def two(world: World, recipe: str, out: Path) -> None:
         assert same[0] == same[1], f"{name} after a resume of as many ranks"
     found = [record["loss"] for record in read_records(out / "metrics.jsonl")]
     assert found == losses and len(losses) == 4, "losses of weights that stay, or do not"
+    in_half(recipe, out.with_name("half"))
+
+
+def in_half(recipe: str, out: Path) -> None:
+    """Products in bfloat16, gradients added up in float32 or bfloat16: nearly the same losses."""
+    added: list[torch.dtype] = []
+    reduce = getattr(dist, REDUCE)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        added.append((named.get("input") if "input" in named else arguments[1]).dtype)
+        return reduce(*arguments, **named)
+
+    losses = []
+    for weights, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        added.clear()
+        options = [f"train.weights={weights}", "train.precision=bf16", "train.steps=4"]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(dist, REDUCE, noted)
+            trainer.train(load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights)
+        assert set(added) == {dtype}, added
+        losses.append([row["loss"] for row in read_records(out / weights / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
 
 
 def three(world: World, recipe: str, out: Path) -> None:

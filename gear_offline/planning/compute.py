@@ -52,8 +52,6 @@ SHADOW_BYTES = 2  # and where autocast keeps a bfloat16 copy
 KEPT_BYTES = 28.5  # from forward to backward, for each token, layer and unit of width
 KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
 KEPT_PLAIN = 64.0  # without compiling
-SHARD_TRAFFIC = 8.0  # bytes a parameter that travel with FSDP: weights twice, gradients
-SHARD_TRAFFIC_ONCE = 6.0  # where weights stay between the passes
 DRAW_SECONDS = 9e-9  # for each weight of a new model
 
 
@@ -167,12 +165,13 @@ def step_cost(
         busy += (products + moving) / 3
     kept = _kept_bytes(recipe, tokens / train.accumulate, compiled=compiled, half=half)
     state = parameters * float(STATE_BYTES + SHADOW_BYTES * casts)
-    travelling, reshard = 4.0 if casts else 2.0, False
+    travelling, reshard = 2.0 if half and not casts else 4.0, False
     if sharded:
         reshard = _reshards(recipe, parameters, gpu.memory, ranks=ranks)
         gathered = 0 if reshard else parameters * (SHADOW_BYTES if half else 4)
         state = parameters * STATE_BYTES / ranks + gathered
-        travelling = (SHARD_TRAFFIC if reshard else SHARD_TRAFFIC_ONCE) / 2
+        weights = (2 if reshard else 1) * (2.0 if half else 4.0)
+        travelling = (travelling + weights) / 2  # an all-reduce sends everything twice
     start = hardware.start
     compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
     return StepCost(
