@@ -1,7 +1,8 @@
 """The command line: parsing only; each command calls one function of the package.
 
 Results go to stdout, progress and messages to stderr.  Exit code 0 means done, 2 wrong usage or
-bad input, 1 anything else.  An error is one line, ``error[CODE]: what, where; remedy``.
+bad input, 130 stopped by the user, 1 anything else.  An error is one line,
+``error[CODE]: what, where; remedy``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from gear_offline.checkpoint_folder import (
     checkpoint_name,
 )
 from gear_offline.checkpoint_writer import CheckpointWriter
+from gear_offline.command import INTERRUPTED_BY_USER
 from gear_offline.errors import GearError
 from gear_offline.interruption import StopRequest
 from gear_offline.learner import Learner
@@ -27,7 +28,9 @@ LOST = ("RANK_LOST", "RANK_FAILED")
 
 
 class TrainingInterrupted(GearError):
-    """Ctrl-C or SIGTERM stopped the run; a checkpoint was saved."""
+    """Ctrl-C or SIGTERM stopped the work; what was done is saved (exit code 130)."""
+
+    exit_code = INTERRUPTED_BY_USER
 
 
 class Run:

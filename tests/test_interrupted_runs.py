@@ -1,0 +1,88 @@
+"""Ctrl-C and SIGTERM end whatever trains with exit code 130, as they end other commands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gear_offline import sweep
+from gear_offline.cli import main
+from gear_offline.sweep_modes import Choice
+from gear_offline.sweep_results import steps_done
+from tests.training_support import tiny_recipe
+
+LONG = ("train.steps=1000000", "evaluate.episodes=0", "train.checkpoint_every=1000000")
+
+
+@pytest.fixture
+def recipe(data: Path, tmp_path: Path) -> Path:
+    """A recipe that nothing but a signal ends."""
+    place = tmp_path / "long.yaml"
+    place.write_text(tiny_recipe(data, *LONG).to_yaml())
+    return place
+
+
+def interrupted(words: list[str], number: int, *runs: Path) -> int:
+    """Return how a command ends that gets a signal when each of `runs` has written its metrics."""
+    over = threading.Event()
+
+    def interrupt() -> None:
+        end = time.monotonic() + 120
+        while not over.is_set() and time.monotonic() < end:
+            if all(steps_done(run) for run in runs):
+                break
+            time.sleep(0.02)
+        if not over.is_set():
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        return main(words)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("mode", "number"),
+    [
+        ("serial", signal.SIGINT),
+        ("streams", signal.SIGINT),
+        ("stacked", signal.SIGTERM),
+        ("processes", signal.SIGINT),
+    ],
+)
+def test_a_sweep_that_is_stopped_ends_with_130(
+    mode: str,
+    number: int,
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if mode == "streams":  # which have a GPU otherwise; runs take turns here too
+        chosen = Choice(mode=mode, parallel=2, threads=None, evaluators=None, reason="asked for")
+        monkeypatch.setattr(sweep, "choose", lambda *_, **__: chosen)
+    out = tmp_path / "sweep"
+    words = ["sweep", str(recipe), "--seeds", "2", "--mode", mode, "--out", str(out), "--quiet"]
+    begun = [out / "runs" / name for name in ("s0", "s1")][: 1 if mode == "serial" else 2]
+    assert interrupted([*words, "--parallel", "2"], number, *begun) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("error[SWEEP_INTERRUPTED]: ") and "the same command goes on" in said
+    assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_ends_with_130(
+    number: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    words = ["train", str(recipe), "--out", str(run), "--quiet"]
+    assert interrupted(words, number, run) == 130
+    assert capsys.readouterr().err.startswith("error[TRAIN_INTERRUPTED]: ")
