@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from gear_offline.closing import Closing
@@ -15,7 +16,9 @@ LOCK = ".lock"
 class HeldDirectory(Closing):
     """A directory held for writing; a context manager.
 
-    The lock is the kernel's (``flock``): it ends with the process, however that ends.
+    The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where
+    nothing has been added to the directory by its end, the lock's file goes, and the directories
+    that were made for it.
 
     Parameters
     ----------
@@ -34,25 +37,61 @@ class HeldDirectory(Closing):
 
     def __init__(self, path: Path, *, unusable: str, taken: InputError) -> None:
         self.path = path
-        self._lock = -1
+        self._lock, self._home = -1, path.absolute()
+        self._made: list[Path] = []
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            while not self._take(taken):
+                pass  # who held it has just removed what it had made
         except OSError as error:
+            self._remove_made()
             raise InputError(
                 unusable,
                 f"cannot make the directory: {error.strerror}",
                 where=str(path),
                 remedy="give another place with --out, or check that you may write there",
             ) from error
+        self._before = self._content()
+
+    def _take(self, taken: InputError) -> bool:
+        """Make the directory and lock it; return False if it has gone meanwhile."""
+        place = self._home / LOCK
+        self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
+        self._home.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                lock, self._is_new = os.open(place, flags | os.O_EXCL, 0o644), True
+            except FileExistsError:
+                lock, self._is_new = os.open(place, flags, 0o644), False
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.close()
+            os.close(lock)
             raise taken from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(place)):
+                self._lock = lock
+                return True
+        os.close(lock)
+        return False
 
     def close(self) -> None:
         """Let others write."""
         if self._lock >= 0:
+            with suppress(OSError):
+                if self._is_new and self._content() == self._before:
+                    os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
+                    self._remove_made()
             os.close(self._lock)
             self._lock = -1
+
+    def _content(self) -> set[str]:
+        return set(os.listdir(self._home)) - {LOCK}
+
+    def _remove_made(self) -> None:
+        """Remove the directories that were made, as far as they are empty."""
+        for place in self._made:
+            with suppress(OSError):
+                place.rmdir()

@@ -74,8 +74,8 @@ class LeadingRun(Run):
         return checkpoint
 
     def _begin(self) -> None:
+        self._announce()  # it may refuse the run; from here on the directory is written to
         self.directory.write_recipe(self.recipe)
-        self._announce()
         step = self.learner.step
         for done, path in list_checkpoints(self.directory.checkpoints_path):
             if done > step:  # passed over: it would count as saved, and as the newest to keep

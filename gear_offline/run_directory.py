@@ -92,6 +92,8 @@ def run_in(recipe: str | Path) -> Path | None:
 class RunDirectory(HeldDirectory):
     """A run directory held for writing; a context manager.
 
+    Until `write_recipe` nothing in it changes, so that a run that is refused leaves what was there.
+
     Parameters
     ----------
     path
@@ -121,8 +123,7 @@ class RunDirectory(HeldDirectory):
         except InputError:
             self.close()
             raise
-        if not resume and self.is_false_start:
-            self._sweep()
+        self._begins_anew = not resume and self.is_false_start
 
     def _check(self, resume: bool) -> None:
         """Refuse a directory that is not ours to write."""
@@ -201,7 +202,10 @@ class RunDirectory(HeldDirectory):
         return word
 
     def write_recipe(self, recipe: Recipe) -> None:
-        """Store the resolved recipe."""
+        """Store the resolved recipe, in place of what a false start left."""
+        if self._begins_anew:
+            self._sweep()
+            self._begins_anew = False
         write_whole(self.recipe_path, recipe.to_yaml().encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:

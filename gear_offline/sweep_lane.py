@@ -31,8 +31,8 @@ class TurnRun(LeadingRun):
     def begin(self) -> None:
         """Take over the newest checkpoint, open the files, do what a kill left undone."""
         self._restore()
-        self._open = True
         self._begin()
+        self._open = True
         if self.learner.step > 0:
             self._look(self.learner.step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import subprocess
@@ -36,7 +37,8 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
 
 def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
     assert code_of(tmp_path, resume=False) == ""
-    assert (tmp_path / ".lock").exists()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".lock").touch()
     assert code_of(tmp_path, resume=False) == "", "killed before it wrote anything"
 
 
@@ -46,6 +48,9 @@ def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
         run.write_recipe(load_recipe("paper"))
         run.metrics_path.write_text("{}")
     assert code_of(tmp_path, resume=False) == ""
+    assert (tmp_path / "metrics.jsonl").exists(), "this one has not begun either"
+    with RunDirectory(tmp_path) as run:
+        run.write_recipe(load_recipe("paper"))
     assert not (tmp_path / "metrics.jsonl").exists()
     with RunDirectory(tmp_path) as run:
         run.write_recipe(load_recipe("paper"))
@@ -81,6 +86,40 @@ def test_one_writer_also_across_processes(tmp_path: Path) -> None:
         )
         assert found.stdout == "RUN_LOCKED\n"
     assert code_of(tmp_path / "a", resume=True) == "", "the lock ends with its holder"
+
+
+def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "a" / "b"
+    with RunDirectory(path):
+        assert code_of(path, resume=False) == "RUN_LOCKED"
+        assert (path / ".lock").exists(), "who was refused takes nothing away"
+        (tmp_path / "runs" / "mine.txt").touch()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "mine.txt"]
+    with RunDirectory(path) as run:
+        run.write_recipe(load_recipe("paper"))
+    assert sorted(os.listdir(path)) == [".lock", "recipe.yaml"]
+    assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "RUN_DIRECTORY"
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_lock_whose_file_has_gone_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holder removes it between another process's opening and locking it."""
+    path, flock, removed = tmp_path / "run", fcntl.flock, 0
+
+    def late(lock: int, how: int) -> None:
+        nonlocal removed
+        if removed < 2:
+            removed += 1
+            (path / ".lock").unlink()
+            path.rmdir()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with RunDirectory(path):
+        assert removed == 2 and code_of(path, resume=False) == "RUN_LOCKED"
+    assert not path.exists()
 
 
 def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""A run that is refused leaves nothing, and a run that is there is as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gear_offline.errors import GearError
+from gear_offline.sweep_points import name_points
+from gear_offline.sweep_turns import Turns
+from gear_offline.trainer import train
+from tests.sweep_support import in_turns
+from tests.training_support import tiny_recipe
+
+pytestmark = pytest.mark.usefixtures("no_reports")
+
+# found after the directory was made: with the data, with the model, and before the first step
+REFUSED = {
+    "ENVIRONMENT_MISMATCH": ("evaluate.environment=CartPole-v1",),
+    "TIMESTEP_RANGE": ("model.max_timestep=4",),
+    "EVALUATE_BESIDE": ("evaluate.beside=on",),  # only this process knows the environment
+}
+
+
+def content(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    """Return what is in a folder, and when it was last changed."""
+    return {
+        place: (place.lstat().st_mtime_ns, place.read_bytes() if place.is_file() else b"")
+        for place in sorted(folder.rglob("*"))
+    }
+
+
+def refusal(data: Path, out: Path, *changes: str, resume: bool = False) -> str:
+    with pytest.raises(GearError) as caught:
+        train(tiny_recipe(data, *changes), out=out, resume=resume, quiet=True)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("code", REFUSED)
+def test_a_new_run_that_is_refused_leaves_nothing(
+    code: str, resume: bool, data: Path, tmp_path: Path
+) -> None:
+    assert refusal(data, tmp_path / "runs" / "a", *REFUSED[code], resume=resume) == code
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    assert refusal(data, tmp_path / "mine", *REFUSED[code], resume=resume) == code
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"], "what was there stays"
+
+
+def test_a_run_that_is_there_is_left_as_it_was(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    for lock in ("kept", "lost"):  # as where only visible files were copied
+        if lock == "lost":
+            (run / ".lock").unlink()
+        before = content(run)
+        assert refusal(data, run) == "RUN_EXISTS"
+        for changes in REFUSED.values():
+            refusal(data, run, "train.steps=9", *changes, resume=True)
+        assert refusal(data, run, "train.steps=4", resume=True) == "RUN_RECIPE"
+        assert refusal(data, run, "train.steps=9", "seed=7", resume=True) == "RUN_RECIPE"
+        assert content(run) == before
+
+
+def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    for place in (run / "checkpoints").iterdir():
+        place.rename(tmp_path / place.name)
+    before = content(run)
+    for code, changes in REFUSED.items():
+        assert refusal(data, run, *changes) == code
+        assert content(run) == before
+
+
+def test_a_run_of_a_sweep_that_is_refused_leaves_nothing(data: Path, tmp_path: Path) -> None:
+    points = name_points([tiny_recipe(data, *REFUSED["EVALUATE_BESIDE"])])
+    (error,) = in_turns(Turns, points, tmp_path, parallel=1).values()
+    assert error is not None and error.code == "EVALUATE_BESIDE"
+    assert list(tmp_path.iterdir()) == []
