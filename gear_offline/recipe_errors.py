@@ -6,11 +6,13 @@ Codes: ``RECIPE_UNKNOWN_KEY``, ``RECIPE_MISSING``, ``RECIPE_TYPE``, ``RECIPE_VAL
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from gear_offline.errors import InputError
 
@@ -26,6 +28,7 @@ _TYPE_NAMES = {
     "model_type": "a section of `key: value` lines",
     "model_attributes_type": "a section of `key: value` lines",
 }
+_COUNTS = {2: "two", 3: "three", 4: "four"}
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]+)?)$"
 _PATTERN_NAMES = {
@@ -111,6 +114,49 @@ def _unknown(
     )
 
 
+def option_field(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
+    """Return the field of the option `path`, whose parts may be names of entries too."""
+    parent: type[BaseModel] | None = model
+    field: FieldInfo | None = None
+    entry: type[BaseModel] | None = None
+    for part in path:
+        if entry is not None:  # the name or place of an entry
+            parent, entry, field = entry, None, None
+            continue
+        field = parent.model_fields.get(str(part)) if parent else None
+        if field is None:
+            return None
+        parent, entry = section_model(field.annotation), entry_model(field.annotation)
+    return field
+
+
+def _wrong_count(
+    model: type[BaseModel], problem: Any, problems: Sequence[Any], *, where: str
+) -> InputError | None:
+    """Return the error for an option of so many numbers that is no list of as many; else None."""
+    kind, path = problem["type"], list(problem["loc"])
+    if kind == "missing" and isinstance(path[-1], int):  # the number that would be there
+        path.pop()
+    elif kind not in ("tuple_type", "too_long", "too_short"):
+        return None
+    field = option_field(model, path)
+    candidates = (field.annotation, *get_args(field.annotation)) if field else ()
+    kinds = next((get_args(c) for c in candidates if get_origin(c) is tuple), ())
+    if field is None or not kinds or kinds[-1] is Ellipsis:  # as many as one likes
+        return None
+    dotted, others = ".".join(map(str, path)), len(problems)
+    others -= sum(list(p["loc"][: len(path)]) == path for p in problems)
+    default = field.default
+    example = default if isinstance(default, tuple) else list(range(1, len(kinds) + 1))
+    return InputError(
+        "RECIPE_TYPE" if kind == "tuple_type" else "RECIPE_VALUE",
+        f"{dotted} must be a list of {_COUNTS.get(len(kinds), len(kinds))} numbers, "
+        f"got {_shown(problem['input'])}" + (f" (and {others} more)" if others else ""),
+        where=where,
+        remedy=f"write it like {dotted}={json.dumps(example, separators=(',', ':'))}",
+    )
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -127,6 +173,8 @@ def to_input_error(model: type[BaseModel], error: ValidationError, *, where: str
     kind, got, context = problem["type"], problem.get("input"), problem.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown_key(model, path, where=where)
+    if wrong_count := _wrong_count(model, problem, problems, where=where):
+        return wrong_count
     if kind == "missing":
         return InputError(
             "RECIPE_MISSING",

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, ValidationError
 
 from gear_offline.errors import InputError
 from gear_offline.recipe import Recipe
-from gear_offline.recipe_errors import dotted_fields, entry_model, section_model
+from gear_offline.recipe_errors import dotted_fields, entry_model, section_model, to_input_error
+from gear_offline.recipe_sections import Section
 from gear_offline.strict_yaml import parse_yaml
 
 
@@ -65,6 +67,24 @@ def test_every_option_has_a_text() -> None:
         return count
 
     assert check(Recipe) == len(list(dotted_fields(Recipe)))
+
+
+class Triples(Section):
+    """Options of so many numbers, wherever they may stand."""
+
+    limits: tuple[int, int, int] | None = Field(default=None, strict=False)
+    parts: dict[str, Triples] | None = None
+
+
+@pytest.mark.parametrize("value", [[], [1], [1, 2], [1, 2, 3, 4]])
+@pytest.mark.parametrize("place", ["limits", "parts.x.limits"])
+def test_a_list_of_so_many_numbers_is_told_as_one(place: str, value: list[int]) -> None:
+    inner: dict[str, Any] = {"limits": value}
+    with pytest.raises(ValidationError) as caught:
+        Triples.model_validate(inner if place == "limits" else {"parts": {"x": inner}})
+    error = to_input_error(Triples, caught.value, where="x.yaml")
+    assert (error.code, error.remedy) == ("RECIPE_VALUE", f"write it like {place}=[1,2,3]")
+    assert error.what == f"{place} must be a list of three numbers, got {value}"
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
