@@ -110,7 +110,7 @@ def convert(
         ``ENVIRONMENT_UNKNOWN``, ``TARGET_EXISTS``, ``TARGET_KIND``, ``TARGET_BUSY``,
         ``NONFINITE``, ``BOOL_BYTES``, ``REWARDS``, ``COLUMN_MISSING``, ``COLUMN_NAME``,
         ``EMPTY_SOURCE``, ``CONVERT_OPTION``, ``REFERENCE_UNKNOWN``, ``SOURCE_READ``,
-        ``SOURCE_ENDS``, ``SOURCE_CHANGED`` and the source's own errors.
+        ``SOURCE_ENDS``, ``SOURCE_CHANGED``, ``OUTPUT_FOLDER`` and the source's own errors.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
 

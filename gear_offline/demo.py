@@ -29,6 +29,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.manifest import Manifest
 from gear_offline.plots import short
 from gear_offline.scores import ReferenceScores, normalized_score
+from gear_offline.staging import check_new_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +117,13 @@ class Demo:
 
         Raises
         ------
+        InputError
+            ``OUTPUT_FOLDER`` when there can be no such directory.
         GearError
             ``DEMO_STEP`` when a command fails, ``DEMO_CHECK`` when the policy has not learnt.
         """
         settings = self.settings
+        check_new_folder(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.step(
             1,

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
-from gear_offline.staging import write_error
+from gear_offline.staging import check_folder_of, write_error
 
 CHUNK_ROWS = 4096  # and rows that are held before they are written
 CHUNK_BYTES = 1 << 20  # fewer rows where they are wide, such as frames
@@ -115,10 +115,7 @@ class Hdf5Writer(Closing):
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path, self.overwrite = path, overwrite
-        if not path.parent.is_dir():
-            raise InputError(
-                "OUTPUT_FOLDER", "folder does not exist", where=f"{path.parent}", remedy="make it"
-            )
+        check_folder_of(path)
         self._refuse_existing()
         self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         with self.writing():

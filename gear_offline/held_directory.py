@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
+from gear_offline.staging import file_in_the_way
 
 LOCK = ".lock"
 
@@ -44,11 +45,14 @@ class HeldDirectory(Closing):
                 pass  # who held it has just removed what it had made
         except OSError as error:
             self._remove_made()
+            file = file_in_the_way(path)
+            why = error.strerror if file is None else f"{file} is a file, not a folder"
+            cure = "check that you may write there" if file is None else "move that file away"
             raise InputError(
                 unusable,
-                f"cannot make the directory: {error.strerror}",
+                f"cannot make the directory: {why}",
                 where=str(path),
-                remedy="give another place with --out, or check that you may write there",
+                remedy=f"give another place with --out, or {cure}",
             ) from error
         self._before = self._content()
 

@@ -24,6 +24,7 @@ from gear_offline.progress import say
 from gear_offline.recipe import Recipe
 from gear_offline.recipe_sections import CollectSettings, DataSettings
 from gear_offline.scores import reference_scores
+from gear_offline.staging import check_path
 from gear_offline.task_recipes import open_tasks
 from gear_offline.wording import count_text, size_text
 
@@ -63,7 +64,6 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
                 remedy="make it with `gear-offline convert`, or say what to convert: data.source",
             )
         say(f"converting {source} to {path}", quiet=quiet)
-        path.parent.mkdir(parents=True, exist_ok=True)
         convert(source, path, quiet=quiet)
         return open_recipe_dataset(recipe)
     dataset = open_recipe_dataset(recipe)
@@ -111,6 +111,7 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
         f"collecting {count_text(settings.steps, 'step')} of {settings.environment} in {file}",
         quiet=quiet,
     )
+    check_path(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)

@@ -41,6 +41,48 @@ def write_error(error: OSError, where: str) -> GearError:
     )
 
 
+def file_in_the_way(folder: Path) -> Path | None:
+    """Return the part of a path that is there and is no folder, so that `folder` cannot be made."""
+    found = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    return None if found is None or found.is_dir() else found
+
+
+def check_path(folder: Path, *, output: Path) -> None:
+    """Refuse a folder for an output, to be made or there, whose path leads through a file.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_FOLDER``.
+    """
+    place = file_in_the_way(folder)
+    if place is not None:
+        raise InputError(
+            "OUTPUT_FOLDER",
+            f"{place} is a file, not a folder",
+            where=str(output),
+            remedy="choose another place, or move that file away",
+        )
+
+
+def check_folder_of(path: Path) -> None:
+    """Refuse a file to be made whose folder is not there.
+
+    Raises
+    ------
+    InputError
+        ``OUTPUT_FOLDER``.
+    """
+    check_path(path.parent, output=path)
+    if not path.parent.is_dir():
+        raise InputError(
+            "OUTPUT_FOLDER",
+            "folder does not exist",
+            where=str(path.absolute().parent),
+            remedy="make it, or choose another",
+        )
+
+
 def check_new_file(path: Path) -> None:
     """Refuse early what could not be written as a new file hours later.
 
@@ -49,16 +91,12 @@ def check_new_file(path: Path) -> None:
     InputError
         ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``.
     """
-    folder = path.absolute().parent
     if os.path.lexists(path):
         raise InputError(
             "OUTPUT_EXISTS", "output exists", where=str(path), remedy="choose another name"
         )
-    if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
-        what = "you may not write in the folder" if folder.is_dir() else "folder does not exist"
-        raise InputError(
-            "OUTPUT_FOLDER", what, where=str(folder), remedy="make it, or choose another"
-        )
+    check_folder_of(path)
+    _check_writable(path.absolute().parent)
 
 
 def check_new_folder(path: Path) -> None:
@@ -69,12 +107,17 @@ def check_new_folder(path: Path) -> None:
     InputError
         ``OUTPUT_FOLDER``.
     """
+    check_path(path, output=path)
     there = path.absolute()
     while not os.path.lexists(there):
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "you may not write in the folder" if there.is_dir() else "not a folder"
-        raise InputError("OUTPUT_FOLDER", what, where=str(there), remedy="choose another")
+    _check_writable(there)
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        what = "you may not write in the folder"
+        raise InputError("OUTPUT_FOLDER", what, where=str(folder), remedy="choose another")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +173,12 @@ def staging(target: Path, *, overwrite: bool) -> Iterator[Staging]:
     ------
     InputError
         ``TARGET_BUSY`` while another process writes to the same target, ``TARGET_EXISTS`` and
-        ``TARGET_KIND`` when the target may not be replaced.
+        ``TARGET_KIND`` when the target may not be replaced, ``OUTPUT_FOLDER`` when its path leads
+        through a file.
     GearError
         ``OUTPUT_WRITE``, ``OUTPUT_SPACE``.
     """
+    check_path(target.parent, output=target)
     target = target.resolve()
     if not target.name:
         raise InputError(

@@ -128,7 +128,12 @@ class SweepDirectory(HeldDirectory):
     def _refuse_foreign(self) -> None:
         path = self.path
         if path.exists() and not path.is_dir():
-            raise InputError("SWEEP_DIRECTORY", "not a directory", where=str(path))
+            raise InputError(
+                "SWEEP_DIRECTORY",
+                "not a directory",
+                where=str(path),
+                remedy="give another place with --out",
+            )
         there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
         own = {LOCK, ".sweep.json.partial", *(("runs",) if self._others else ())}
         if there - own and not self.json_path.is_file():

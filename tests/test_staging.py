@@ -129,9 +129,13 @@ def test_a_real_file_size_limit(tmp_path: Path) -> None:
 
 def test_places_that_cannot_hold_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for target in (tmp_path / "file" / "d", Path("/proc/d"), tmp_path / ("x" * 250)):
+    for target, code in (
+        (tmp_path / "file" / "d", "OUTPUT_FOLDER"),
+        (Path("/proc/d"), "OUTPUT_WRITE"),
+        (tmp_path / ("x" * 250), "OUTPUT_WRITE"),
+    ):
         call = lambda t=target: convert(source(), t, quiet=True)  # noqa: E731
-        assert failing_code(call) == "OUTPUT_WRITE"
+        assert failing_code(call) == code
     assert os.listdir(tmp_path) == ["file"]
     assert failing_code(lambda: convert(source(), Path("/"), quiet=True)) == "TARGET_KIND"
 

@@ -253,7 +253,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
         for place in ("file", "file/below"):
             assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
             error = capsys.readouterr().err
-            assert error.startswith("error[OUTPUT_FOLDER]: not a folder") and "file" in error
+            said = f"error[OUTPUT_FOLDER]: {tmp_path / 'file'} is a file, not a folder"
+            assert error.startswith(said)
     with pytest.raises(GearError) as caught:
         write_comparison(
             compare(load_recipe("paper", words[2:]), strategies="fifo"), Path("/proc/x")

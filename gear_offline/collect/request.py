@@ -12,7 +12,7 @@ from gear_offline.collect import stable_baselines
 from gear_offline.collect.makers import QUALITIES, check_mix
 from gear_offline.collect.workers import usable_cores
 from gear_offline.errors import InputError
-from gear_offline.staging import check_new_file
+from gear_offline.staging import check_folder_of, check_new_file
 
 PARALLEL_STEPS = 20_000  # below this many steps, starting processes costs more than it brings
 MAX_ENVIRONMENTS = 4096  # a process makes them all before its first step, whatever memory is left
@@ -91,13 +91,8 @@ def _check_save_policy(request: Request, path: Path) -> None:
         )
     if path.is_dir() or not request.overwrite:
         check_new_file(path)
-    elif not path.absolute().parent.is_dir():
-        raise InputError(
-            "OUTPUT_FOLDER",
-            "folder does not exist",
-            where=str(path.absolute().parent),
-            remedy="make it",
-        )
+    else:
+        check_folder_of(path)
 
 
 def check_request(*, processes: int | None, **options: Any) -> Request:

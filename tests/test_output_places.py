@@ -1,0 +1,66 @@
+"""A place that leads through a file is refused before any work, with the name of that file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import gear_offline
+from gear_offline.cli import main
+from gear_offline.demo import main as demo
+from gear_offline.errors import InputError
+from tests.training_support import tiny_recipe
+
+COMMANDS = {  # and their codes
+    "convert {source} {out}": "OUTPUT_FOLDER",
+    "collect CartPole-v1 {out} --steps 20": "OUTPUT_FOLDER",
+    "collect CartPole-v1 new.hdf5 --policy ars --save-policy {out}": "OUTPUT_FOLDER",
+    "collect CartPole-v1 new.hdf5 --policy ars --overwrite --save-policy {out}": "OUTPUT_FOLDER",
+    "train {recipe} --out {out}": "RUN_DIRECTORY",
+    "train {recipe} data.path={out} data.source={source}": "OUTPUT_FOLDER",
+    "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_FOLDER",
+    "sweep {recipe} --seeds 2 --out {out}": "SWEEP_DIRECTORY",
+    "strategies {recipe} --out {out}": "OUTPUT_FOLDER",
+    "strategies {recipe} --train --out {out}": "OUTPUT_FOLDER",
+}
+
+
+@pytest.mark.parametrize("below", ["x", "x/y"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_amid_the_path_is_named(
+    command: str,
+    below: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
+    words = command.format(source=data, recipe="tiny.yaml", out=f"file/{below}").split()
+    assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error[{COMMANDS[command]}]: ")
+    assert "file is a file, not a folder (file/x" in said and "move that file away" in said
+    assert sorted(os.listdir()) == ["file", "tiny.yaml"] and Path("file").read_text() == "mine"
+
+
+def test_an_export_and_the_demo_say_so_too(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file is a file, not a folder") as caught:
+        gear_offline.export_hdf5(data, tmp_path / "file" / "x.hdf5", quiet=True)
+    assert caught.value.code == "OUTPUT_FOLDER"
+    assert demo(["--out", str(tmp_path / "file" / "x")]) == 2
+    assert capsys.readouterr().err.startswith("error[OUTPUT_FOLDER]: ")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_is_not_there_is_still_asked_for(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"folder does not exist .*; make it") as caught:
+        gear_offline.export_hdf5(data, tmp_path / "new" / "x.hdf5", quiet=True)
+    assert caught.value.code == "OUTPUT_FOLDER"
