@@ -7,6 +7,7 @@ import re
 import sys
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.progress import say
 
 _ID = re.compile(r"(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)  # module:namespace/name-vN
 MAX_CHARS = 200
@@ -79,3 +80,25 @@ def unregistered(name: str) -> str:
     near = versions or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     hint = f"; did you mean {near[-1]}?" if near else ""
     return f"Gymnasium has no environment {name!r} here{hint}"
+
+
+def say_version(name: str, *, quiet: bool) -> None:
+    """Say which version Gymnasium takes of an environment that is named without one.
+
+    Gymnasium says so for each environment that is made, in each process; `make_environment` keeps
+    that back.
+
+    Parameters
+    ----------
+    name
+        Of an environment that has been made, so that what registers it is imported.
+    quiet
+        Say nothing.
+    """
+    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+
+    space, bare, version = parse_env_id(name.rpartition(":")[2])
+    newest = find_highest_version(space, bare) if version is None else None
+    if newest is not None:
+        taken = get_env_id(space, bare, newest)
+        say(f"{name} names no version: the newest one here is taken, {taken}", quiet=quiet)

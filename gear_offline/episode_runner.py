@@ -109,6 +109,8 @@ def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, 
         with warnings.catch_warnings(), _quiet_simulator():
             # v4 is asked for on purpose where it is closer to D4RL's environments than v5
             warnings.filterwarnings("ignore", message=".*is out of date.*")
+            # `say_version` says it, once for all environments and processes
+            warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
             # the checker repeats for every step what the first episode already proves
             make = make_atari if is_atari(environment_id) else gymnasium.make
             return make(environment_id, disable_env_checker=True, **options)

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from gear_offline.checkpoint_folder import find_checkpoint, run_of, typed_run
-from gear_offline.environment_ids import check_no_import
+from gear_offline.environment_ids import check_no_import, say_version
 from gear_offline.episode_runner import (
     ActingPolicy,
     RandomPolicy,
@@ -216,6 +216,7 @@ def evaluate(
     if environment is None:
         check_no_import(environment_id, source="the run", option="--environment ")
     check_sizes(parts.model, environment_id)
+    say_version(environment_id, quiet=quiet)
     policy = parts.policy(where)
     with torch_threads(recipe.train.threads):
         report = evaluate_policy(

@@ -15,7 +15,7 @@ import numpy as np
 
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.environment_ids import check_no_import
+from gear_offline.environment_ids import check_no_import, say_version
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.fields import is_image, standard_fields
 from gear_offline.host_memory import available_bytes
@@ -181,6 +181,7 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
             say(f"no evaluation: {error}", quiet=quiet)
             environment = None
         else:
+            say_version(environment, quiet=quiet)
             with probe:
                 state_dim, action_dim, discrete = space_sizes(probe)
                 shape = probe.observation_space.shape or ()

@@ -30,6 +30,7 @@ from gear_offline.collect.policy import (
 from gear_offline.collect.request import Request, check_request, requested_mix
 from gear_offline.collect.workers import Crew
 from gear_offline.collect.writer import D4rlWriter
+from gear_offline.environment_ids import say_version
 from gear_offline.errors import GearError
 from gear_offline.progress import progress, say
 from gear_offline.wording import count_text
@@ -190,6 +191,7 @@ def collect(
             processes=request.processes,
         ) as crew,
     ):
+        say_version(request.environment, quiet=request.quiet)
         makers, best, used = _prepare(request, crew)
         reports = _record(request, crew, writer, makers)
         _check_gate(request, max(r.mean_return for r in reports))
