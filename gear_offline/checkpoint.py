@@ -47,7 +47,7 @@ from gear_offline.errors import InputError
 from gear_offline.policy_parts import PolicyParts as PolicyParts
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import read_regular
-from gear_offline.shard_index import INDEX, read_index
+from gear_offline.shard_index import INDEX, read_index, verify_shards
 from gear_offline.sharded_checkpoint import whole_tensors
 from gear_offline.tensor_names import MODEL as OF_MODEL
 from gear_offline.tensor_names import TRAINING as OF_TRAINING
@@ -215,6 +215,7 @@ def newest_checkpoint(
     *,
     below: int | None = None,
     shards: bool = True,
+    verify: bool = False,
 ) -> Checkpoint | None:
     """Return the newest checkpoint in `folder` that is whole; None when there is none at all.
 
@@ -226,6 +227,8 @@ def newest_checkpoint(
         Pass over those of this step and later ones.
     shards
         As in `read_checkpoint`.
+    verify
+        Compare shards that are left unread with their digests too.
 
     Raises
     ------
@@ -237,7 +240,10 @@ def newest_checkpoint(
         if below is not None and step >= below:
             continue
         try:
-            return read_checkpoint(path, shards=shards)
+            checkpoint = read_checkpoint(path, shards=shards)
+            if verify and checkpoint.shards is not None:
+                verify_shards(path, checkpoint.shards)
+            return checkpoint
         except InputError as error:
             if error.code in MAY_BE_WHOLE:
                 raise  # an older one would undo its work

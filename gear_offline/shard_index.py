@@ -83,6 +83,31 @@ def read_bytes(path: Path, *, most: int) -> bytes:
         raise damaged(path.parent, f"{path.name} is {error}") from error
 
 
+def read_shard(folder: Path, name: str, facts: Mapping[str, Any]) -> bytes:
+    """Return one rank's file, every byte of it verified; raises as `read_index`."""
+    check_name(folder, name)
+    raw = read_bytes(folder / name, most=facts["bytes"])
+    if len(raw) != facts["bytes"] or xxhash.xxh3_128_hexdigest(raw) != facts["xxh3_128"]:
+        raise damaged(folder, f"{name} does not match its digest")
+    return raw
+
+
+def verify_shards(folder: Path, expected: Mapping[str, Any]) -> None:
+    """Compare the index and all files of `folder` with their digests, one file at a time.
+
+    Parameters
+    ----------
+    expected
+        As for `read_index`, whose errors this raises.
+    """
+    index = read_index(folder, expected)
+    try:
+        for name, facts in index["files"].items():
+            read_shard(folder, name, facts)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"it lacks or misnames something ({error})") from error
+
+
 def check_sizes(folder: Path, index: Mapping[str, Any]) -> None:
     """Refuse tensors larger than the files that hold them: no memory is taken for lies.
 

@@ -42,11 +42,10 @@ from gear_offline.shard_index import (
     FORMAT_VERSION,
     INDEX,
     TYPES,
-    check_name,
     check_sizes,
-    read_bytes,
     read_index,
     read_sealed,
+    read_shard,
     shard_stem,
 )
 from gear_offline.tensor_file import DTYPES, write_tensors
@@ -385,10 +384,7 @@ def _overlap(wanted: Piece, held: Mapping[str, Any]) -> tuple[Slices, Slices] | 
 
 def _read_file(folder: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read one rank's file and verify every byte of it."""
-    check_name(folder, name)
-    raw = read_bytes(folder / name, most=facts["bytes"])
-    if len(raw) != facts["bytes"] or xxhash.xxh3_128_hexdigest(raw) != facts["xxh3_128"]:
-        raise damaged(folder, f"{name} does not match its digest")
+    raw = read_shard(folder, name, facts)
     try:
         tensors: dict[str, Tensor] = load_tensors(raw)
     except SafetensorError as error:

@@ -186,7 +186,9 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
         check_same_run(load_recipe(before), recipe, path)
     if not saved or saved[-1][0] <= recipe.train.steps:
         return
-    whole = newest_checkpoint(path / "checkpoints", lambda message: None, shards=False)
+    # Only here, where the run would be refused, shards are read for that: before training goes on
+    # its ranks verify them, each its own.
+    whole = newest_checkpoint(path / "checkpoints", lambda message: None, shards=False, verify=True)
     done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
     if done > recipe.train.steps:
         raise InputError(

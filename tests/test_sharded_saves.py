@@ -35,6 +35,7 @@ from gear_offline.shard_index import INDEX, read_index
 from gear_offline.sharded_checkpoint import Piece, Shard
 from gear_offline.tensor_file import write_tensors
 from gear_offline.tensor_names import MODEL, TRAINING, named
+from gear_offline.trainer import check_resumed
 from gear_offline.training_run import Run
 from gear_offline.world import World
 from tests.damage import DAMAGE, damage
@@ -206,6 +207,25 @@ def test_every_kind_of_damage_leads_to_the_one_before(
     assert below is not None and below.state.step == 5 and len(said) == 1
     with pytest.raises(InputError, match="none of the checkpoints is whole"):
         newest_checkpoint(folder, said.append, below=5)
+
+
+@pytest.mark.parametrize("name", [INDEX, *SHARDS])
+@pytest.mark.parametrize("kind", ["middle bit", "missing"])
+def test_steps_of_damaged_shards_are_not_done(
+    tmp_path: Path, saved: Path, name: str, kind: str
+) -> None:
+    """Their steps would refuse fewer, and the ranks then go on from an older checkpoint."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.to_yaml())
+    fewer, least = (RECIPE.replace(train__steps=steps) for steps in (9, 5))
+    with pytest.raises(InputError, match="but 10 steps are done"):
+        check_resumed(tmp_path, fewer)
+    damage(tmp_path / "checkpoints" / checkpoint_name(10) / name, kind)
+    check_resumed(tmp_path, fewer)
+    check_resumed(tmp_path, least)
+    damage(tmp_path / "checkpoints" / checkpoint_name(5) / SHARDS[0], kind)
+    with pytest.raises(InputError, match="none of the checkpoints is whole"):
+        check_resumed(tmp_path, fewer)
 
 
 def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path, saved: Path) -> None:
