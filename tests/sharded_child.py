@@ -180,7 +180,8 @@ def in_half(recipe: str, out: Path) -> None:
     reduce = getattr(dist, REDUCE)
 
     def noted(*arguments: Any, **named: Any) -> Any:
-        added.append((named.get("input") if "input" in named else arguments[1]).dtype)
+        tensor: torch.Tensor = named["input"] if "input" in named else arguments[1]
+        added.append(tensor.dtype)
         return reduce(*arguments, **named)
 
     losses = []
