@@ -70,23 +70,35 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
+def _walk(
+    model: type[BaseModel], path: Sequence[str | int]
+) -> list[tuple[type[BaseModel], FieldInfo | None]]:
+    """Return the section that each part of `path` is looked for in, and its field there.
+
+    It ends with the first part that leads to no section.  Names of entries have no field.
+    """
+    found: list[tuple[type[BaseModel], FieldInfo | None]] = []
+    section: type[BaseModel] | None = model
+    entry: type[BaseModel] | None = None
+    for part in path:
+        if section is None:
+            break
+        if entry is not None:  # the name or place of an entry
+            found.append((section, None))
+            section, entry = entry, None
+            continue
+        field = section.model_fields.get(str(part))
+        found.append((section, field))
+        entry = entry_model(field.annotation) if field else None
+        if entry is None:
+            section = section_model(field.annotation) if field else None
+    return found
+
+
 def unknown_key(model: type[BaseModel], path: Sequence[str], *, where: str) -> InputError:
     """Return the error for the option `path` that `model` does not have."""
-    parent: type[BaseModel] = model
-    entry: type[BaseModel] | None = None
-    for depth, part in enumerate(path[:-1]):
-        if entry is not None:  # the name or place of an entry
-            parent, entry = entry, None
-            continue
-        field = parent.model_fields.get(part)
-        section = section_model(field.annotation) if field else None
-        entry = entry_model(field.annotation) if field else None
-        if entry is not None:
-            continue
-        if section is None:  # an unknown section, or an option taken for one
-            return _unknown(model, parent, path[: depth + 1], path, where)
-        parent = section
-    return _unknown(model, parent, path, path, where)
+    found = _walk(model, path)  # to an unknown section, or an option taken for one
+    return _unknown(model, found[-1][0], path[: len(found)], path, where)
 
 
 def _unknown(
@@ -114,22 +126,6 @@ def _unknown(
     )
 
 
-def option_field(model: type[BaseModel], path: Sequence[str | int]) -> FieldInfo | None:
-    """Return the field of the option `path`, whose parts may be names of entries too."""
-    parent: type[BaseModel] | None = model
-    field: FieldInfo | None = None
-    entry: type[BaseModel] | None = None
-    for part in path:
-        if entry is not None:  # the name or place of an entry
-            parent, entry, field = entry, None, None
-            continue
-        field = parent.model_fields.get(str(part)) if parent else None
-        if field is None:
-            return None
-        parent, entry = section_model(field.annotation), entry_model(field.annotation)
-    return field
-
-
 def _wrong_count(
     model: type[BaseModel], problem: Any, problems: Sequence[Any], *, where: str
 ) -> InputError | None:
@@ -139,7 +135,8 @@ def _wrong_count(
         path.pop()
     elif kind not in ("tuple_type", "too_long", "too_short"):
         return None
-    field = option_field(model, path)
+    found = _walk(model, path)
+    field = found[-1][1] if len(found) == len(path) else None
     candidates = (field.annotation, *get_args(field.annotation)) if field else ()
     kinds = next((get_args(c) for c in candidates if get_origin(c) is tuple), ())
     if field is None or not kinds or kinds[-1] is Ellipsis:  # as many as one likes
