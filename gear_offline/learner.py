@@ -117,7 +117,7 @@ class Learner:
                 self.world,
                 self.precision,
                 self.parallel,
-                half_gradients=has_half_gradients(recipe, self.precision),
+                half_gradients=has_half_gradients(recipe, half=half),
             )
         else:
             self.model.to(device)  # type: ignore[arg-type, unused-ignore]

@@ -141,13 +141,17 @@ def _kept(recipe: Recipe, ranks: int, *, half: bool) -> int:
     )
 
 
-def has_half_gradients(recipe: Recipe, precision: torch.dtype | None) -> bool:
+def has_half_gradients(recipe: Recipe, *, half: bool) -> bool:
     """Return whether gradients are in 16 bits, also those that ranks add up.
 
     Those of micro-batches are not: they would add up coarsely.
+
+    Parameters
+    ----------
+    half
+        Products are in bfloat16.
     """
-    train = recipe.train
-    return precision is not None and train.weights == "bf16" and train.accumulate == 1
+    return half and recipe.train.weights == "bf16" and recipe.train.accumulate == 1
 
 
 def shard_model(
@@ -192,16 +196,19 @@ def working_copy(
     With ``train.weights=bf16`` a copy of the model in bfloat16, of which nothing needs a cast;
     otherwise the model itself.
     """
-    if precision is not None and parallel.sharded:  # cast when they are collected
-        sums = "bfloat16" if has_half_gradients(recipe, precision) else "float32"
+    if precision is None:
+        return model, None, ""
+    narrow = has_half_gradients(recipe, half=True)
+    if parallel.sharded:  # cast when they are collected
+        sums = "bfloat16" if narrow else "float32"
         return model, precision, f"bfloat16 products of float32 shards, {sums} sums of gradients"
-    if recipe.train.weights == "fp32" or precision is None:
+    if narrow:
+        working: Any = copy.deepcopy(model)
+        return working.to(precision), None, "bfloat16 weights, float32 updates"
+    if recipe.train.weights == "fp32":
         return model, precision, ""
-    if recipe.train.accumulate > 1:
-        remark = "; bfloat16 gradients would add up micro-batches coarsely"
-        return model, precision, f"bfloat16 autocast, float32 weights{remark}"
-    working: Any = copy.deepcopy(model)
-    return working.to(precision), None, "bfloat16 weights, float32 updates"
+    remark = "; bfloat16 gradients would add up micro-batches coarsely"
+    return model, precision, f"bfloat16 autocast, float32 weights{remark}"
 
 
 def whole(tensor: Tensor) -> Tensor:

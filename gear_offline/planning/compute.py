@@ -17,12 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.parallel import gathered_bytes
+from gear_offline.parallel import gathered_bytes, has_half_gradients
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.throughput import step_flops as step_flops
-from gear_offline.training_memory import USABLE
+from gear_offline.training_memory import (
+    FULL_BYTES,
+    SHADOW_BYTES,
+    USABLE,
+    shard_bytes,
+    state_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +53,6 @@ COMPILED = Kernels(fixed=45, layer=33, traffic=184.0)
 PLAIN = Kernels(fixed=70, layer=70, traffic=420.0)
 OPTIMIZER_BYTES = 34  # moved for each parameter: weight, gradient, two moments, and clearing
 CAST_BYTES = 53  # moved for each parameter where autocast casts weights, and gradients back
-STATE_BYTES = 16  # kept for each parameter: weights, gradient, two moments
-SHADOW_BYTES = 2  # and where autocast keeps a bfloat16 copy
 KEPT_BYTES = 28.5  # from forward to backward, for each token, layer and unit of width
 KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
 KEPT_PLAIN = 64.0  # without compiling
@@ -154,7 +158,8 @@ def step_cost(
     )
     parameters, encoding = model_size(recipe, sizes)
     encoding *= 3.0 * segments * context  # forward, and twice as much backward
-    casts = half and (train.weights == "fp32" or train.accumulate > 1)
+    narrow = has_half_gradients(recipe, half=half)
+    casts = half and not narrow  # autocast keeps a bfloat16 copy of the weights
     products = flops / (gpu.matrix_rate if half else gpu.matrix_rate_fp32)
     moving = tokens * unit * kernels.traffic * (1 if half else 1.5) / gpu.memory_rate
     launched = (kernels.fixed + model.layers * kernels.layer) * train.accumulate
@@ -164,13 +169,12 @@ def step_cost(
     if train.recompute:
         busy += (products + moving) / 3
     kept = _kept_bytes(recipe, tokens / train.accumulate, compiled=compiled, half=half)
-    state = parameters * float(STATE_BYTES + SHADOW_BYTES * casts)
-    travelling, reshard = 2.0 if half and not casts else 4.0, False
+    state = state_bytes(parameters, half=casts)
+    travelling, reshard = float(SHADOW_BYTES if narrow else FULL_BYTES), False
     if sharded:
         reshard = _reshards(recipe, parameters, gpu.memory, ranks=ranks)
-        gathered = 0 if reshard else parameters * (SHADOW_BYTES if half else 4)
-        state = parameters * STATE_BYTES / ranks + gathered
-        weights = (2 if reshard else 1) * (2.0 if half else 4.0)
+        state = shard_bytes(parameters, ranks=ranks, half=half, gathered=not reshard)
+        weights = (2 if reshard else 1) * (SHADOW_BYTES if half else FULL_BYTES)
         travelling = (travelling + weights) / 2  # an all-reduce sends everything twice
     start = hardware.start
     compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
