@@ -132,7 +132,10 @@ class CapturedStep(CapturedPart):
         self._world = World() if world is None else world
         if world is not None and world.size > 1:
             self._ranks = RankGradients(
-                optimizer.computed, world=world, divisor=float(batches.batch.attention_mask.numel())
+                optimizer.computed,
+                world=world,
+                divisor=float(batches.batch.attention_mask.numel()),
+                update=optimizer.ranks,
             )
         self._graph = torch.cuda.CUDAGraph()
         with contextlib.nullcontext() if feedback is None else feedback.paused():

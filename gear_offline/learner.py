@@ -146,6 +146,7 @@ class Learner:
             captured=not self.graph_reason,
             device=device,
             working=None if self.working is self.model else self.working,
+            world=self.world,
         )
         self._captured: CapturedPart | None = None  # made by the first step
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
@@ -348,7 +349,8 @@ class Learner:
         return found
 
     def prepare_policy(self) -> None:
-        """Collect the shards that `policy` needs on the first rank; all ranks together."""
+        """Collect what `policy` needs on the first rank; all ranks together."""
+        self._collect()
         if self.parallel.sharded:
             tensors = self.weights()
             if self.world.is_first:
@@ -393,6 +395,7 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
+        self._collect()
         found = self.optimizer.state() | random_states(self.world, self.device)
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
@@ -400,8 +403,15 @@ class Learner:
         found |= selection_tensors(self.loader.learner)
         return found
 
+    def _collect(self) -> None:
+        """Bring what other ranks have updated, once their steps are done."""
+        if self.optimizer.ranks is not None:
+            self.check()
+            self.optimizer.collect(self.step)
+
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters by name; ranks collect a sharded model's for the first together."""
+        self._collect()
         return model_tensors(self.model, wanted=self.world.is_first)
 
     def load(

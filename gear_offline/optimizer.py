@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from gear_offline.parallel import spread, whole
 from gear_offline.recipe_sections import OptimizerSettings
+from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import DeviceAdamW, Update
+    from gear_offline.rank_update import RankUpdate
 
 STATE = "optimizer/"  # before the names of the state's tensors
 
@@ -65,6 +67,13 @@ class Optimizer:
     working
         A bfloat16 copy of the model that forward and backward passes run on: gradients are taken
         from its parameters, and updates go to both.
+    world
+        The ranks whose captured steps this is a part of.
+
+    Attributes
+    ----------
+    ranks
+        How they share the update; ``None``: each does all of it.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class Optimizer:
         captured: bool = False,
         device: torch.device | None = None,
         working: nn.Module | None = None,
+        world: World | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
@@ -85,6 +95,10 @@ class Optimizer:
         if working is not None:
             self._shadows = [p for p in working.parameters() if p.requires_grad]
         self._device_adamw: DeviceAdamW | None = None
+        self.ranks: RankUpdate | None = None
+        if captured and world is not None:
+            self.ranks = self._shared(world)
+        self._collected: int | None = None  # the step after which all ranks had everything
         self._places: Tensor | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and has_cupy()):
@@ -175,6 +189,16 @@ class Optimizer:
         """Everything that an update writes, besides `state`."""
         return [*self._parameters, *(self._shadows or ())]
 
+    def collect(self, step: int) -> None:
+        """Bring parameters and moments that other ranks have updated, after step `step`.
+
+        Ranks that share the update call this together before anybody reads `parameters` or
+        `state`; the others need not.
+        """
+        if self.ranks is not None and self._collected != step:
+            self.ranks.collect()
+            self._collected = step
+
     def zero_gradients(self) -> None:
         for parameter in self._parameters + (self._shadows or []):
             parameter.grad = None
@@ -182,7 +206,8 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
 
-        Of a sharded model the moments are spread over the ranks as its parameters are.
+        Of a sharded model the moments are spread over the ranks as its parameters are.  Where ranks
+        share the update, see `collect`.
         """
         found = {}
         states: Sequence[Mapping[str, Tensor]]
@@ -219,6 +244,7 @@ class Optimizer:
         KeyError
             A tensor is missing or too many.
         """
+        self._collected = None
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
         for key, value in tensors.items():
@@ -240,6 +266,14 @@ class Optimizer:
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
 
+    def _shared(self, world: World) -> RankUpdate | None:
+        """Return how the ranks share the update, if that pays; parameters move."""
+        from gear_offline.rank_update import RankUpdate, pays
+
+        if not pays(self._parameters, world):
+            return None
+        return RankUpdate(self._parameters, self._shadows, world)
+
     def _on_device(self) -> DeviceAdamW:
         from gear_offline.kernels.adamw import DeviceAdamW
 
@@ -253,4 +287,5 @@ class Optimizer:
             weight_decay=settings.weight_decay,
             clip_norm=settings.clip_norm,
             shadows=self._shadows,
+            part=self.ranks,
         )

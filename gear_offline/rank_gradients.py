@@ -3,9 +3,10 @@
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
 not repeat.  Here gradients lie in one run of memory in the order in which the backward pass has
 them, cut into buckets where several nodes exchange them.  The last gradient of a bucket launches
-its all-reduce, which NCCL runs beside the rest of the pass.  Nothing is scaled afterwards: the real
-steps of the global batch are added up during the forward pass, and the backward pass starts with
-their inverse.
+its all-reduce, which NCCL runs beside the rest of the pass.  Ranks that share the update need the
+sums of their own parts only: all gradients are one bucket then, of which a rank gets its part.
+Nothing is scaled afterwards: the real steps of the global batch are added up during the forward
+pass, and the backward pass starts with their inverse.
 
 Shape legend: P elements of all parameters and of the gaps between them.
 """
@@ -26,6 +27,7 @@ from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
+    from gear_offline.rank_update import RankUpdate
 
 BUCKET_BYTES = 25 << 20  # as DDP: smaller ones leave links idle, larger ones begin late
 # Within a node one bucket after the pass: products of matrices are cut into as many parts as a GPU
@@ -99,21 +101,35 @@ class RankGradients:
         The ranks that train together.
     divisor
         Of a rank's loss while it is computed; any positive number, the same on every rank.
+    update
+        How the ranks share the update of these parameters; ``None``: each does all of it.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, world: World, divisor: float) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        world: World,
+        divisor: float,
+        update: RankUpdate | None = None,
+    ) -> None:
         self._parameters: list[Any] = list(parameters)
-        self._world, self._divisor = world, divisor
+        self._world, self._divisor, self._update = world, divisor, update
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._ready: list[int] = []  # numbers of this pass's gradients, in their order
         self._works: list[Any] = []  # of the buckets that were launched
         self._sources: list[Tensor] = []  # what was copied to them
+        if update is not None:
+            flat = update.layout.zeros(self._parameters[0])
+            slots = update.layout.views(flat, self._parameters)
+            self._add(_Bucket(list(range(len(slots))), flat, slots))
 
     def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
         """Give every parameter the gradient of the global batch, and return this rank's loss.
 
-        The mean of the ranks' losses is that of the global batch.
+        Where ranks share the update, only the elements of this rank's part get it, the others are
+        undefined.  The mean of the ranks' losses is that of the global batch.
 
         Parameters
         ----------
@@ -177,7 +193,10 @@ class RankGradients:
         parameters = [self._parameters[number] for number in bucket.numbers]
         sources = [parameter.grad for parameter in parameters]
         torch._foreach_copy_(bucket.slots, sources)
-        self._works.append(dist.all_reduce(bucket.flat, async_op=True))
+        if self._update is None:
+            self._works.append(dist.all_reduce(bucket.flat, async_op=True))
+        else:
+            self._works.append(self._update.sum_gradients(bucket.flat))
         for parameter, slot in zip(parameters, bucket.slots, strict=True):
             parameter.grad = slot
         # Kept until the end of the pass: autograd sums up a gradient on a stream of its choice,
@@ -202,10 +221,12 @@ class RankGradients:
         for run in cut(sizes, limit=limit, last=LAST_BYTES):
             end = begin + sum(lengths[run.start : run.stop])
             numbers = list(order[run.start : run.stop])
-            bucket = _Bucket(numbers, flat[begin:end], slots[run.start : run.stop])
-            self._buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(numbers, bucket)
+            self._add(_Bucket(numbers, flat[begin:end], slots[run.start : run.stop]))
             begin = end
+
+    def _add(self, bucket: _Bucket) -> None:
+        self._buckets.append(bucket)
+        self._bucket_of |= dict.fromkeys(bucket.numbers, bucket)
 
     def _error(self, number: int, what: str) -> GearError:
         shape = tuple(self._parameters[number].shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,20 @@ JOBS = np.dtype([("count", np.uint64), ("jobs", JOB, MOST_JOBS)])
 RULE_BYTES = 32
 
 
-def cut(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return (C, 3) int64: tensor, first element and elements of each piece."""
+def cut(sizes: Sequence[int], within: Sequence[range] | None = None) -> npt.NDArray[np.int64]:
+    """Return (C, 3) int64: tensor, first element and elements of each piece.
+
+    Parameters
+    ----------
+    sizes
+        Elements of each tensor.
+    within
+        Those of each that are to be in a piece; default: all.
+    """
     rows = [
-        (number, begin, min(PIECE, size - begin))
-        for number, size in enumerate(sizes)
-        for begin in range(0, size, PIECE)
+        (number, begin, min(PIECE, part.stop - begin))
+        for number, part in enumerate(within or [range(size) for size in sizes])
+        for begin in range(part.start, part.stop, PIECE)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
@@ -109,6 +117,22 @@ def laid_out_alike(one: Tensor, other: Tensor) -> bool:
     return all(size == 1 or mine == theirs for size, mine, theirs in strides)
 
 
+class Part(Protocol):
+    """The part of the update that this process does, where several share it."""
+
+    cuts: npt.NDArray[np.int64]
+    most_pieces: int
+
+    def moments(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return zeros for one moment of the parameters."""
+
+    def sum_partials(self, partials: Tensor) -> None:
+        """Add up the sums of squared gradients over all parts, in place."""
+
+    def share(self) -> None:
+        """Bring the weights that the model computes with, updated by others."""
+
+
 class DeviceAdamW:
     """AdamW whose state, schedule and step number are in GPU memory.
 
@@ -121,6 +145,9 @@ class DeviceAdamW:
         too, and the gradients are theirs.  ``None``: the model computes with the parameters.
     rates
         Learning rate of every step, float32 on that GPU.
+    part
+        Of the pieces, and what is done with others' parts around the update; ``None``: all of it is
+        done here.
     betas, weight_decay, clip_norm
         As `gear_offline.recipe.OptimizerSettings`.
 
@@ -141,16 +168,18 @@ class DeviceAdamW:
         weight_decay: float,
         clip_norm: float | None,
         shadows: Sequence[Tensor] | None = None,
+        part: Part | None = None,
     ) -> None:
         device = rates.device
         self._parameters, self._rates = list(parameters), rates
         self._shadows = None if shadows is None else list(shadows)
-        self.first = [torch.zeros_like(p) for p in parameters]
-        self.second = [torch.zeros_like(p) for p in parameters]
+        self._part = part
+        self.first, self.second = self._moments(), self._moments()
         self.steps = torch.zeros(len(self._parameters), device=device)
-        cuts = cut([p.numel() for p in parameters])
+        cuts = cut([p.numel() for p in parameters]) if part is None else part.cuts
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        group, partials = share_norm(len(cuts))
+        # as many sums in every part: they are added up one by one
+        group, partials = share_norm(len(cuts) if part is None else part.most_pieces)
         self._norm_blocks = 1 + partials  # the first prepares the step
         self._cuts = torch.from_numpy(cuts).to(device)
         self._addresses = torch.zeros(len(self._parameters), len(COLUMNS), dtype=torch.int64)
@@ -203,7 +232,11 @@ class DeviceAdamW:
         parameters = Parameters(self._job.ctypes.data)
         stream = torch.cuda.current_stream(self._rates.device).cuda_stream
         self._norm.launch(self._norm_blocks, THREADS, stream, parameters)
+        if self._part is not None:
+            self._part.sum_partials(self._partials)
         self._step.launch(self._step_blocks(1), THREADS, stream, parameters)
+        if self._part is not None:
+            self._part.share()
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
@@ -216,6 +249,11 @@ class DeviceAdamW:
         addresses = self._addresses.to(self._cuts.device)
         locate(addresses, self._cuts, gradient_bytes=width, out=self._pieces)
         self._sent = self._addresses.clone()
+
+    def _moments(self) -> list[Tensor]:
+        if self._part is not None:
+            return self._part.moments(self._parameters)
+        return [torch.zeros_like(parameter) for parameter in self._parameters]
 
     def _step_blocks(self, models: int) -> int:
         return step_blocks(len(self._cuts), self._processors, models=models)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline import rank_gradients
+from gear_offline import rank_gradients, rank_update
 from gear_offline.dataset import open_dataset
 from gear_offline.learner import Learner
 from gear_offline.preparation import ModelSizes
@@ -48,31 +48,67 @@ def run(some: Learner, steps: int, world: World) -> Any:
 
 
 def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
-    """Return the largest relative difference between both ways, of losses and of weights."""
+    """Return the largest relative difference between ways, of losses and of weights."""
     options = (*SMALL, *EXACT, f"loader.batch_size={8 * world.size}", "optimizer.schedule=cosine")
     single = make(data, world, device, *options, "train.graph=off")
     expected = run(single, 60, world)
     note(world, "step by step is done")
-    graph = make(data, world, device, *options, "train.graph=on")
-    usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES
-    rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
+    document: dict[str, float] = {}
+    for name, least in (("", 1 << 60), ("shared_", 1)):
+        usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES, rank_update.LEAST_PARAMETERS
+        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
+        rank_update.LEAST_PARAMETERS = least
+        graph = make(data, world, device, *options, "train.graph=on")
+        assert (graph.optimizer.ranks is not None) == bool(name)
+        try:
+            found = run(graph, 60, world)
+            note(world, f"the {name}graph is done")
+            np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+            graph.weights()  # collects
+            pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
+            for one, other in pairs:
+                torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+            weights = [float((a - b).detach().abs().max()) for a, b in pairs]
+            again = run(graph, 5, world)
+            assert len(again) == 65 and np.isfinite(again).all()
+            graph.weights()
+            alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
+            assert len(set(alike)) == 1, "every rank has the same weights"
+        finally:
+            graph.release()
+            rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual[:2]
+            rank_update.LEAST_PARAMETERS = usual[2]
+        document[f"{name}loss_relative"] = float(np.abs(found / expected - 1).max())
+        document[f"{name}weight_absolute"] = max(weights)
+    return document
+
+
+def resume(data: Path, world: World, device: torch.device) -> None:
+    """Go on from another learner's tensors: the same bits, of weights in 16 bits too."""
+    rank_update.LEAST_PARAMETERS, usual = 1, rank_update.LEAST_PARAMETERS
+    half = ("train.precision=bf16", "train.weights=bf16", "train.compile=off", "train.graph=on")
+    options = (*SMALL, *half, f"loader.batch_size={8 * world.size}")
+    first = make(data, world, device, *options)
+    second = make(data, world, device, *options)
     try:
-        found = run(graph, 60, world)
-        note(world, "the graph is done")
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
-        pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
-        for one, other in pairs:
-            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
-        weights = [float((a - b).detach().abs().max()) for a, b in pairs]
-        again = run(graph, 5, world)
-        assert len(again) == 65 and np.isfinite(again).all()
-        alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
-        assert len(set(alike)) == 1, "every rank has the same weights"
+        run(first, 20, world)
+        kept = {name: tensor.detach().clone() for name, tensor in first.tensors().items()}
+        first.weights()
+        model = {name: t.detach().clone() for name, t in first.model.state_dict().items()}
+        loader = first.loader.state_dict()
+        losses = run(first, 20, world)
+        later = first.tensors() | first.model.state_dict()
+        later = {name: tensor.detach().clone() for name, tensor in later.items()}
+        second.load(step=20, model=model, tensors=kept, loader=loader)  # random numbers too
+        np.testing.assert_array_equal(run(second, 20, world), losses)
+        for name, tensor in (second.tensors() | second.model.state_dict()).items():
+            assert torch.equal(tensor, later[name]), name
+        for one, shadow in zip(first.model.parameters(), first.working.parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), shadow)
     finally:
-        graph.release()
-        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual
-    loss = float(np.abs(found / expected - 1).max())
-    return {"loss_relative": loss, "weight_absolute": max(weights)}
+        for some in (first, second):
+            some.release()
+        rank_update.LEAST_PARAMETERS = usual
 
 
 def rate(data: Path, world: World, device: torch.device, *options: str) -> float:
@@ -102,6 +138,8 @@ def main(data: str, *measure: str) -> None:
         note(world, "joined")
         document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
         note(world, "equal")
+        resume(Path(data), world, device)
+        note(world, "resumed")
         show(world, document)
         for way in measure:
             batch, graph, compiled = way.split()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -28,81 +25,12 @@ from gear_offline.world import World
 from tests.ranks_support import launch
 from tests.support import make_dataset
 from tests.test_large_training import gradients, make_batch, trained
+from tests.wire import Wire
 
 
 def batch_of(mask: Tensor) -> Batch:
     nothing = torch.zeros(*mask.shape, 1)
     return Batch(nothing, nothing, nothing, nothing, mask, mask, mask, padding="right", extras={})
-
-
-class Wire:
-    """Adds up what the threads of one process give, each a rank; nothing is there before a wait.
-
-    Attributes
-    ----------
-    launched
-        Of each rank, lengths of what it gave, and how many gradients were ready by then.
-    """
-
-    def __init__(self, ranks: int, *, nodes: int = 2) -> None:
-        self.ranks, self.nodes, self.given = ranks, nodes, threading.Condition()
-        self.sent: list[list[Tensor]] = [[] for _ in range(ranks)]
-        self.words: list[list[object]] = [[] for _ in range(ranks)]
-        self.launched: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.ready = [0] * ranks
-        self.place = threading.local()
-
-    def all_reduce(self, tensor: Tensor, *, async_op: bool) -> Wire.Work:
-        rank: int = self.place.rank
-        self.launched[rank].append((tensor.numel(), self.ready[rank]))
-        with self.given:
-            self.sent[rank].append(tensor.clone())
-            self.given.notify_all()
-        assert async_op
-        return Wire.Work(self, tensor, len(self.sent[rank]))
-
-    def count(self, rank: int) -> None:
-        self.ready[rank] += 1
-
-    def gather(self, word: object) -> list[object]:
-        mine = self.words[self.place.rank]
-        with self.given:
-            mine.append(word)
-            self.given.notify_all()
-            assert self.given.wait_for(
-                lambda: all(len(words) >= len(mine) for words in self.words), timeout=20
-            )
-        return [words[len(mine) - 1] for words in self.words]
-
-    class Work:
-        def __init__(self, wire: Wire, tensor: Tensor, number: int) -> None:
-            self.wire, self.tensor, self.number = wire, tensor, number
-
-        def wait(self) -> None:
-            wire = self.wire
-            with wire.given:
-                assert wire.given.wait_for(
-                    lambda: all(len(sent) >= self.number for sent in wire.sent), timeout=20
-                )
-            self.tensor.copy_(torch.stack([sent[self.number - 1] for sent in wire.sent]).sum(0))
-
-    def run(self, work: Callable[[int, World], None]) -> None:
-        """Do something on each rank, in a thread of its own."""
-
-        def begin(rank: int) -> None:
-            self.place.rank = rank
-            work(
-                rank,
-                cast(
-                    World,
-                    SimpleNamespace(size=self.ranks, node_count=self.nodes, gather=self.gather),
-                ),
-            )
-
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
-            patch.setattr("torch.distributed.all_reduce", self.all_reduce)
-            for done in [pool.submit(begin, rank) for rank in range(self.ranks)]:
-                done.result(timeout=30)
 
 
 WIDTHS = ((3, 5), (5,), (5, 64), (64,), (64, 2), (2,))
@@ -345,3 +273,4 @@ def test_graphs_learn_what_steps_learn(tmp_path: Path) -> None:
     done = launch(2, "-m", "tests.captured_ranks_child", str(data), timeout=150)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["ranks"] == 2 and document["loss_relative"] < 2e-4
+    assert document["shared_loss_relative"] < 2e-4
