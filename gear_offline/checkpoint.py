@@ -43,7 +43,7 @@ from gear_offline.checkpoint_saving import (
 )
 from gear_offline.checkpoint_saving import TrainingState as TrainingState
 from gear_offline.checkpoint_saving import save_checkpoint as save_checkpoint
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.policy_parts import PolicyParts as PolicyParts
 from gear_offline.recipe import Recipe
 from gear_offline.run_directory import read_regular
@@ -291,7 +291,7 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
     InputError
         ``CHECKPOINT_MISSING``, ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_VERSION``, ``TASK_UNKNOWN``.
     """
-    path = Path(run_or_checkpoint)
+    path = given_path(run_or_checkpoint, "CHECKPOINT_MISSING", where="run_or_checkpoint")
     if (path / "checkpoints").is_dir() and not (path / STATE).exists():
         newest = newest_checkpoint(path / "checkpoints", lambda message: None)
         if newest is None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gear_offline.dataset_episodes import HasEpisodeArrays
 from gear_offline.dataset_facts import ManifestFacts
 from gear_offline.episode_tensors import check_episodes, read_episodes
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.manifest import Manifest, ShardRecord
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 from gear_offline.shard_reader import ShardReader
@@ -362,7 +362,7 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
             f"verify={verify!r} is not usable",
             remedy="use True, False or 'on_use'",
         )
-    path = Path(path)
+    path = given_path(path, "DATASET_KIND", where="path")
     directory = open_directory(path)
     try:
         manifest = Manifest.read_from(directory, path)

@@ -8,6 +8,8 @@ and listed in docs/errors.md; messages may change, codes may not.
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the system's error numbers
 # how torch, CUDA and their libraries say it, on the CPU and on a GPU
@@ -57,6 +59,32 @@ class InputError(GearError, ValueError):
 
 class UnavailableError(GearError, RuntimeError):
     """Something the request needs is not here: a package, a device, a file system feature."""
+
+
+def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
+    """Return what a caller gave as a path; refuse what can be none, as None.
+
+    Parameters
+    ----------
+    code
+        Of the error.
+    where
+        Name of the caller's argument.
+
+    Raises
+    ------
+    InputError
+        `code`.
+    """
+    try:
+        return Path(given)
+    except TypeError as error:
+        raise InputError(
+            code,
+            f"a {type(given).__name__} is not a path",
+            where=where,
+            remedy="give a str or a pathlib.Path",
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

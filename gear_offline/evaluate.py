@@ -26,7 +26,7 @@ from gear_offline.episode_runner import (
     run_episodes,
     space_sizes,
 )
-from gear_offline.errors import GearError, InputError
+from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation_report import (
     EvaluationReport,
     TargetResult,
@@ -204,9 +204,10 @@ def evaluate(
     from gear_offline.loaders.loader import resolve_device
     from gear_offline.report import write_report
 
+    run = given_path(run, "CHECKPOINT_MISSING", where="run")
     if out is not None:
         check_new_file(Path(out))
-    folder = find_checkpoint(Path(run), checkpoint)
+    folder = find_checkpoint(run, checkpoint)
     parts = load_policy_parts(folder)
     recipe = parts.recipe
     settings, where = recipe.evaluate, resolve_device(device)
@@ -232,7 +233,7 @@ def evaluate(
             quiet=quiet,
         )
     home = run_of(folder)
-    shown = typed_run(Path(run), home)
+    shown = typed_run(run, home)
     report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
     try:  # what was played must not be lost because it cannot be written or drawn
         if out is not None:

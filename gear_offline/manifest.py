@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.manifest_fields import (
     as_count,
     as_digests,
@@ -287,9 +287,10 @@ class Manifest:
             ``DATASET_MISSING``, ``DATASET_KIND``, ``FILE_MISSING``, ``FILE_KIND``,
             ``MANIFEST_DIGEST`` (any changed bit), ``MANIFEST_FORMAT``, ``FORMAT_VERSION``.
         """
-        directory = open_directory(Path(path))
+        path = given_path(path, "DATASET_KIND", where="path")
+        directory = open_directory(path)
         try:
-            return cls.read_from(directory, Path(path))
+            return cls.read_from(directory, path)
         finally:
             os.close(directory)
 

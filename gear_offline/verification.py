@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.manifest import Manifest, ShardRecord
 from gear_offline.shards import (
     REMEDY_DAMAGED,
@@ -234,11 +234,10 @@ def verify_dataset(
         ``FILE_MISSING``, ``FILE_KIND``, ``FILE_SIZE``, ``SHARD_HEADER``, ``SHARD_DIGEST`` (names
         file, tensor and block), ``DATASET_MISSING``, ``DATASET_KIND``, ``DATASET_READ``.
     """
-    directory = open_directory(Path(path))
+    path = given_path(path, "DATASET_KIND", where="path")
+    directory = open_directory(path)
     try:
-        manifest = Manifest.read_from(directory, Path(path))
-        return verify_shards(
-            directory, manifest, Path(path), threads=threads, on_progress=on_progress
-        )
+        manifest = Manifest.read_from(directory, path)
+        return verify_shards(directory, manifest, path, threads=threads, on_progress=on_progress)
     finally:
         os.close(directory)

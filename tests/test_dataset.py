@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import gear_offline.dataset_episodes
+from gear_offline.checkpoint import load_policy
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset import Dataset, open_dataset, verify_dataset
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME
+from gear_offline.evaluate import evaluate
+from gear_offline.inspection import inspect
+from gear_offline.manifest import MANIFEST_NAME, Manifest
 from gear_offline.shards import EPISODE_COLUMNS
+from gear_offline.sources import open_source
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [5, 1, 9, 3, 3, 20, 2]
@@ -90,6 +94,24 @@ def test_any_row_range(
     assert found.tobytes() == columns[name][start:stop].tobytes()
     assert found.shape == columns[name][start:stop].shape
     assert found.base is None or found.flags.writeable  # owned, not a view of a file
+
+
+@pytest.mark.parametrize("given", [None, 3, b"d", ["d"]])
+def test_what_is_no_path_is_refused_as_a_wrong_one_is(given: Any) -> None:
+    readers: tuple[tuple[Callable[[Any], object], str, str], ...] = (
+        (open_dataset, "DATASET_KIND", "path"),
+        (verify_dataset, "DATASET_KIND", "path"),
+        (inspect, "DATASET_KIND", "path"),
+        (Manifest.read, "DATASET_KIND", "path"),
+        (open_source, "SOURCE_UNKNOWN", "uri"),
+        (load_policy, "CHECKPOINT_MISSING", "run_or_checkpoint"),
+        (evaluate, "CHECKPOINT_MISSING", "run"),
+    )
+    for reader, code, where in readers:
+        with pytest.raises(InputError, match=f"a {type(given).__name__} is not a path") as caught:
+            reader(given)
+        error = caught.value
+        assert (error.code, error.where) == (code, where) and "pathlib.Path" in error.remedy
 
 
 def test_ranges_outside_and_unknown_columns(dataset: Dataset) -> None:

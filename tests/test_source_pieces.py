@@ -127,6 +127,15 @@ def test_episodes_that_do_not_fit_are_named() -> None:
     assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT_UNKNOWN"
 
 
+@pytest.mark.parametrize("wrong", [None, 3])
+def test_what_holds_no_episodes_is_refused(wrong: Any) -> None:
+    said = f"a {type(wrong).__name__} is given"
+    assert code(from_arrays, wrong) == ("EPISODE_ARRAYS", f"{said} (columns)")
+    assert code(from_episodes, wrong) == ("EPISODE_ARRAYS", f"{said} (episodes)")
+    assert code(join_sources, wrong) == ("SOURCE_JOIN", f"{said} (sources)")
+    assert code(from_arrays, [episode(3)])[0] == "EPISODE_ARRAYS"
+
+
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_flat_arrays_end_as_a_file_with_the_same_columns(flags: list[tuple[bool, bool]]) -> None:
     steps = len(flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, given_path
 from gear_offline.sources.arrays import from_arrays, from_episodes
 from gear_offline.sources.base import Source, SourceInfo, iter_episodes
 from gear_offline.sources.columns import Parts, names_in_file, parse_names, with_columns
@@ -76,7 +76,7 @@ def open_source(
         from gear_offline.sources.minari_metadata import find_directory
 
         return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
-    path = Path(uri)
+    path = given_path(uri, "SOURCE_UNKNOWN", where="uri")
     if isinstance(uri, str) and not uri.strip():  # a variable of a shell that is not set, not "."
         what = f"{text!r} names nothing"
         raise InputError("SOURCE_UNKNOWN", what, remedy=f"accepted are {ACCEPTED}")

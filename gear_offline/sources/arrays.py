@@ -105,6 +105,9 @@ def from_episodes(
     >>> source.read("rewards", 0, 5).tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
+    if not isinstance(episodes, Iterable):
+        what = f"a {type(episodes).__name__} is given"
+        raise _misfit(what, "episodes", "give a mapping of column names to arrays for each episode")
     found = [_episode(number, episode) for number, episode in enumerate(episodes)]
     if not found:
         raise _misfit("there are no episodes", "", "give at least one")
@@ -154,6 +157,9 @@ def from_arrays(
     >>> source.episodes.lengths.tolist(), source.terminated.tolist()
     ([3, 2], [True, False])
     """
+    if not isinstance(columns, Mapping):
+        what = f"a {type(columns).__name__} is given"
+        raise _misfit(what, "columns", "give a mapping of column names to arrays")
     arrays = {key: _array(value, key, "") for key, value in _leaves("", columns)}
     arrays = {key: _scalar_flags(key, value) for key, value in arrays.items()}
     steps = _steps(arrays, "")

@@ -195,6 +195,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
     InputError
         ``SOURCE_JOIN``; ``SOURCE_UNKNOWN`` if one of them is not an open source.
     """
+    if not isinstance(sources, Iterable):
+        what = f"a {type(sources).__name__} is given"
+        raise InputError("SOURCE_JOIN", what, where="sources", remedy="give a list of open sources")
     sources = tuple(sources)
     for source in sources:
         check_open(source)
