@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
-from gear_offline.staging import file_in_the_way
+from gear_offline.staging import obstacle_to
 
 LOCK = ".lock"
 
@@ -45,9 +45,9 @@ class HeldDirectory(Closing):
                 pass  # who held it has just removed what it had made
         except OSError as error:
             self._remove_made()
-            file = file_in_the_way(path)
-            why = error.strerror if file is None else f"{file} is a file, not a folder"
-            cure = "check that you may write there" if file is None else "move that file away"
+            obstacle = obstacle_to(path)
+            why = error.strerror if obstacle is None else obstacle.what
+            cure = "check that you may write there" if obstacle is None else obstacle.remedy
             raise InputError(
                 unusable,
                 f"cannot make the directory: {why}",

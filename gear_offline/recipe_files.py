@@ -65,12 +65,16 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
     Raises
     ------
     InputError
-        ``RECIPE_NOT_FOUND``; ``RECIPE_EXISTS`` rather than overwrite a file.
+        ``RECIPE_NOT_FOUND``; ``RECIPE_EXISTS`` rather than overwrite a file; ``OUTPUT_FOLDER`` when
+        the path leads through a file, ``RECIPE_WRITE``.
     """
+    from gear_offline.staging import check_path  # which loads NumPy: recipes are read without
+
     source = _find(name)
     target = Path(destination) if destination is not None else Path(f"{source.stem}.yaml")
     if target.is_dir():
         target = target / f"{source.stem}.yaml"
+    check_path(target.parent, output=target)
     try:
         text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
         with open(target, "x", encoding="utf-8") as file:

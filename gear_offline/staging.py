@@ -41,27 +41,52 @@ def write_error(error: OSError, where: str) -> GearError:
     )
 
 
-def file_in_the_way(folder: Path) -> Path | None:
-    """Return the part of a path that is there and is no folder, so that `folder` cannot be made."""
-    found = next((place for place in (folder, *folder.parents) if place.exists()), None)
-    return None if found is None or found.is_dir() else found
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """What keeps a folder from being made.
+
+    Attributes
+    ----------
+    what
+        Its name and kind.
+    remedy
+        How to make way.
+    """
+
+    what: str
+    remedy: str
+
+
+def obstacle_to(folder: Path) -> Obstacle | None:
+    """Return the part of a path that is there and is no folder, so that `folder` cannot be made.
+
+    A link that leads nowhere is one too: mkdir makes nothing where it points to.
+    """
+    found = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), None)
+    if found is None or found.is_dir():
+        return None
+    if found.exists():
+        return Obstacle(what=f"{found} is a file, not a folder", remedy="move that file away")
+    return Obstacle(what=f"{found} is a link that leads nowhere", remedy="remove that link")
 
 
 def check_path(folder: Path, *, output: Path) -> None:
     """Refuse a folder for an output, to be made or there, whose path leads through a file.
+
+    Or through a link that leads nowhere.
 
     Raises
     ------
     InputError
         ``OUTPUT_FOLDER``.
     """
-    place = file_in_the_way(folder)
-    if place is not None:
+    obstacle = obstacle_to(folder)
+    if obstacle is not None:
         raise InputError(
             "OUTPUT_FOLDER",
-            f"{place} is a file, not a folder",
+            obstacle.what,
             where=str(output),
-            remedy="choose another place, or move that file away",
+            remedy=f"choose another place, or {obstacle.remedy}",
         )
 
 

@@ -24,7 +24,12 @@ COMMANDS = {  # and their codes
     "sweep {recipe} --seeds 2 --out {out}": "SWEEP_DIRECTORY",
     "strategies {recipe} --out {out}": "OUTPUT_FOLDER",
     "strategies {recipe} --train --out {out}": "OUTPUT_FOLDER",
+    "recipes cp paper {out}": "OUTPUT_FOLDER",
 }
+
+
+BELOW_A_LINK = [(command, below) for command in COMMANDS for below in ("/x", "/x/y")]
+BELOW_A_LINK += [(command, "") for command in COMMANDS if " --out " in command]
 
 
 @pytest.mark.parametrize("below", ["x", "x/y"])
@@ -46,6 +51,26 @@ def test_a_file_amid_the_path_is_named(
     assert said.startswith(f"error[{COMMANDS[command]}]: ")
     assert "file is a file, not a folder (file/x" in said and "move that file away" in said
     assert sorted(os.listdir()) == ["file", "tiny.yaml"] and Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("command", "below"), BELOW_A_LINK)
+def test_a_link_that_leads_nowhere_is_named(
+    command: str,
+    below: str,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("nothing")
+    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
+    words = command.format(source=data, recipe="tiny.yaml", out=f"link{below}").split()
+    assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error[{COMMANDS[command]}]: ")
+    assert f"link is a link that leads nowhere (link{below}" in said and "remove that link" in said
+    assert sorted(os.listdir()) == ["link", "tiny.yaml"] and os.readlink("link") == "nothing"
 
 
 def test_an_export_and_the_demo_say_so_too(
