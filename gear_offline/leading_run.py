@@ -16,7 +16,7 @@ from gear_offline.config_text import config_text
 from gear_offline.dataset import Dataset
 from gear_offline.evaluation_choice import choose_evaluation
 from gear_offline.learner import Learner
-from gear_offline.metrics import Metrics, finite
+from gear_offline.metrics import Metrics, check_records, finite
 from gear_offline.progress import say
 from gear_offline.run_directory import RunDirectory
 from gear_offline.run_evaluations import RunEvaluations
@@ -66,7 +66,6 @@ class LeadingRun(Run):
 
     def _newest(self, below: int | None) -> Checkpoint | None:
         folder = self.directory.checkpoints_path
-        sweep(folder)
         checkpoint = newest_checkpoint(folder, self._warn, below=below, shards=self.mark is None)
         if checkpoint is None:
             return None
@@ -74,9 +73,12 @@ class LeadingRun(Run):
         return checkpoint
 
     def _begin(self) -> None:
+        step = self.learner.step
+        if not self.directory.begins_anew:
+            check_records(self.path, step=step)
         self._announce()  # it may refuse the run; from here on the directory is written to
         self.directory.write_recipe(self.recipe)
-        step = self.learner.step
+        sweep(self.directory.checkpoints_path)
         for done, path in list_checkpoints(self.directory.checkpoints_path):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)

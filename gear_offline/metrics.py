@@ -14,6 +14,8 @@ from typing import Any
 
 from gear_offline.errors import InputError
 
+FILES = ("metrics.jsonl", "evaluations.jsonl")
+
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file, without a torn last line; [] when missing.
@@ -39,7 +41,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise InputError(
                 "METRICS_DAMAGED",
                 "a line is not a record with a step",
@@ -50,19 +52,36 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         offset += len(line)
 
 
+def _up_to(path: Path, last_step: int) -> tuple[int, int]:
+    """Return how many records there are up to `last_step`, and the bytes that they take."""
+    kept = 0
+    for record, offset in _records(path):
+        if record["step"] > last_step:
+            return kept, offset
+        kept += 1
+    return kept, path.read_bytes().rfind(b"\n") + 1
+
+
 def truncate_records(path: Path, *, last_step: int) -> int:
     """Cut records after `last_step` and a torn last line; return how many records remain."""
     if not path.exists():
         return 0
-    kept = 0
-    end = path.read_bytes().rfind(b"\n") + 1
-    for record, offset in _records(path):
-        if record["step"] > last_step:
-            end = offset
-            break
-        kept += 1
+    kept, end = _up_to(path, last_step)
     os.truncate(path, end)
     return kept
+
+
+def check_records(folder: Path, *, step: int) -> None:
+    """Refuse what `Metrics` of a run that goes on after `step` could not take over.
+
+    Raises
+    ------
+    InputError
+        ``METRICS_DAMAGED``.
+    """
+    for name in FILES:
+        if (folder / name).exists():
+            _up_to(folder / name, step)
 
 
 class JsonLines:
@@ -120,7 +139,7 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:
-        self._paths = (folder / "metrics.jsonl", folder / "evaluations.jsonl")
+        self._paths = tuple(folder / name for name in FILES)
         for path in self._paths:
             truncate_records(path, last_step=step)
         self._metrics, self._evaluations = (JsonLines(path) for path in self._paths)

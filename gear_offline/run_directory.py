@@ -101,6 +101,11 @@ class RunDirectory(HeldDirectory):
     resume
         Accept a run that is already there.
 
+    Attributes
+    ----------
+    begins_anew
+        Whether it holds a false start, which goes when the recipe is written.
+
     Raises
     ------
     InputError
@@ -123,7 +128,7 @@ class RunDirectory(HeldDirectory):
         except InputError:
             self.close()
             raise
-        self._begins_anew = not resume and self.is_false_start
+        self.begins_anew = not resume and self.is_false_start
 
     def _check(self, resume: bool) -> None:
         """Refuse a directory that is not ours to write."""
@@ -203,9 +208,9 @@ class RunDirectory(HeldDirectory):
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Store the resolved recipe, in place of what a false start left."""
-        if self._begins_anew:
+        if self.begins_anew:
             self._sweep()
-            self._begins_anew = False
+            self.begins_anew = False
         write_whole(self.recipe_path, recipe.to_yaml().encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:

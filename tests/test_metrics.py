@@ -67,7 +67,9 @@ def test_a_kill_at_any_byte_leaves_a_file_that_goes_on(
     assert [r["step"] for r in read_records(path)] == [*expected, last + 1]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1}', '{"step": "x"}', "null"])
+@pytest.mark.parametrize(
+    "line", ["not json", "[1]", '{"loss": 1}', '{"step": "x"}', "null", '{"step": Infinity}']
+)
 def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')

@@ -63,6 +63,37 @@ def test_a_run_that_is_there_is_left_as_it_was(data: Path, tmp_path: Path) -> No
         assert content(run) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
+def test_a_run_whose_records_are_damaged_is_left_as_it_was(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train(tiny_recipe(data, "train.steps=5", "train.log_every=1"), out=run, quiet=True)
+    lines = (run / name).read_bytes().splitlines(keepends=True)
+    (run / name).write_bytes(b"damaged\n" + b"".join(lines))
+    (run / "checkpoints" / ".partial-step-00000009").mkdir()  # a killed run left it
+    longer = ("train.steps=9", "train.log_every=1", "train.keep_checkpoints=7")
+    before = content(run)
+    assert refusal(data, run, *longer, resume=True) == "METRICS_DAMAGED"
+    assert content(run) == before
+    later = b'{"step": 99}\ndamaged\n'  # after the checkpoint: cut, and never read
+    (run / name).write_bytes(b"".join(lines) + later)
+    train(tiny_recipe(data, *longer), out=run, resume=True, quiet=True)
+    assert b"damaged" not in (run / name).read_bytes()
+    assert not (run / "checkpoints" / ".partial-step-00000009").exists()
+
+
+def test_a_run_without_a_whole_checkpoint_is_left_as_it_was(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    (run / "checkpoints" / ".removed-step-00000001").mkdir()
+    for place in (run / "checkpoints").glob("step-*"):
+        (place / "state.json").write_text("{}")
+    before = content(run)
+    assert refusal(data, run, "train.steps=9", resume=True) == "CHECKPOINT_DAMAGED"
+    assert content(run) == before
+
+
 def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
@@ -72,6 +103,12 @@ def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path
     for code, changes in REFUSED.items():
         assert refusal(data, run, *changes) == code
         assert content(run) == before
+    (run / "metrics.jsonl").write_text("damaged\n")
+    before = content(run)
+    assert refusal(data, run, resume=True) == "METRICS_DAMAGED"
+    assert content(run) == before
+    train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
+    assert "damaged" not in (run / "metrics.jsonl").read_text()
 
 
 def test_a_run_of_a_sweep_that_is_refused_leaves_nothing(data: Path, tmp_path: Path) -> None:
