@@ -82,6 +82,27 @@ def unregistered(name: str) -> str:
     return f"Gymnasium has no environment {name!r} here{hint}"
 
 
+def versioned_id(name: str) -> str:
+    """Return the id that Gymnasium takes for `name`: of no version, that of the newest one here.
+
+    Parameters
+    ----------
+    name
+        Of an environment that has been made, so that what registers it is imported; any other text
+        is returned as it is.
+    """
+    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
+    from gymnasium.error import Error as GymnasiumError
+
+    module, colon, known = name.rpartition(":")
+    try:
+        space, bare, version = parse_env_id(known)
+    except GymnasiumError:  # malformed
+        return name
+    newest = find_highest_version(space, bare) if version is None else None
+    return name if newest is None else f"{module}{colon}{get_env_id(space, bare, newest)}"
+
+
 def say_version(name: str, *, quiet: bool) -> None:
     """Say which version Gymnasium takes of an environment that is named without one.
 
@@ -91,14 +112,11 @@ def say_version(name: str, *, quiet: bool) -> None:
     Parameters
     ----------
     name
-        Of an environment that has been made, so that what registers it is imported.
+        As `versioned_id`.
     quiet
         Say nothing.
     """
-    from gymnasium.envs.registration import find_highest_version, get_env_id, parse_env_id
-
-    space, bare, version = parse_env_id(name.rpartition(":")[2])
-    newest = find_highest_version(space, bare) if version is None else None
-    if newest is not None:
-        taken = get_env_id(space, bare, newest)
-        say(f"{name} names no version: the newest one here is taken, {taken}", quiet=quiet)
+    taken = versioned_id(name)
+    if taken != name:
+        shown = taken.rpartition(":")[2]
+        say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
@@ -10,11 +11,12 @@ from gymnasium.envs.registration import EnvSpec
 
 from gear_offline.collect import collect
 from gear_offline.dataset import open_dataset
-from gear_offline.environment_ids import say_version
+from gear_offline.environment_ids import say_version, versioned_id
 from gear_offline.evaluate import evaluate
 from gear_offline.preparation import resolve
+from gear_offline.sources import open_source
 from gear_offline.trainer import train
-from tests.support import make_dataset
+from tests.support import failing_code, make_dataset
 from tests.training_support import TinyEnvironment, tiny_recipe
 
 SAID = "{} names no version: the newest one here is taken, {}"
@@ -38,6 +40,36 @@ def test_collect_says_the_version_once(
     assert capfd.readouterr().err == ""
 
 
+def test_what_is_recorded_is_the_environment_that_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, policy = tmp_path / "x.hdf5", tmp_path / "policy.safetensors"
+    report = collect("CartPole", out, steps=30, quiet=True)
+    with open_source(out) as source:
+        assert source.info.environment_id == report.environment_id == "CartPole-v1"
+    named, plain = out.read_bytes(), tmp_path / "plain.hdf5"
+    collect("CartPole-v1", plain, steps=30, quiet=True)
+    assert plain.read_bytes() == named
+    report = collect("gymnasium:CartPole", out, steps=30, overwrite=True, quiet=True)
+    assert report.environment_id == "gymnasium:CartPole-v1"
+
+    options: dict[str, Any] = {
+        "policy": "ars",
+        "train_steps": 50,
+        "save_policy": policy,
+        "overwrite": True,
+    }
+    collect("CartPole", out, steps=30, quiet=True, **options)
+    for name in ("CartPole", "CartPole-v1"):
+        collect(name, out, policy=policy, steps=30, overwrite=True, quiet=True)
+    code = failing_code(lambda: collect("CartPole-v0", tmp_path / "0", policy=policy, quiet=True))
+    assert code == "POLICY_ENVIRONMENT"
+    monkeypatch.setattr("gear_offline.collect.environment.versioned_id", lambda name: name)
+    collect("CartPole", out, steps=30, quiet=True, **options)  # as files were before
+    monkeypatch.undo()
+    collect("CartPole", out, policy=policy, steps=30, overwrite=True, quiet=True)
+
+
 def test_training_and_evaluating_say_it_once_too(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -57,6 +89,11 @@ def test_training_and_evaluating_say_it_once_too(
     assert lines_about_versions(capfd.readouterr().err) == []
     evaluate(tmp_path / "run")
     assert lines_about_versions(capfd.readouterr().err) == said
+
+
+@pytest.mark.parametrize("name", ["Hopper-v4", "", "no id!", "a:b:c", "Nothing", "a/b"])
+def test_any_other_text_stays(name: str) -> None:
+    assert versioned_id(name) == name
 
 
 def test_names_with_a_module_are_understood(capfd: pytest.CaptureFixture[str]) -> None:

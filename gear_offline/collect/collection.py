@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gear_offline.atari import is_atari
 from gear_offline.collect import ars, stable_baselines
 from gear_offline.collect.ars_options import options_for
-from gear_offline.collect.environment import package_version
+from gear_offline.collect.environment import EnvironmentFacts, package_version
 from gear_offline.collect.makers import (
     Maker,
     MakerReport,
@@ -47,7 +47,7 @@ class CollectReport:
     path
         The file.
     environment_id
-        Gymnasium id.
+        Gymnasium id, with the version that was taken.
     steps, episodes
         Rows and episodes in the file.
     mean_return, std_return, min_return, max_return
@@ -195,7 +195,8 @@ def collect(
         makers, best, used = _prepare(request, crew)
         reports = _record(request, crew, writer, makers)
         _check_gate(request, max(r.mean_return for r in reports))
-        writer.finish(_attributes(request, writer, makers, reports, used), _metadata(makers, best))
+        attributes = _attributes(request, crew.facts, writer, makers, reports, used)
+        writer.finish(attributes, _metadata(makers, best))
         saved = None  # the policy follows its data: a file that is there was recorded with it
         if request.save_policy is not None and isinstance(best, LinearPolicy):
             saved = request.save_policy
@@ -204,7 +205,7 @@ def collect(
             say(part.line(), quiet=request.quiet)
         return CollectReport(
             path=request.out,
-            environment_id=request.environment,
+            environment_id=crew.facts.environment_id,
             steps=writer.steps,
             episodes=len(writer.returns),
             mean_return=float(np.mean(writer.returns)),
@@ -326,6 +327,7 @@ def _record(
 
 def _attributes(
     request: Request,
+    facts: EnvironmentFacts,
     writer: D4rlWriter,
     makers: list[Maker],
     reports: list[MakerReport],
@@ -333,7 +335,7 @@ def _attributes(
 ) -> dict[str, Any]:
     """Return the attributes of the file; no times or paths, so that equal runs are equal bytes."""
     return {
-        "env_id": request.environment,
+        "env_id": facts.environment_id,
         "algorithm": "; ".join(dict.fromkeys(maker.algorithm for maker in makers)),
         "note": NOTE,
         "seed": request.seed,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.environment_ids import versioned_id
 from gear_offline.errors import InputError
 
 AnyArray = npt.NDArray[Any]
@@ -22,7 +23,7 @@ class EnvironmentFacts:
     Attributes
     ----------
     environment_id
-        Gymnasium id.
+        Gymnasium id, with the version that was taken.
     observation_shape, observation_dtype
         Of one stored observation; floats are stored as float32.
     actions
@@ -95,7 +96,7 @@ def describe(environment: Any, environment_id: str) -> EnvironmentFacts:
     discrete = isinstance(acted, gymnasium.spaces.Discrete)
     none = np.zeros(0, dtype=np.float32)
     return EnvironmentFacts(
-        environment_id=environment_id,
+        environment_id=versioned_id(environment_id),
         observation_shape=tuple(seen.shape),
         observation_dtype=np.dtype(np.float32) if seen.dtype.kind == "f" else np.dtype(seen.dtype),
         actions=int(acted.n) if discrete else 0,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.collect.environment import EnvironmentFacts
+from gear_offline.environment_ids import versioned_id
 from gear_offline.errors import InputError
 from gear_offline.staging import write_error
 
@@ -185,7 +186,8 @@ def load_linear_policy(path: Path, facts: EnvironmentFacts) -> LinearPolicy:
         raise InputError("POLICY_FILE", reason, where=str(path), remedy=remedy) from error
     _check_tensors(metadata, found, facts, path, remedy)
     trained_in = metadata.get("environment_id", "")
-    if trained_in != facts.environment_id:
+    # older files may hold an id without a version, which means the newest one here
+    if versioned_id(trained_in) != facts.environment_id:
         raise InputError(
             "POLICY_ENVIRONMENT",
             f"policy was trained in {trained_in!r}, not in {facts.environment_id!r}",
