@@ -27,8 +27,6 @@ What else is public, by module:
 
 from __future__ import annotations
 
-from importlib import import_module
-
 TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes as long as the rest
 if TYPE_CHECKING:
     from typing import Any
@@ -113,6 +111,8 @@ def __getattr__(name: str) -> Any:
         if name in _IN_MODULES:
             what += f"; write: from {_IN_MODULES[name]} import {name}"
         raise AttributeError(what)
+    from importlib import import_module  # not needed by the command line, see command.py
+
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

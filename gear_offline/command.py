@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
 
-TYPE_CHECKING = False  # loading typing takes as long as all that is loaded before Ctrl-C is handled
+# Until Ctrl-C is handled it ends in a traceback: nothing is loaded before that takes long, as
+# typing and enum do, which signal loads for the names of its numbers.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from types import FrameType
+else:
+    import _signal as signal
 
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 _HERE = os.path.dirname(__file__)

@@ -11,6 +11,7 @@ import pytest
 
 from gear_offline.demo import main as demo
 
+ROOT = Path(__file__).parents[1]
 # An import hook raises the signal while a module is looked for: `typer`, which the command line
 # needs first, or what a command loads.  As libraries do, it makes another error of an exception.
 WHILE_LOADING = """
@@ -100,12 +101,24 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     assert "smoke" in done.stdout
 
 
+def test_little_is_loaded_before_interrupts_are_handled() -> None:
+    """As in an environment whose start-up loads nothing: each module is time for a traceback."""
+    script = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); before = set(sys.modules)\n"
+    script += "import gear_offline.command\nprint(*sorted(set(sys.modules) - before))"
+    words = [sys.executable, "-S", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {
+        *("gear_offline", "gear_offline.command"),
+        *("__future__", "_signal", "atexit"),
+    }
+
+
 def test_the_exit_code_is_130_where_python_would_end_by_the_signal() -> None:
     assert ended(WHILE_COMPILING + "sys.exit(main())") == (130, "told\n")
 
 
 def test_the_installed_command_begins_there() -> None:
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     scripts = tomllib.loads(text)["project"]["scripts"]
     assert scripts == {"gear-offline": "gear_offline.command:main"}
 
