@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.dropout import check_dropout, dropped_words, kept_numbers
+from gear_offline.kernels.dropout import check_dropout, dropped_words, in_a_row, kept_numbers
 
 try:
     import triton
@@ -254,11 +254,6 @@ def check_rows(
             f"seeds are {given} for {len(rows)} models",
             remedy="give (N,) int64",
         )
-
-
-def in_a_row(seeds: Tensor | None) -> Tensor | None:
-    """Return seeds as the kernels read them, one after another."""
-    return None if seeds is None else seeds.contiguous()
 
 
 def block_of(width: int) -> int:

@@ -7,13 +7,16 @@ of four words decides on four neighbours; a number is kept if its word is at lea
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import philox4x32
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 try:
     import triton
@@ -33,6 +36,11 @@ def check_dropout(dropout: float) -> None:
     """Raise `InputError` (``MODEL_INPUT``) for a probability that is not in [0, 1)."""
     if not 0.0 <= dropout < 1.0:
         raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
+
+
+def in_a_row(seeds: Tensor | None) -> Tensor | None:
+    """Return seeds as the kernels read them, one after another."""
+    return None if seeds is None else seeds.contiguous()
 
 
 def kept_numbers(counter: tuple[Any, ...], seed: int, dropout: float) -> npt.NDArray[np.bool_]:

@@ -18,12 +18,8 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.add_norm import (
-    block_of,
-    check_rows,
-    in_a_row,
-)
-from gear_offline.kernels.dropout import dropped_words
+from gear_offline.kernels.add_norm import block_of, check_rows
+from gear_offline.kernels.dropout import dropped_words, in_a_row
 
 try:
     import triton

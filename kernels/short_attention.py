@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.dropout import check_dropout, dropped_words, kept_numbers
+from gear_offline.kernels.dropout import check_dropout, dropped_words, in_a_row, kept_numbers
 
 try:
     import triton
@@ -156,7 +156,7 @@ def packed_attention(
     head, block = width // 3 // heads, _block(tokens)
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     _forward[(batch * heads,)](
-        qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_group, 1 / (1 - dropout),
+        qkv, mixed, tokens, heads, scale * LOG2_E, in_a_row(seeds), of_group, 1 / (1 - dropout),
         bias, dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return mixed
@@ -185,7 +185,7 @@ def packed_attention_gradient(
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     found, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_group,
+        qkv, gradient.contiguous(), found, tokens, heads, scale, in_a_row(seeds), of_group,
         1 / (1 - dropout), bias, None if bias is None else sums,
         dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip

@@ -31,7 +31,7 @@ def mask_of(qkv: Tensor, heads: int, seeds: Tensor | None, of_group: int, droppe
     windows, tokens, _ = qkv.shape
     if not dropped:
         return torch.ones(windows, heads, tokens, tokens, dtype=torch.bool)
-    assert seeds is not None and of_group * len(seeds) == windows
+    assert seeds is not None and of_group * len(seeds) == windows and seeds.is_contiguous()
     return kept_weights(seeds, dropped / 2**32, windows=windows, heads=heads, tokens=tokens)
 
 

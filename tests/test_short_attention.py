@@ -153,6 +153,21 @@ def test_gradients_use_the_same_draws(dropout: float, seeds: Tensor | None, bias
 
 
 @pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("way", ["a column", "one for all"])
+def test_seeds_may_lie_apart(way: str) -> None:
+    """The kernels read them one after another, whatever a view of them says."""
+    torch.manual_seed(0)
+    packed = torch.randn(8, 5, 24, requires_grad=True)
+    seeds = SEEDS[:1].expand(4) if way == "one for all" else torch.stack([SEEDS, -SEEDS], 1)[:, 0]
+    assert not seeds.is_contiguous()
+    torch.library.opcheck(packed_attention, (packed, 2, SCALE, DROPOUT, seeds))
+    found, expected = (packed_attention(packed, 2, SCALE, DROPOUT, s) for s in (seeds, seeds + 0))
+    assert torch.equal(found, expected)
+    of_found, of_expected = (torch.autograd.grad(o.sum(), packed)[0] for o in (found, expected))
+    assert torch.equal(of_found, of_expected)
+
+
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_a_bias_is_added_to_its_group(kind: torch.dtype) -> None:
     """Against a sum outside and against the reference, in values and gradients."""
