@@ -115,7 +115,8 @@ def add_norm(
         Of the norm.
     dropout
         Probability of losing an element, in [0, 1); those kept are multiplied by
-        ``1 / (1 - dropout)``.
+        ``1 / (1 - dropout)``.  What is lost becomes zero even where it was NaN; PyTorch's dropout,
+        a product, leaves NaN there.
     seeds
         (N,) int64, needed for dropout.
 

@@ -131,7 +131,8 @@ def packed_attention(
         Factor on the dot products.
     dropout
         Probability of losing an attention weight, in [0, 1); those kept are multiplied by
-        ``1 / (1 - dropout)``.
+        ``1 / (1 - dropout)``.  What is lost becomes zero even where it was NaN; PyTorch's dropout,
+        a product, leaves NaN there.
     seeds
         (G,) int64 on the device of `qkv`, needed for dropout.  The windows lie in G groups of
         ``B / G``, one a seed.  Which weights are kept depends on the seed and on window, head,
