@@ -185,7 +185,8 @@ class Learner:
         if self.graph_reason:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
-        return f", one CUDA graph a step, {engine.placed.reason if engine else ''}"
+        shared = "" if self.optimizer.ranks is None else ", whose update the ranks share"
+        return f", one CUDA graph a step{shared}, {engine.placed.reason if engine else ''}"
 
     @property
     def data_wait_share(self) -> float:

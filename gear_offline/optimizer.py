@@ -268,9 +268,10 @@ class Optimizer:
 
     def _shared(self, world: World) -> RankUpdate | None:
         """Return how the ranks share the update, if that pays; parameters move."""
-        from gear_offline.rank_update import RankUpdate, pays
+        from gear_offline.rank_update import RankUpdate, shares_update
 
-        if not pays(self._parameters, world):
+        parameters = sum(parameter.numel() for parameter in self._parameters)
+        if not shares_update(parameters, world.size, world.node_count):
             return None
         return RankUpdate(self._parameters, self._shadows, world)
 

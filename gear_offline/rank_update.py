@@ -163,12 +163,10 @@ class RankUpdate:
         return flat
 
 
-def pays(parameters: Sequence[Tensor], world: World) -> bool:
-    """Return whether ranks should share the update of these parameters.
+def shares_update(parameters: int, ranks: int, nodes: int) -> bool:
+    """Return whether ranks should share the update of so many parameters.
 
     Those of one node: between nodes gradients travel in buckets beside the backward pass, which
     are not a part a rank.
     """
-    if world.size == 1 or world.node_count > 1:
-        return False
-    return sum(parameter.numel() for parameter in parameters) >= LEAST_PARAMETERS
+    return ranks > 1 and nodes == 1 and parameters >= LEAST_PARAMETERS

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gear_offline.kernels.adamw import PIECE, DeviceAdamW, cut
 from gear_offline.optimizer import Optimizer
 from gear_offline.rank_gradients import RankGradients
-from gear_offline.rank_update import LEAST_PARAMETERS, LINE, Layout, RankUpdate, pays
+from gear_offline.rank_update import LEAST_PARAMETERS, LINE, Layout, RankUpdate, shares_update
 from gear_offline.recipe_sections import OptimizerSettings
 from gear_offline.world import World
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
@@ -56,12 +56,11 @@ def test_tensors_of_a_layout_do_not_overlap() -> None:
     assert flat.sum() == 15 + 2 + 600 + 32 and flat.numel() % (3 * LINE) == 0
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_large_models_of_one_node_share(nodes: int) -> None:
-    place = tuple(rank % nodes for rank in range(2))
-    large, small = (torch.empty(size, device="meta") for size in (LEAST_PARAMETERS, 10))
-    assert pays([small, large], World(nodes=place)) == (nodes == 1)
-    assert not pays([small], World(nodes=place)) and not pays([large], World())
+def test_large_models_of_one_node_share() -> None:
+    assert shares_update(LEAST_PARAMETERS, ranks=2, nodes=1)
+    assert not shares_update(LEAST_PARAMETERS - 1, ranks=2, nodes=1)
+    assert not shares_update(LEAST_PARAMETERS, ranks=2, nodes=2)
+    assert not shares_update(LEAST_PARAMETERS, ranks=1, nodes=1)
 
 
 def drawn(sizes: list[int], seed: int) -> list[Tensor]:

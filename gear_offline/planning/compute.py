@@ -20,6 +20,7 @@ from gear_offline.models.decision_transformer import build_model
 from gear_offline.parallel import gathered_bytes, has_half_gradients
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
+from gear_offline.rank_update import shares_update
 from gear_offline.recipe import Recipe
 from gear_offline.throughput import step_flops as step_flops
 from gear_offline.training_memory import (
@@ -164,7 +165,8 @@ def step_cost(
     moving = tokens * unit * kernels.traffic * (1 if half else 1.5) / gpu.memory_rate
     launched = (kernels.fixed + model.layers * kernels.layer) * train.accumulate
     busy = products + moving + encoding / gpu.convolution_rate + launched * gpu.kernel
-    busy += parameters * OPTIMIZER_BYTES / gpu.memory_rate
+    parts = ranks if sharded or (captured and shares_update(parameters, ranks, nodes)) else 1
+    busy += parameters / parts * OPTIMIZER_BYTES / gpu.memory_rate
     busy += parameters * CAST_BYTES * casts * train.accumulate / gpu.memory_rate
     if train.recompute:
         busy += (products + moving) / 3
