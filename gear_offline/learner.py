@@ -27,26 +27,18 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.checks import trainable_parameters
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.optimizer import Optimizer
-from gear_offline.parallel import (
-    choose_parallel,
-    has_half_gradients,
-    load_model_tensors,
-    model_tensors,
-    shard_model,
-    working_copy,
-)
+from gear_offline.parallel import load_model_tensors, model_tensors
 from gear_offline.policy_parts import PolicyParts
-from gear_offline.precision import resolve_precision as resolve_precision
 from gear_offline.preparation import ModelSizes
 from gear_offline.recipe import Recipe
 from gear_offline.statistics import Float64Array
 from gear_offline.task_policy import task_policy
 from gear_offline.task_recipes import loader_options, recipe_selection
 from gear_offline.throughput import make_meter
+from gear_offline.training_model import make_training_model
 from gear_offline.world import World
 
 
@@ -95,36 +87,9 @@ class Learner:
     ) -> None:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = World() if world is None else world
-        self.precision, self.precision_reason = resolve_precision(recipe.train.precision, device)
-        self.model = build_model(
-            state_dim=sizes.state_dim,
-            action_dim=sizes.action_dim,
-            discrete=sizes.discrete,
-            context_length=recipe.loader.context_length,
-            frame_shape=sizes.frame_shape,
-            frame_stack=recipe.loader.frame_stack,
-            tasks=sizes.tasks,
-            **recipe.model.model_dump(),
-        )
-        trainable_parameters(self.model)  # freezes what the loss never reaches
-        self.model.encoder.gradient_checkpointing = recipe.train.recompute
-        half = self.precision is not None
-        self.parallel = choose_parallel(recipe, self.model, self.world, device, half=half)
-        if self.parallel.sharded:
-            shard_model(
-                self.model,
-                device,
-                self.world,
-                self.precision,
-                self.parallel,
-                half_gradients=has_half_gradients(recipe, half=half),
-            )
-        else:
-            self.model.to(device)  # type: ignore[arg-type, unused-ignore]
-        self.model.train()
-        found = working_copy(recipe, self.model, self.precision, self.parallel)
-        self.working, self.precision, remark = found
-        self.precision_reason = remark or self.precision_reason
+        made = make_training_model(recipe, sizes, device, self.world)
+        self.model, self.working, self.parallel = made.model, made.working, made.parallel
+        self.precision, self.precision_reason = made.autocast, made.remark
         self.loader = GearLoader(
             dataset,
             **loader_options(recipe, dataset),
@@ -150,32 +115,33 @@ class Learner:
         )
         self._captured: CapturedPart | None = None  # made by the first step
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
-        compiled = is_compiled(recipe.train) and device.type == "cuda"
-        feedback = LossFeedback(self.loader) if self.loader.learner is not None else None
-        self._gradients: GradientPass | None = None
-        if self.graph_reason:
-            self._gradients = GradientPass(
-                self.working,
-                self.world,
-                parallel=self.parallel,
-                compiled=compiled,
-                feedback=feedback,
-                accumulate=recipe.train.accumulate,
-                precision=self.precision,
-                fixed_buckets=recipe.train.deterministic,
-            )
+        self._gradients = self._launched_gradients() if self.graph_reason else None
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
         if recipe.loader.normalize_states and not sizes.tasks:
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
-        self.meter = make_meter(recipe, self.loader.share, device, half=half)
+        self.meter = make_meter(recipe, self.loader.share, device, half=made.half)
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
         self._rate = self._busy_seconds = self._wait_seconds = self._began = 0.0
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
+
+    def _launched_gradients(self) -> GradientPass:
+        """Return the passes of steps that are launched one by one."""
+        train = self.recipe.train
+        return GradientPass(
+            self.working,
+            self.world,
+            parallel=self.parallel,
+            compiled=is_compiled(train) and self.device.type == "cuda",
+            feedback=LossFeedback(self.loader) if self.loader.learner is not None else None,
+            accumulate=train.accumulate,
+            precision=self.precision,
+            fixed_buckets=train.deterministic,
+        )
 
     @property
     def step_kind(self) -> str:

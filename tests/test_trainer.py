@@ -17,8 +17,8 @@ from gear_offline.checkpoint import load_policy, load_policy_parts, read_checkpo
 from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluate import evaluate
-from gear_offline.learner import resolve_precision
 from gear_offline.metrics import read_records
+from gear_offline.precision import resolve_precision
 from gear_offline.recipe import load_recipe
 from gear_offline.recipe_files import recipe_paths
 from gear_offline.trainer import train
