@@ -26,17 +26,19 @@ def is_deep(model: DecisionTransformer) -> bool:
     return len(model.encoder.h) >= BLOCKWISE_FROM
 
 
-def compile_parts(model: DecisionTransformer) -> None:
+def compile_parts(model: DecisionTransformer, *, sharded: bool = False) -> None:
     """Compile each block's forward and the embeddings'; blocks are alike, so one or two do.
 
-    Hooks (FSDP's) and recomputing stay outside, and so do parameters' names.  A model that acts,
-    whose shapes change, stays eager.
+    Hooks on the blocks (FSDP's) and recomputing stay outside, and so do parameters' names.  The
+    embeddings of a sharded model belong to what is collected around all blocks: they stay eager.
+    So does a model that acts, whose shapes change.
     """
     parts: list[Any] = list(model.encoder.h)
     for block in parts:
         block.forward = _in_training(block, block.forward)
-    whole: Any = model
-    whole._embed = _in_training(model, model._embed)
+    if not sharded:
+        whole: Any = model
+        whole._embed = _in_training(model, model._embed)
 
 
 def _in_training(module: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:

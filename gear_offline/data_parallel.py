@@ -112,7 +112,7 @@ class GradientPass:
         self._keeps_weights = parallel.sharded and not parallel.reshard and accumulate > 1
         whole = compiled and not (parallel.sharded or is_deep(model))
         if compiled and not whole:
-            compile_parts(model)
+            compile_parts(model, sharded=parallel.sharded)
         self._wrapped: nn.Module = model
         if parallel.kind == "ddp":
             with world.guard("building the model"):

@@ -59,8 +59,8 @@ class Learner:
     device
         Where to train.
     world
-        The ranks that train together; each has a learner, and they call `advance`, `report` and
-        `tensors` together.
+        The ranks that train together; each has a learner, and they call `advance`, `report`,
+        `tensors`, `weights` and `prepare_policy` together.
 
     Attributes
     ----------
@@ -69,7 +69,9 @@ class Learner:
     tasks
         What the model knows of its tasks, of a recipe of several.
     model, working
-        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.
+        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.  Where
+        ranks share the update (`Optimizer.ranks`), `model` is up to date in this rank's part alone
+        until `tensors`, `weights` or `prepare_policy` is called.
     parallel
         How the ranks share the model.
     meter
@@ -317,7 +319,7 @@ class Learner:
 
     def prepare_policy(self) -> None:
         """Collect what `policy` needs on the first rank; all ranks together."""
-        self._collect()
+        self._collect(moments=False)
         if self.parallel.sharded:
             tensors = self.weights()
             if self.world.is_first:
@@ -334,7 +336,7 @@ class Learner:
     def policy(self, task: str | None = None) -> Policy:
         """Return the model as it stands, ready to act; call `resume_training` afterwards.
 
-        Of several tasks, `task` names the one to act in.
+        Several ranks call `prepare_policy` before.  `task` names one of several tasks.
         """
         if task is not None:
             return task_policy(self.acting, task, self.recipe, self.device)
@@ -362,7 +364,7 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
-        self._collect()
+        self._collect(moments=True)
         found = self.optimizer.state() | random_states(self.world, self.device)
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
@@ -370,15 +372,19 @@ class Learner:
         found |= selection_tensors(self.loader.learner)
         return found
 
-    def _collect(self) -> None:
+    def _collect(self, *, moments: bool) -> None:
         """Bring what other ranks have updated, once their steps are done."""
         if self.optimizer.ranks is not None:
-            self.check()
-            self.optimizer.collect(self.step)
+            if self._captured is not None:
+                self._captured.rows(0)  # waits; what is wrong with a loss only `check` tells
+            self.optimizer.collect(self.step, moments=moments)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the parameters by name; ranks collect a sharded model's for the first together."""
-        self._collect()
+        """Return the parameters by name; ranks call this together.
+
+        Of a sharded model the first one gets them, the others nothing.
+        """
+        self._collect(moments=False)
         return model_tensors(self.model, wanted=self.world.is_first)
 
     def load(

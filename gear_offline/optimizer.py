@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from gear_offline.parallel import spread, whole
 from gear_offline.recipe_sections import OptimizerSettings
-from gear_offline.world import World
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import DeviceAdamW, Update
     from gear_offline.rank_update import RankUpdate
+    from gear_offline.world import World
 
 STATE = "optimizer/"  # before the names of the state's tensors
 
@@ -97,8 +97,9 @@ class Optimizer:
         self._device_adamw: DeviceAdamW | None = None
         self.ranks: RankUpdate | None = None
         if captured and world is not None:
-            self.ranks = self._shared(world)
-        self._collected: int | None = None  # the step after which all ranks had everything
+            self.ranks = self._share(world)
+        # steps after which all ranks had all weights, and all moments
+        self._collected: list[int | None] = [None, None]
         self._places: Tensor | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and has_cupy()):
@@ -189,15 +190,23 @@ class Optimizer:
         """Everything that an update writes, besides `state`."""
         return [*self._parameters, *(self._shadows or ())]
 
-    def collect(self, step: int) -> None:
-        """Bring parameters and moments that other ranks have updated, after step `step`.
+    def collect(self, step: int, *, moments: bool) -> None:
+        """Bring what other ranks have updated, after step `step`: `parameters`, and `state`.
 
-        Ranks that share the update call this together before anybody reads `parameters` or
-        `state`; the others need not.
+        Ranks that share the update call this together before anybody reads these; the others need
+        not.
+
+        Parameters
+        ----------
+        moments
+            These too.
         """
-        if self.ranks is not None and self._collected != step:
-            self.ranks.collect()
-            self._collected = step
+        if self.ranks is None:
+            return
+        for kind, bring in enumerate([self.ranks.collect_weights, self.ranks.collect_moments]):
+            if kind <= moments and self._collected[kind] != step:
+                bring()
+                self._collected[kind] = step
 
     def zero_gradients(self) -> None:
         for parameter in self._parameters + (self._shadows or []):
@@ -244,7 +253,7 @@ class Optimizer:
         KeyError
             A tensor is missing or too many.
         """
-        self._collected = None
+        self._collected = [None, None]
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
         for key, value in tensors.items():
@@ -266,8 +275,8 @@ class Optimizer:
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
 
-    def _shared(self, world: World) -> RankUpdate | None:
-        """Return how the ranks share the update, if that pays; parameters move."""
+    def _share(self, world: World) -> RankUpdate | None:
+        """Move the parameters so that the ranks can share the update, if that pays."""
         from gear_offline.rank_update import RankUpdate, shares_update
 
         parameters = sum(parameter.numel() for parameter in self._parameters)

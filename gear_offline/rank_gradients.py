@@ -4,9 +4,9 @@ DistributedDataParallel keeps bookkeeping on the host between its buckets, which
 not repeat.  Here gradients lie in one run of memory in the order in which the backward pass has
 them, cut into buckets where several nodes exchange them.  The last gradient of a bucket launches
 its all-reduce, which NCCL runs beside the rest of the pass.  Ranks that share the update need the
-sums of their own parts only: all gradients are one bucket then, of which a rank gets its part.
-Nothing is scaled afterwards: the real steps of the global batch are added up during the forward
-pass, and the backward pass starts with their inverse.
+sums of their own parts only: all gradients, in the order of parameters, are one bucket then, and
+its last gradient launches a reduce-scatter.  Nothing is scaled afterwards: the real steps of the
+global batch are added up during the forward pass, and the backward pass starts with their inverse.
 
 Shape legend: P elements of all parameters and of the gaps between them.
 """
@@ -90,8 +90,9 @@ class RankGradients:
     """Turns gradients of a rank's share into those of the global batch; without the host.
 
     The first pass, which must not be captured, finds out in which order gradients are ready; rank
-    0's order is everyone's.  Whatever the order is later, ranks launch the same buckets one after
-    another, so none waits for another one's bucket.
+    0's order is everyone's.  With a shared update there is nothing to find out.  Whatever the order
+    is later, ranks launch the same buckets one after another, so none waits for another one's
+    bucket.
 
     Parameters
     ----------

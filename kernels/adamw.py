@@ -1,5 +1,7 @@
 """Clipping and AdamW over all parameters in two launches, for steps captured as CUDA graphs.
 
+Where several processes share the update, two exchanges between them more; see `Part`.
+
 PyTorch's fused AdamW gives a block 65,536 elements, which leaves most of a large GPU idle for a
 small model, and clipping takes a dozen launches more.  Here a block takes `PIECE` elements at once,
 gradients are scaled as they are read, and what a step leaves in the metrics is written by the way.
@@ -118,7 +120,15 @@ def laid_out_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class Part(Protocol):
-    """The part of the update that this process does, where several share it."""
+    """The part of the update that this process does, where several share it.
+
+    Attributes
+    ----------
+    cuts
+        (C, 3) int64: its pieces, as `cut` returns; at least one, which may be empty.
+    most_pieces
+        C of the part with the most, the same in all processes.
+    """
 
     cuts: npt.NDArray[np.int64]
     most_pieces: int
@@ -127,7 +137,13 @@ class Part(Protocol):
         """Return zeros for one moment of the parameters."""
 
     def sum_partials(self, partials: Tensor) -> None:
-        """Add up the sums of squared gradients over all parts, in place."""
+        """Add up the sums of squared gradients over all parts, in place.
+
+        Parameters
+        ----------
+        partials
+            (n,) float64, as many in every process.
+        """
 
     def share(self) -> None:
         """Bring the weights that the model computes with, updated by others."""
@@ -154,7 +170,7 @@ class DeviceAdamW:
     Attributes
     ----------
     first, second
-        Moments, one a parameter, laid out as it.
+        Moments, one a parameter, laid out as it; outside `part` what they once were.
     steps
         (P,) float32, steps done.
     """
@@ -239,7 +255,10 @@ class DeviceAdamW:
             self._part.share()
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
+        """Return the state of each parameter by the names of ``torch.optim.AdamW``.
+
+        Moments outside `part` are what they were when they were brought last.
+        """
         parts = zip(self.steps.unbind(), self.first, self.second, strict=True)
         return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in parts]
 
@@ -315,7 +334,8 @@ def enqueue_together(updates: Sequence[Update]) -> None:
         jobs["count"] = len(some)
         for number, update in enumerate(some):
             adamw = update.adamw
-            assert adamw._shadows is None and len(adamw._cuts) == len(one._cuts), "of one shape"
+            assert adamw._shadows is None and adamw._part is None, "of models that are alone"
+            assert len(adamw._cuts) == len(one._cuts), "of one shape"
             adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
             jobs["jobs"][0, number] = adamw._job[0]
         device = one._rates.device

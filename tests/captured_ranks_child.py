@@ -55,13 +55,15 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
     note(world, "step by step is done")
     document: dict[str, float] = {}
     for name, least in (("", 1 << 60), ("shared_", 1)):
-        usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES, rank_update.LEAST_PARAMETERS
+        usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES, rank_update.LEAST_LEFT
         rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
-        rank_update.LEAST_PARAMETERS = least
+        rank_update.LEAST_LEFT = least
         graph = make(data, world, device, *options, "train.graph=on")
         assert (graph.optimizer.ranks is not None) == bool(name)
         try:
             found = run(graph, 60, world)
+            captured: Any = graph._captured
+            assert captured._ranks._update is graph.optimizer.ranks
             note(world, f"the {name}graph is done")
             np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
             graph.weights()  # collects
@@ -77,7 +79,7 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
         finally:
             graph.release()
             rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual[:2]
-            rank_update.LEAST_PARAMETERS = usual[2]
+            rank_update.LEAST_LEFT = usual[2]
         document[f"{name}loss_relative"] = float(np.abs(found / expected - 1).max())
         document[f"{name}weight_absolute"] = max(weights)
     return document
@@ -85,16 +87,20 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
 
 def resume(data: Path, world: World, device: torch.device) -> None:
     """Go on from another learner's tensors: the same bits, of weights in 16 bits too."""
-    rank_update.LEAST_PARAMETERS, usual = 1, rank_update.LEAST_PARAMETERS
+    rank_update.LEAST_LEFT, usual = 1, rank_update.LEAST_LEFT
     half = ("train.precision=bf16", "train.weights=bf16", "train.compile=off", "train.graph=on")
     options = (*SMALL, *half, f"loader.batch_size={8 * world.size}")
     first = make(data, world, device, *options)
     second = make(data, world, device, *options)
     try:
         run(first, 20, world)
-        kept = {name: tensor.detach().clone() for name, tensor in first.tensors().items()}
-        first.weights()
-        model = {name: t.detach().clone() for name, t in first.model.state_dict().items()}
+        first.prepare_policy()
+        for one, shadow in zip(first.model.parameters(), first.working.parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), shadow), "what acts is up to date"
+        # every rank goes on from what the first one would save
+        tensors = first.tensors()
+        kept = world.send_tensors(tensors if world.is_first else None)
+        model = world.send_tensors(first.model.state_dict() if world.is_first else None)
         loader = first.loader.state_dict()
         losses = run(first, 20, world)
         later = first.tensors() | first.model.state_dict()
@@ -108,7 +114,7 @@ def resume(data: Path, world: World, device: torch.device) -> None:
     finally:
         for some in (first, second):
             some.release()
-        rank_update.LEAST_PARAMETERS = usual
+        rank_update.LEAST_LEFT = usual
 
 
 def rate(data: Path, world: World, device: torch.device, *options: str) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gear_offline.kernels.adamw import PIECE, DeviceAdamW, cut
+from gear_offline.learner import Learner
 from gear_offline.optimizer import Optimizer
+from gear_offline.preparation import ModelSizes
 from gear_offline.rank_gradients import RankGradients
-from gear_offline.rank_update import LEAST_PARAMETERS, LINE, Layout, RankUpdate, shares_update
+from gear_offline.rank_update import LEAST_LEFT, LINE, Layout, RankUpdate, shares_update
+from gear_offline.recipe import load_recipe
 from gear_offline.recipe_sections import OptimizerSettings
 from gear_offline.world import World
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
+from tests.support import make_dataset
 from tests.test_captured_ranks import batch_of
 from tests.wire import Wire
 
@@ -57,10 +64,11 @@ def test_tensors_of_a_layout_do_not_overlap() -> None:
 
 
 def test_large_models_of_one_node_share() -> None:
-    assert shares_update(LEAST_PARAMETERS, ranks=2, nodes=1)
-    assert not shares_update(LEAST_PARAMETERS - 1, ranks=2, nodes=1)
-    assert not shares_update(LEAST_PARAMETERS, ranks=2, nodes=2)
-    assert not shares_update(LEAST_PARAMETERS, ranks=1, nodes=1)
+    assert shares_update(2 * LEAST_LEFT, ranks=2, nodes=1)
+    assert not shares_update(2 * LEAST_LEFT - 2, ranks=2, nodes=1)
+    assert shares_update(4 * LEAST_LEFT // 3 + 1, ranks=4, nodes=1)
+    assert not shares_update(2 * LEAST_LEFT, ranks=2, nodes=2)
+    assert not shares_update(2 * LEAST_LEFT, ranks=1, nodes=1)
 
 
 def drawn(sizes: list[int], seed: int) -> list[Tensor]:
@@ -81,7 +89,16 @@ def passing(weights: list[Any], gradients: list[Tensor]) -> Callable[..., Tensor
 
 @pytest.mark.parametrize("shadowed", [False, True])
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(2, [3, 7000, 128, 999]), (3, [20_001, 5]), (4, [70, 1]), (3, [9000])]
+    ("ranks", "sizes"),
+    [
+        (2, [3, 7000, 128, 999]),
+        (3, [20_001, 5]),
+        (4, [70, 1]),
+        (3, [9000]),
+        # parts of unlike numbers of pieces, but of as many sums
+        (2, [*[64] * 40, 2560]),
+        (5, [*[17] * 90, 30_000, 1, 5000]),
+    ],
 )
 def test_shared_updates_are_those_of_one(
     kernels: ThreadedKernels,
@@ -125,7 +142,8 @@ def test_shared_updates_are_those_of_one(
             loss = exchange(passing(used, given[step][rank]), batch_of(torch.ones(1, 1)))
             mine.enqueue(loss, index=index, row=row, window=window)
         assert int(index) == int(row) == 3
-        update.collect()
+        update.collect_weights()
+        update.collect_moments()
         states = [torch.cat([s.ravel() for s in some]) for some in (mine.first, mine.second)]
         found[rank] = (weights, used, *states, window, mine.steps)
 
@@ -146,39 +164,131 @@ def test_shared_updates_are_those_of_one(
             assert torch.equal(one, other), "the same bits on every rank"
 
 
-def test_an_optimizer_collects_once_a_step(
-    kernels: ThreadedKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only what others updated since; and again after other tensors were loaded."""
+def shared_optimizer(
+    seed: int, world: World, *, half: bool
+) -> tuple[nn.Module, nn.Module, Optimizer]:
+    """Return a model, what computes, and the optimiser that updates both."""
+    net: Any = nn.Linear(30, 20)
+    source = torch.Generator().manual_seed(seed)  # threads share torch's own one
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=source))
+    working: Any = copy.deepcopy(net).to(torch.bfloat16) if half else net
+    optimizer = Optimizer(
+        net,
+        OptimizerSettings(warmup_steps=1),
+        steps=9,
+        captured=True,
+        world=world,
+        working=working if half else None,
+    )
+    assert optimizer.ranks is not None
+    return net, working, optimizer
+
+
+def one_step(working: nn.Module, optimizer: Optimizer, step: int) -> None:
+    """Update by gradients that are the same on all ranks, as if they were added up."""
+    place, window = torch.full((1,), step, dtype=torch.int64), torch.zeros(9, 2)
+    source = torch.Generator().manual_seed(step)
+    for parameter in working.parameters():
+        drawn = torch.randn(parameter.shape, generator=source)
+        parameter.grad = drawn.to(parameter.dtype)
+    optimizer.finish_on_device(torch.zeros(()), index=place, row=place.clone(), window=window)
+
+
+@pytest.fixture
+def sharing(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """Two ranks that share the update of any model."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("gear_offline.rank_update.LEAST_PARAMETERS", 1)
-    wire = Wire(2, nodes=1)
+    monkeypatch.setattr("gear_offline.rank_update.LEAST_LEFT", 1)
+    with on_cpu(kernels):
+        yield Wire(2, nodes=1)
+
+
+def test_an_optimizer_collects_once_a_step(sharing: Wire) -> None:
+    """Only what others have updated since, and moments only where they are asked for."""
 
     def work(rank: int, world: World) -> None:
-        net = nn.Linear(30, 20)
-        with torch.no_grad():
-            net.weight.fill_(1.0), net.bias.fill_(1.0)
-        optimizer = Optimizer(
-            net, OptimizerSettings(warmup_steps=1), steps=9, captured=True, world=world
-        )
-        assert optimizer.ranks is not None and net.weight.tolist()[0][0] == 1.0
-        place, window = torch.zeros(1, dtype=torch.int64), torch.zeros(9, 2)
-        row = place.clone()
-        for parameter in net.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.finish_on_device(torch.zeros(()), index=place, row=row, window=window)
-        own = [value.clone() for value in optimizer.state().values() if value.ndim]
-        assert all((p < 1.0).all() for p in net.parameters()), "weights are there at once"
-        assert not all((moment != 0).all() for moment in own), "moments are not"
-        before = len(wire.launched[rank])
-        optimizer.collect(1)
-        assert all((m != 0).all() for m in optimizer.state().values() if m.ndim)
-        once = len(wire.launched[rank])
-        optimizer.collect(1)
-        assert len(wire.launched[rank]) == once > before
-        optimizer.load_state(optimizer.state())
-        optimizer.collect(1)
-        assert len(wire.launched[rank]) > once
+        net, _, optimizer = shared_optimizer(0, world, half=False)
+        one_step(net, optimizer, 0)
+        moments = [value for value in optimizer.state().values() if value.ndim]
+        assert not all((moment != 0).all() for moment in moments), "a part is"
 
-    with on_cpu(kernels):
-        wire.run(work)
+        def exchanges(step: int, *, moments: bool) -> int:
+            before = len(sharing.launched[rank])
+            optimizer.collect(step, moments=moments)
+            return len(sharing.launched[rank]) - before
+
+        assert exchanges(1, moments=False) == 0, "weights that compute are there at once"
+        assert exchanges(1, moments=True) == 2 and all((m != 0).all() for m in moments)
+        assert exchanges(1, moments=True) == 0 and exchanges(2, moments=True) == 2
+        optimizer.load_state(optimizer.state())
+        assert exchanges(2, moments=True) == 2
+
+    sharing.run(work)
+
+
+def test_ranks_go_on_from_what_the_first_one_saves(sharing: Wire) -> None:
+    """Bit for bit: all of its weights and moments, of which it updated a part."""
+    saved: dict[str, Tensor] = {}
+    ready = threading.Event()
+
+    def work(rank: int, world: World) -> None:
+        net, working, optimizer = shared_optimizer(0, world, half=True)
+        for step in range(3):
+            one_step(working, optimizer, step)
+        optimizer.collect(3, moments=False)
+        for one, shadow in zip(net.parameters(), working.parameters(), strict=True):
+            assert torch.equal(one.bfloat16(), shadow)
+        optimizer.collect(3, moments=True)
+        if rank == 0:
+            saved.update({k: v.clone() for k, v in (optimizer.state() | net.state_dict()).items()})
+            ready.set()
+        assert ready.wait(20)
+        resumed, again, other = shared_optimizer(1, world, half=True)
+        resumed.load_state_dict({k: saved[k] for k in resumed.state_dict()})
+        other.refresh()
+        other.load_state({k: v for k, v in saved.items() if k.startswith("optimizer/")})
+        for some, mine in ((working, optimizer), (again, other)):
+            one_step(some, mine, 3)
+            mine.collect(4, moments=True)
+        for one, two in zip(working.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, two)
+        for name, value in (optimizer.state() | net.state_dict()).items():
+            assert torch.equal(value, (other.state() | resumed.state_dict())[name]), name
+
+    sharing.run(work)
+
+
+def test_a_learner_collects_before_anybody_reads(tmp_path: Path) -> None:
+    """As ranks that share the update do; True stands for moments."""
+    asked: list[bool] = []
+
+    class Ranks:
+        def collect_weights(self) -> None:
+            asked.append(False)
+
+        def collect_moments(self) -> None:
+            asked.append(True)
+
+    dataset = make_dataset(tmp_path, [30, 20])
+    options = [f"data.path={dataset.path}", "train.device=cpu", "model.max_timestep=30"]
+    recipe = load_recipe("smoke", options)
+    states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))
+    sizes = ModelSizes(state_dim=states, action_dim=actions, discrete=False)
+    learner = Learner(recipe, sizes, dataset, torch.device("cpu"))
+    learner.optimizer.ranks = cast(RankUpdate, Ranks())
+    learner.advance()
+    learner.prepare_policy()
+    assert asked == [False]
+    learner.weights()
+    assert asked == [False], "they are there"
+    learner.tensors()
+    assert asked == [False, True]
+    learner.advance()
+    learner.tensors()
+    assert asked == [False, True] * 2
+    learner.advance()
+    learner.weights()
+    assert asked == [*[False, True] * 2, False]
+    learner.close()
