@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gear_offline.rank_update import ALL_GATHER, REDUCE_SCATTER
 from gear_offline.world import World
 
 
@@ -40,7 +41,7 @@ class Wire:
 
         return self._give(tensor, finish, async_op=async_op)
 
-    def reduce_scatter_tensor(
+    def reduce_scatter(
         self, out: Tensor, tensor: Tensor, *, async_op: bool = False
     ) -> Wire.Work | None:
         """As NCCL's in place, with what nobody may read made NaN."""
@@ -54,7 +55,7 @@ class Wire:
 
         return self._give(tensor, finish, async_op=async_op)
 
-    def all_gather_into_tensor(self, out: Tensor, part: Tensor) -> None:
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
         self._give(part, lambda sent: out.copy_(torch.cat(sent)), async_op=False)
 
     def _give(
@@ -113,7 +114,12 @@ class Wire:
             work(rank, cast(World, world))
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
-            for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
-                patch.setattr(f"torch.distributed.{name}", getattr(self, name))
+            for known, run in (
+                (("all_reduce",), self.all_reduce),
+                (REDUCE_SCATTER, self.reduce_scatter),
+                (ALL_GATHER, self.all_gather),
+            ):
+                for name in known:
+                    patch.setattr(f"torch.distributed.{name}", run, raising=False)
             for done in [pool.submit(begin, rank) for rank in range(self.ranks)]:
                 done.result(timeout=30)
