@@ -208,14 +208,29 @@ def label_ends(
 ) -> None:
     """Write each line's name behind its last point, moved apart where they would overlap."""
     low, high = axes.get_ylim()
-    last = -np.inf
-    for value, text, colour, at in sorted(ends):
-        last = max(value, last + gap * (high - low))
+    ends = sorted(ends)
+    heights = apart([(value - low) / (high - low) for value, *_ in ends], gap)
+    for (value, text, colour, at), height in zip(ends, heights, strict=True):
         axes.annotate(
-            text, (at, value), xytext=(1.012, (last - low) / (high - low)),
+            text, (at, value), xytext=(1.012, height),
             textcoords="axes fraction", color=colour, fontsize=10, va="center", linespacing=1.1,
             annotation_clip=False,
         )  # fmt: skip
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Return rising `heights` moved to be at least `gap` apart, and none above 1 by it.
+
+    Names above the axes would make the layout shrink the picture below them.
+    """
+    places: list[float] = []
+    for height in heights:
+        places.append(max(height, places[-1] + gap) if places else height)
+    highest = max([1.0, *heights])
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], highest)
+        highest = places[index] - gap
+    return places
 
 
 def plot_asked_vs_achieved(
@@ -251,7 +266,7 @@ def plot_asked_vs_achieved(
     ceiling = min(max([high, *(end + margin for end in sides)]), high + (high - low))
     axes.set_ylim(floor, ceiling)
     axes.plot([low, high], [low, high], color=GREY, linewidth=1.2, linestyle=(0, (4, 3)))
-    ends = [(high - margin, "achieved\n= asked", GREY, high)]
+    ends = [(high, "achieved\n= asked", GREY, high)]
     for level, text, colour in (
         (data_mean, "mean of the\ndata", ORANGE),
         (data_best, "best of the\ndata", GREEN),

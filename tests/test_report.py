@@ -15,6 +15,7 @@ from PIL import Image
 from gear_offline.convert import convert
 from gear_offline.errors import InputError
 from gear_offline.plots import (
+    apart,
     asked_finding,
     plot_asked_vs_achieved,
     plot_data_returns,
@@ -78,6 +79,13 @@ def test_picture_of_achieved_against_asked(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "asked.png"
     plot_asked_vs_achieved(path, evaluation(), data_mean=414.0, data_best=3124.0)
     check_picture(path, "#0072B2", "#D55E00", "#009E73")
+
+
+def test_names_beside_lines_keep_their_order_and_stay_inside() -> None:
+    assert apart([0.13, 0.96, 1.0], 0.12) == pytest.approx([0.13, 0.88, 1.0])
+    assert apart([0.2, 0.2, 0.9], 0.1) == pytest.approx([0.2, 0.3, 0.9])
+    assert apart([1.0, 1.0, 1.0], 0.25) == pytest.approx([0.5, 0.75, 1.0])
+    assert apart([], 0.1) == []
 
 
 def test_picture_of_negative_returns_and_single_episodes(tmp_path: Path) -> None:
