@@ -7,11 +7,17 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn
+from rich.table import Column
 
 from gear_offline.closing import Closing
 from gear_offline.progress import say
 
 ROOM_FOR_BAR = 80  # columns of a terminal; on a narrower one the numbers need all of them
+
+
+def flexible_bar() -> BarColumn:
+    """Return a bar that gives way to the columns beside it, so that their line is not broken."""
+    return BarColumn(bar_width=None, table_column=Column(ratio=1))
 
 
 class BarDisplay(Closing):
@@ -22,7 +28,7 @@ class BarDisplay(Closing):
     name
         Stands before the bar.
     columns
-        Of the bar.
+        Of the bar, which takes the room that the others leave.
     total, done
         Where it ends and begins.
     bar
@@ -44,9 +50,9 @@ class BarDisplay(Closing):
         self._bar: Progress | None = None
         if bar and not quiet and sys.stderr.isatty():
             console = Console(stderr=True)
-            narrow = console.width < ROOM_FOR_BAR
-            shown = [c for c in columns if not (narrow and isinstance(c, BarColumn))]
-            self._bar = Progress(*shown, console=console)
+            wide = console.width >= ROOM_FOR_BAR
+            shown = [c for c in columns if wide or not isinstance(c, BarColumn)]
+            self._bar = Progress(*shown, console=console, expand=wide)
             self._task = self._bar.add_task(name, total=total, completed=done, facts="")
 
     def __enter__(self) -> Self:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Collection
 from datetime import timedelta
 
-from rich.progress import BarColumn, TextColumn
+from rich.progress import TextColumn
 
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
-from gear_offline.progress_bar import BarDisplay
+from gear_offline.progress_bar import BarDisplay, flexible_bar
 
 REDRAW_SECONDS = 0.2
 
@@ -33,7 +33,7 @@ class SweepDisplay(BarDisplay):
         total = sum(runs.values())
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            flexible_bar(),
             TextColumn("{task.fields[facts]}"),
         )
         super().__init__(name, *columns, total=total, bar=bar, quiet=quiet)

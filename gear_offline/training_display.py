@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Column
 
 from gear_offline.progress import PLAIN_INTERVAL_SECONDS, say
-from gear_offline.progress_bar import BarDisplay
+from gear_offline.progress_bar import BarDisplay, flexible_bar
 
 REDRAW_SECONDS = 0.1
 
@@ -30,7 +30,7 @@ class TrainingDisplay(BarDisplay):
     def __init__(self, name: str, *, steps: int, done: int, quiet: bool) -> None:
         text = TextColumn("{task.description}")
         facts = TextColumn("{task.fields[facts]}", table_column=Column())  # these give way
-        columns = (text, BarColumn(), MofNCompleteColumn(table_column=Column(no_wrap=True)), facts)
+        columns = (text, flexible_bar(), MofNCompleteColumn(table_column=Column(no_wrap=True)), facts)
         super().__init__(name, *columns, total=steps, done=done, quiet=quiet)
         self._steps, self._first = steps, done
         self._started = self._drawn = self._printed = time.monotonic()

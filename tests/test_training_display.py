@@ -43,9 +43,9 @@ def test_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("columns", [100, 60])
+@pytest.mark.parametrize("columns", [100, 80, 60])
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """On a narrow one the numbers stay whole and the bar is left out."""
+    """The bar gives way to the numbers; on a narrow terminal it is left out."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
     leader, follower = pty.openpty()
@@ -60,7 +60,8 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> N
     for part in ("step 1,500: asked [3,600]", "1000/2000", "2000/2000", "loss 0.0625"):
         assert part in said
     assert "return 41" in said
-    assert ("\u2501" in said) == (columns == 100)
+    assert ("\u2501" in said) == (columns >= 80)
+    assert "\x1b[1A" not in said, "all on one line"
 
 
 def test_the_first_signal_is_a_request_the_second_is_final() -> None:
