@@ -35,6 +35,7 @@ def main() -> int:
 
     atexit.register(end)  # first in, so that it runs after what other modules register
     _open_closed_streams()
+    _print_any_letter()
     handle_interrupts()
     from gear_offline.cli import main as run
 
@@ -56,6 +57,18 @@ def _open_closed_streams() -> None:
             os.set_inheritable(number, True)
             mode = "w" if number else "r"
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _print_any_letter() -> None:
+    """Let results be printed whatever letters the terminal has, as the bars of a histogram.
+
+    A letter that the encoding lacks would end the command amid its result, a name of a file that
+    is not UTF-8 likewise; the one becomes a question mark, the other the bytes that it has.
+    """
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None and sys.stdout.errors == "strict":
+        utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        reconfigure(errors="surrogateescape" if utf8 else "replace")
 
 
 def handle_interrupts() -> None:

@@ -14,6 +14,19 @@ from gear_offline.staging import obstacle_to
 LOCK = ".lock"
 
 
+def _refuse_undecodable(path: Path, code: str) -> None:
+    """Refuse a name that is no text: TensorBoard and safetensors fail on it, late."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            code,
+            "the name holds bytes that are not UTF-8",
+            where=str(path),
+            remedy="give another place with --out",
+        ) from None
+
+
 class HeldDirectory(Closing):
     """A directory held for writing; a context manager.
 
@@ -40,6 +53,7 @@ class HeldDirectory(Closing):
         self.path = path
         self._lock, self._home = -1, path.absolute()
         self._made: list[Path] = []
+        _refuse_undecodable(path, unusable)
         try:
             while not self._take(taken):
                 pass  # who held it has just removed what it had made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gear_offline import command
 from gear_offline.demo import main as demo
 
 ROOT = Path(__file__).parents[1]
@@ -147,3 +149,17 @@ def test_a_closed_stream_is_no_error(closed: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert ("smoke" in done.stdout) == (">&-" not in closed.split())
     assert (tmp_path / "code").read_text() == "0"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"), [("utf-8", b"\xe2\x96\x88 \xff\n"), ("latin-1", b"? ?\n")]
+)
+def test_what_the_encoding_lacks_does_not_end_a_command(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, printed: bytes
+) -> None:
+    """A bar of a histogram, and a byte of a file's name that is no text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    command._print_any_letter()
+    print("\u2588 \udcff", flush=True)
+    assert written.getvalue() == printed

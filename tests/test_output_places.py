@@ -11,6 +11,8 @@ import gear_offline
 from gear_offline.cli import main
 from gear_offline.demo import main as demo
 from gear_offline.errors import InputError
+from gear_offline.run_directory import RunDirectory
+from tests.support import failing_code
 from tests.training_support import tiny_recipe
 
 COMMANDS = {  # and their codes
@@ -89,3 +91,10 @@ def test_a_folder_that_is_not_there_is_still_asked_for(data: Path, tmp_path: Pat
     with pytest.raises(InputError, match=r"folder does not exist .*; make it") as caught:
         gear_offline.export_hdf5(data, tmp_path / "new" / "x.hdf5", quiet=True)
     assert caught.value.code == "OUTPUT_FOLDER"
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """As a name in Latin-1; TensorBoard would fail on it after everything is loaded."""
+    place = tmp_path / "b\udce4r"
+    assert failing_code(lambda: RunDirectory(place)) == "RUN_DIRECTORY"
+    assert not place.exists()
