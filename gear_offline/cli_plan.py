@@ -49,6 +49,7 @@ def plan(
     ] = False,
 ) -> None:
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
+    from gear_offline.errors import InputError
     from gear_offline.planning.hardware import load_hardware
     from gear_offline.planning.plan import Cluster
     from gear_offline.planning.plan import plan as run
@@ -56,6 +57,12 @@ def plan(
     from gear_offline.planning.workload import make_workload
     from gear_offline.recipe import load_recipe
 
+    if episode_length is not None and columns is None:
+        raise InputError(
+            "USAGE",
+            "--episode-length is for --columns; a dataset has its own episodes",
+            remedy="add --columns, or leave it out",
+        )
     found = load_recipe(recipe, overrides or ())
     cluster = Cluster(
         nodes=nodes,

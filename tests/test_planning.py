@@ -245,6 +245,7 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
         (["--columns", "observations", "--data", "1TB"], "PLAN_COLUMNS"),
         (["--columns", "observations=float33", "--data", "1TB"], "PLAN_COLUMNS"),
         (["--columns", "observations=float32", "--data", "1TB"], "COLUMN_MISSING"),
+        (["--episode-length", "50"], "USAGE"),
         (["model.hidden_size=8192", "model.layers=64"], "PLAN_MEMORY"),
         (["--data", "lots"], "SIZE"),
         (["data.path=nowhere"], "PLAN_DATA"),

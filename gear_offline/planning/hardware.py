@@ -143,9 +143,13 @@ def load_hardware(name_or_file: str) -> Hardware:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
+        if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+            problem = f"{place or 'the machine'} is not a section of `key: value` lines"
+        else:
+            problem = f"{place}: {first['msg'].lower()}"
         raise InputError(
             "PLAN_HARDWARE",
-            f"{place or 'the file'}: {first['msg'].lower()}",
+            problem,
             where=where,
             remedy=f"write it like {HARDWARE}",
         ) from None
