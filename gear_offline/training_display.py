@@ -30,7 +30,8 @@ class TrainingDisplay(BarDisplay):
     def __init__(self, name: str, *, steps: int, done: int, quiet: bool) -> None:
         text = TextColumn("{task.description}")
         facts = TextColumn("{task.fields[facts]}", table_column=Column())  # these give way
-        columns = (text, flexible_bar(), MofNCompleteColumn(table_column=Column(no_wrap=True)), facts)
+        steps_done = MofNCompleteColumn(table_column=Column(no_wrap=True))
+        columns = (text, flexible_bar(), steps_done, facts)
         super().__init__(name, *columns, total=steps, done=done, quiet=quiet)
         self._steps, self._first = steps, done
         self._started = self._drawn = self._printed = time.monotonic()
