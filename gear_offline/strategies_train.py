@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,7 @@ def train_strategies(
     GearError
         ``STRATEGIES_WORKER``.  A run that failed is named in the document instead.
     TrainingInterrupted
-        Ctrl-C or SIGTERM; what was done is kept.
+        ``STRATEGIES_INTERRUPTED`` after Ctrl-C or SIGTERM; what was done is kept.
     """
     from gear_offline.loaders.loader import resolve_device
     from gear_offline.recipe_checks import check_recipe
@@ -165,10 +166,15 @@ def train_strategies(
 
     try:
         return document(_work(plan, judges, runner, outlook, beside=beside))
-    except TrainingInterrupted:
+    except TrainingInterrupted as error:
         if on_stop is not None:
             on_stop(document(judges.errors))
-        raise
+        raise TrainingInterrupted(  # the remedy of a single run would not go on with the rest
+            "STRATEGIES_INTERRUPTED",
+            f"{re.split(',| after step', error.what)[0]}, what was trained and played is kept",
+            where=str(out),
+            remedy="the same command goes on",
+        ) from error
 
 
 def _device_name(device: torch.device) -> str:
@@ -202,7 +208,7 @@ def _work(
             trained.set()
             if not beside:
                 thread.start()
-            _wait(thread, plan)
+            _wait(thread)
         except BaseException:
             stop.set()
             raise
@@ -214,15 +220,12 @@ def _work(
     return {**judges.errors, **errors}
 
 
-def _wait(thread: threading.Thread, plan: TrainingPlan) -> None:
+def _wait(thread: threading.Thread) -> None:
     """Wait for the judges; Ctrl-C and SIGTERM end it once what is being played is over."""
     with StopRequest() as request:
         while thread.is_alive():
             thread.join(0.2)
             if request.signal_name is not None:
                 raise TrainingInterrupted(
-                    "STRATEGIES_INTERRUPTED",
-                    f"stopped by {request.signal_name}, what was trained and played is kept",
-                    where=str(plan.out),
-                    remedy="the same command goes on",
+                    "STRATEGIES_INTERRUPTED", f"stopped by {request.signal_name}"
                 )

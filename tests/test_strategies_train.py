@@ -263,6 +263,20 @@ def test_a_killed_comparison_goes_on(
             assert mine[name] == whole[name], (path.name, name)
 
 
+def test_after_a_stop_the_comparison_goes_on_not_the_run(data: Path, tmp_path: Path) -> None:
+    def stop(points: Sequence[Point], folder: Path) -> dict[str, str]:
+        what = "stopped by SIGTERM after step 8, a checkpoint is saved"
+        raise TrainingInterrupted("TRAIN_INTERRUPTED", what, remedy="go on with `train --resume`")
+
+    with pytest.raises(TrainingInterrupted) as caught:
+        run(recipe_of(data), tmp_path, run_points=stop)
+    assert caught.value.code == "STRATEGIES_INTERRUPTED"
+    assert str(caught.value) == (
+        f"stopped by SIGTERM, what was trained and played is kept ({tmp_path}); "
+        "the same command goes on"
+    )
+
+
 def test_a_stop_costs_no_point_of_a_curve(data: Path, tmp_path: Path) -> None:
     """What is saved then is a checkpoint more, and policies are judged when all are trained."""
     plan = plan_of(data, tmp_path)
