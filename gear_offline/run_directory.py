@@ -215,4 +215,5 @@ class RunDirectory(HeldDirectory):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store ``summary.json``."""
-        write_whole(self.summary_path, json.dumps(summary, indent=2, allow_nan=False).encode())
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        write_whole(self.summary_path, text.encode())

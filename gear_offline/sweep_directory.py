@@ -122,7 +122,7 @@ class SweepDirectory(HeldDirectory):
         self._write()
 
     def _write(self) -> None:
-        text = json.dumps(finite(self.document), indent=2, allow_nan=False)
+        text = json.dumps(finite(self.document), indent=2, allow_nan=False) + "\n"
         write_whole(self.json_path, text.encode())
 
     def _refuse_foreign(self) -> None:

@@ -218,6 +218,8 @@ def print_sweep(path: str | Path, *, console: Console | None = None) -> None:
     title = f"{Path(path).name}, by setting"
     table = SplitTable(columns=columns, title=title, widest_label=console.width // 3)
     console.print(table, highlight=False)
-    console.print(f"In brackets: {INTERVAL}.{_others(document)}", highlight=False)
+    bracketed = any("(" in cell for _, cells in columns[2:] for cell in cells)
+    note = f"In brackets: {INTERVAL}." if bracketed else "Intervals take two seeds or more."
+    console.print(f"{note}{_others(document)}", highlight=False)
     for name, error in _errors(results).items():
         console.print(f"{escape(name)} failed: {escape(error)}", highlight=False)
