@@ -155,7 +155,8 @@ def _wrong_count(
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    plain = value is None or isinstance(value, bool)  # which YAML and Python name differently
+    text = json.dumps(value) if plain else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
