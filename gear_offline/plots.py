@@ -64,8 +64,16 @@ def titles(figure: Figure, title: str, subtitle: str) -> None:
 
 
 def thousands(axis: Any) -> None:
-    """Write an axis's numbers with separators."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    """Write an axis's numbers with separators, and with the decimals that tell them apart."""
+
+    def text(value: float, _: int | None) -> str:
+        ticks = axis.get_majorticklocs()
+        step = float(ticks[1] - ticks[0]) if len(ticks) > 1 else 1.0
+        if not 0 < step < 1 or abs(value) < 100:
+            return short(value)
+        return f"{value:,.{int(np.ceil(-np.log10(step)))}f}"
+
+    axis.set_major_formatter(FuncFormatter(text))
 
 
 def short(value: float) -> str:
@@ -314,7 +322,7 @@ def asked_finding(
     wanted = np.asarray(asked, np.float64)[order]
     got = np.asarray(means, np.float64)[order]
     half = np.zeros_like(got) if halves is None else np.asarray(halves, np.float64)[order]
-    if wanted.size < 2:
+    if wanted[0] == wanted[-1]:
         return f"Asked for {short(wanted[0])}, it achieves {short(got[0])}"
     span = f"{short(got[0])} to {short(got[-1])} for {short(wanted[0])} to {short(wanted[-1])}"
     least = max(float(np.hypot(half[0], half[-1])), 0.01 * float(wanted[-1] - wanted[0]))

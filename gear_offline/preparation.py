@@ -7,7 +7,7 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import isclose, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,8 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     }
     if recipe.evaluate.targets is None:
         returns = dataset.manifest.returns
-        changes["evaluate__targets"] = [returns.max, returns.mean]
+        alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
+        changes["evaluate__targets"] = [returns.max] if alike else [returns.max, returns.mean]
     if recipe.model.max_timestep is None:
         changes["model__max_timestep"] = max(longest, recipe.loader.context_length)
     if sizes.discrete and recipe.model.action_tanh:

@@ -72,6 +72,14 @@ def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
     assert resolve(resolved, dataset) == (resolved, sizes)
 
 
+def test_data_of_one_return_are_asked_for_once(tmp_path: Path) -> None:
+    columns = hopper_columns(6)
+    columns["rewards"] = np.full(6, -0.1, np.float32)
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
+    resolved, _ = resolve(tiny_recipe(dataset.path), dataset)
+    assert resolved.evaluate.targets == pytest.approx((-0.3,))
+
+
 def test_an_environment_that_only_the_data_name_may_be_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,10 +17,12 @@ from gear_offline.errors import InputError
 from gear_offline.plots import (
     apart,
     asked_finding,
+    new_figure,
     plot_asked_vs_achieved,
     plot_data_returns,
     plot_learning_curve,
     short,
+    thousands,
 )
 from gear_offline.recipe import Recipe
 from gear_offline.report import write_report
@@ -150,6 +152,7 @@ def test_title_says_whether_the_asked_return_is_followed() -> None:
         "Asked for more, it achieves more: 450 to 1,992 for 500 to 3,600"
     )
     assert asked_finding([1, 2, 3], [5, 9, 8]).startswith("It follows the asked return in part")
+    assert asked_finding([-200, -200], [-200, -200]) == "Asked for -200, it achieves -200"
     assert asked_finding([1, 2], [5, 5]).startswith("It does not follow the asked return")
     assert asked_finding([1, 2], [5, 4]).startswith("It does not follow the asked return")
     assert "no clear difference: -911 to -911 for" in asked_finding([-1388, -765], [-911.2, -911.1])
@@ -157,6 +160,15 @@ def test_title_says_whether_the_asked_return_is_followed() -> None:
     assert open_ == "Asked for more or less, no clear difference: 5 to 5.5 for 1 to 2"
     assert asked_finding([1, 2], [5, 6], [0.5, 0.5]).startswith("Asked for more, it achieves more")
     assert asked_finding([3600], [1992.4]) == "Asked for 3,600, it achieves 1,992"
+
+
+def test_ticks_that_lie_close_together_differ() -> None:
+    axes = new_figure().add_subplot()
+    thousands(axes.xaxis)
+    for low, high in ((-200.5, -199.5), (3000.01, 3000.04), (0.0, 3000.0), (-1.0, 2.0)):
+        axes.set_xlim(low, high)
+        names = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks()]
+        assert len(set(names)) == len(names), names
 
 
 def test_short_numbers() -> None:
