@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_files_of_another_kind_are_refused(
     with pytest.raises(InputError) as caught:
         load_linear_policy(path, FACTS)
     assert caught.value.code == code
+
+
+def test_of_another_environment_that_is_said_not_the_shapes(tmp_path: Path) -> None:
+    path = tmp_path / "policy.safetensors"
+    save_linear_policy(some_policy(), path, environment_id="Some-v1")
+    with pytest.raises(InputError) as caught:
+        load_linear_policy(path, replace(FACTS, environment_id="Other-v1", observation_shape=(7,)))
+    assert caught.value.code == "POLICY_ENVIRONMENT"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x80\x04pickle", b"\xff" * 100])
