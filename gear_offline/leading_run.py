@@ -223,13 +223,15 @@ class LeadingRun(Run):
         summary = summary_of(self)
         self.directory.write_summary(finite(summary))
         write_report(self.path)
-        say(
-            f"{self.recipe.name}: complete after {self.seconds:,.0f} s, "
-            f"{self.learner.meter.text()} while stepping; "
+        stepping = (
+            f", {self.learner.meter.text()} while stepping; "
             f"{self.learner.data_wait_share:.1%} of the steps' time waited for batches, "
-            f"{summary['save_wait_share']:.1%} for checkpoints; {report}",
-            quiet=self.quiet,
+            f"{summary['save_wait_share']:.1%} for checkpoints"
         )
+        if not self._timing and steps == self._first_step:  # the last step was done before
+            stepping = ""
+        complete = f"{self.recipe.name}: complete after {self.seconds:,.0f} s"
+        say(f"{complete}{stepping}; {report}", quiet=self.quiet)
 
     def _is_summed_up(self, steps: int) -> bool:
         """Return whether ``summary.json`` is of these steps."""
