@@ -148,9 +148,14 @@ def _find(name_or_path: str | Path, *, beside: Path | None = None) -> Path:
     stem = Path(text).stem
     guess = difflib.get_close_matches(stem, list(shipped), n=1)
     hint = f"did you mean {guess[0]!r}? " if guess else ""
+    reason = ", and no such file" if looks_like_path else ""
+    if candidate.is_dir():
+        reason = "; the folder of that name is no run: it has no recipe.yaml"
+    elif candidate.is_file():
+        reason = "; a file's name ends with .yaml"
     raise InputError(
         "RECIPE_NOT_FOUND",
-        f"no recipe {text!r}" + (", and no such file" if looks_like_path else ""),
+        f"no recipe {text!r}{reason}",
         where=str(beside) if beside else "",
         remedy=f"{hint}`gear-offline recipes ls` lists them",
     )

@@ -256,6 +256,18 @@ def test_a_recipe_that_is_not_there(name: str) -> None:
     assert caught.value.code == "RECIPE_NOT_FOUND"
 
 
+def test_what_is_there_and_no_recipe_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "notes.txt").write_text("base: paper")
+    with pytest.raises(InputError, match=r"the folder of that name is no run"):
+        load_recipe("data")
+    with pytest.raises(InputError, match=r"a file's name ends with \.yaml"):
+        load_recipe("notes.txt")
+
+
 def test_a_copy_is_named_after_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = copy_recipe("hopper-medium", tmp_path / "mine.yaml")
     copied, original = load_recipe(mine), load_recipe("hopper-medium")
