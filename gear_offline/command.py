@@ -35,8 +35,8 @@ def main() -> int:
 
     atexit.register(end)  # first in, so that it runs after what other modules register
     _open_closed_streams()
-    _print_any_letter()
     handle_interrupts()
+    _print_any_letter()
     from gear_offline.cli import main as run
 
     code = run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -171,7 +170,7 @@ def train_strategies(
             on_stop(document(judges.errors))
         raise TrainingInterrupted(  # the remedy of a single run would not go on with the rest
             "STRATEGIES_INTERRUPTED",
-            f"{re.split(',| after step', error.what)[0]}, what was trained and played is kept",
+            "stopped, what was trained and played is kept",
             where=str(out),
             remedy="the same command goes on",
         ) from error
@@ -226,6 +225,4 @@ def _wait(thread: threading.Thread) -> None:
         while thread.is_alive():
             thread.join(0.2)
             if request.signal_name is not None:
-                raise TrainingInterrupted(
-                    "STRATEGIES_INTERRUPTED", f"stopped by {request.signal_name}"
-                )
+                raise TrainingInterrupted("STRATEGIES_INTERRUPTED", "stopped")

@@ -272,8 +272,7 @@ def test_after_a_stop_the_comparison_goes_on_not_the_run(data: Path, tmp_path: P
         run(recipe_of(data), tmp_path, run_points=stop)
     assert caught.value.code == "STRATEGIES_INTERRUPTED"
     assert str(caught.value) == (
-        f"stopped by SIGTERM, what was trained and played is kept ({tmp_path}); "
-        "the same command goes on"
+        f"stopped, what was trained and played is kept ({tmp_path}); the same command goes on"
     )
 
 
