@@ -17,6 +17,7 @@ import typer
 
 import gear_offline
 from gear_offline.cli_errors import show, tell
+from gear_offline.cli_examples import examples
 from gear_offline.cli_plan import plan
 from gear_offline.cli_strategies import strategies
 from gear_offline.cli_sweep import sweep
@@ -35,12 +36,15 @@ app = typer.Typer(
     name="gear-offline",
     help="Offline-RL datasets as GEAR shards, and Decision Transformers trained from them.",
     no_args_is_help=True,
+    epilog=examples(""),
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes_app = typer.Typer(no_args_is_help=True, help="List, copy and check recipes.")
+recipes_app = typer.Typer(
+    no_args_is_help=True, help="List, copy and check recipes.", epilog=examples("recipes")
+)
 app.add_typer(recipes_app, name="recipes")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -69,7 +73,7 @@ def root(
     """Offline-RL datasets as GEAR shards, and Decision Transformers trained from them."""
 
 
-@app.command()
+@app.command(epilog=examples("convert"))
 def convert(
     source: Annotated[
         str,
@@ -118,7 +122,7 @@ def convert(
     print(out)
 
 
-@app.command(short_help="Show columns, statistics and digests.")
+@app.command(short_help="Show columns, statistics and digests.", epilog=examples("inspect"))
 def inspect(
     dataset: Annotated[Path, typer.Argument(help="Directory of GEAR shards.")],
     verify: Annotated[
@@ -138,7 +142,7 @@ def inspect(
         print_inspection(document)
 
 
-@app.command()
+@app.command(epilog=examples("collect"))
 def collect(
     environment: Annotated[str, typer.Argument(help="Gymnasium id, e.g. Hopper-v5.")],
     out: Annotated[Path, typer.Argument(help="HDF5 file to write, in D4RL's layout.")],
@@ -210,7 +214,7 @@ def collect(
         print(report.path)
 
 
-@recipes_app.command("ls")
+@recipes_app.command("ls", epilog=examples("recipes ls"))
 def recipes_ls(as_json: Json = False) -> None:
     """List the recipes that come with gear_offline."""
     from gear_offline.recipe import list_recipes
@@ -223,7 +227,7 @@ def recipes_ls(as_json: Json = False) -> None:
             print(f"{row['name']:32} {row['description']}")
 
 
-@recipes_app.command("cp")
+@recipes_app.command("cp", epilog=examples("recipes cp"))
 def recipes_cp(
     name: Annotated[str, typer.Argument(help="Name from `recipes ls`.")],
     target: Annotated[Path, typer.Argument(help="File or directory to write.")] = Path("."),
@@ -234,7 +238,7 @@ def recipes_cp(
     print(copy_recipe(name, target))
 
 
-@recipes_app.command("validate")
+@recipes_app.command("validate", epilog=examples("recipes validate"))
 def recipes_validate(
     recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
     overrides: Annotated[
@@ -247,7 +251,7 @@ def recipes_validate(
     print(validate_recipe(recipe, overrides or ()).to_yaml(), end="")
 
 
-@app.command()
+@app.command(epilog=examples("train"))
 def train(
     recipe: Annotated[str, typer.Argument(help="Recipe name or file, or a run directory.")],
     overrides: Annotated[
@@ -274,7 +278,7 @@ def train(
         print(path)
 
 
-@app.command()
+@app.command(epilog=examples("evaluate"))
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory or checkpoint.")],
     targets: Annotated[
@@ -313,7 +317,7 @@ def evaluate(
         print_run(report)
 
 
-@app.command()
+@app.command(epilog=examples("bench"))
 def bench(
     name: Annotated[str, typer.Argument(help="Benchmark name; `list` shows them.")],
     sizes: Annotated[
@@ -338,7 +342,7 @@ def bench(
         print_document(document)
 
 
-@app.command(short_help="Show what is installed and what will run.")
+@app.command(short_help="Show what is installed and what will run.", epilog=examples("doctor"))
 def doctor(as_json: Json = False) -> None:
     """Show what is installed, what is missing, and which path each feature will take."""
     from gear_offline.doctor import diagnose, print_diagnosis
@@ -352,9 +356,11 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command(short_help="Compare what strategies draw, and teach.")(strategies)
-app.command(short_help="Predict what a recipe needs on a cluster.")(plan)
-app.command(short_help="Train several seeds and settings as one.")(sweep)
+app.command(short_help="Compare what strategies draw, and teach.", epilog=examples("strategies"))(
+    strategies
+)
+app.command(short_help="Predict what a recipe needs on a cluster.", epilog=examples("plan"))(plan)
+app.command(short_help="Train several seeds and settings as one.", epilog=examples("sweep"))(sweep)
 
 
 def main(arguments: list[str] | None = None) -> int:

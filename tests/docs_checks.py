@@ -137,7 +137,7 @@ def _our_command(words: list[str], *, whole: bool) -> list[str]:
 
 def _check_values(name: str, given: dict[str, Any]) -> None:
     """Raise what the command would raise over its arguments before it looks at any data."""
-    if name == "bench":
+    if name == "bench" and given["name"] != "list":
         run = import_module(f"gear_offline.bench.{given['name']}").run
         bench._sizes(given["name"], run, given["sizes"] or ())
     elif name == "collect":
