@@ -18,6 +18,7 @@ import typer
 import gear_offline
 from gear_offline.cli_errors import show, tell
 from gear_offline.cli_examples import examples
+from gear_offline.cli_listing import print_names
 from gear_offline.cli_plan import plan
 from gear_offline.cli_strategies import strategies
 from gear_offline.cli_sweep import sweep
@@ -219,12 +220,11 @@ def recipes_ls(as_json: Json = False) -> None:
     """List the recipes that come with gear_offline."""
     from gear_offline.recipe import list_recipes
 
-    rows = [{"name": item.name, "description": item.description} for item in list_recipes()]
+    found = list_recipes()
     if as_json:
-        _print_json(rows)
+        _print_json([{"name": item.name, "description": item.description} for item in found])
     else:
-        for row in rows:
-            print(f"{row['name']:32} {row['description']}")
+        print_names([(item.name, item.description) for item in found], width=32)
 
 
 @recipes_app.command("cp", epilog=examples("recipes cp"))
@@ -330,8 +330,7 @@ def bench(
     from gear_offline.bench import BENCHES, print_document, run_bench
 
     if name == "list":
-        for known, what in BENCHES.items():
-            print(f"{known:12} {what}")
+        print_names(list(BENCHES.items()), width=12)
         return
     document = run_bench(name, quick=quick, sizes=sizes or ())
     if os.environ.get("RANK", "0") != "0":
