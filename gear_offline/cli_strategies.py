@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ def strategies(
     from gear_offline.strategies_candidates import parse_candidates
     from gear_offline.strategies_learning_text import print_learning
     from gear_offline.strategies_text import print_comparison
-    from gear_offline.strategies_train import check_request, train_strategies
+    from gear_offline.strategies_train import check_request, hold_comparison, train_strategies
 
     given = {"--seeds": seeds, "--threshold": threshold, "--jobs": jobs}
     for option, value in given.items():
@@ -59,25 +60,27 @@ def strategies(
     check_new_folder(folder)  # before anything is drawn
     if train:
         check_request(found, seeds=runs, jobs=jobs, threshold=threshold)
-    document = compare(found, strategies=strategies, quiet=quiet)
+    # held before anything is drawn or printed
+    with hold_comparison(folder) if train else nullcontext():
+        document = compare(found, strategies=strategies, quiet=quiet)
 
-    def keep(training: dict[str, Any]) -> None:
-        write_comparison({**document, "training": training}, folder)
+        def keep(training: dict[str, Any]) -> None:
+            write_comparison({**document, "training": training}, folder)
 
-    if train:
-        bad = {row["label"] for row in document["strategies"] if "error" in row}
-        candidates = [c for c in parse_candidates(strategies, found) if c.label not in bad]
-        document["training"] = train_strategies(
-            found,
-            candidates,
-            out=folder,
-            seeds=runs,
-            jobs=jobs,
-            threshold=threshold,
-            quiet=quiet,
-            on_stop=keep,
-        )
-    _, page = write_comparison(document, folder)
+        if train:
+            bad = {row["label"] for row in document["strategies"] if "error" in row}
+            candidates = [c for c in parse_candidates(strategies, found) if c.label not in bad]
+            document["training"] = train_strategies(
+                found,
+                candidates,
+                out=folder,
+                seeds=runs,
+                jobs=jobs,
+                threshold=threshold,
+                quiet=quiet,
+                on_stop=keep,
+            )
+        _, page = write_comparison(document, folder)
     if as_json:
         print(json.dumps(document, indent=2, allow_nan=False))
         return

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gear_offline.errors import InputError
+from gear_offline.held_directory import HeldDirectory
 from gear_offline.interruption import StopRequest
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.progress import say
@@ -71,6 +72,32 @@ def check_request(recipe: Recipe, *, seeds: int, jobs: int | None, threshold: fl
         )
 
 
+def hold_comparison(out: Path) -> HeldDirectory:
+    """Hold the folder of a comparison for as long as it is trained; a context manager.
+
+    Each run holds its own directory as well, but only while it is trained: two comparisons in one
+    folder would meet in the middle, at some run.
+
+    Parameters
+    ----------
+    out
+        Made if it is not there.
+
+    Raises
+    ------
+    InputError
+        ``STRATEGIES_LOCKED`` when another process holds it, ``OUTPUT_FOLDER`` when it cannot be
+        made.
+    """
+    taken = InputError(
+        "STRATEGIES_LOCKED",
+        "another process is training this comparison",
+        where=str(out),
+        remedy="wait for it, or give another folder with --out",
+    )
+    return HeldDirectory(out, unusable="OUTPUT_FOLDER", taken=taken)
+
+
 def train_strategies(
     recipe: Recipe,
     candidates: Sequence[Candidate],
@@ -92,7 +119,8 @@ def train_strategies(
     candidates
         The baseline first.
     out
-        Folder of the comparison: ``training/runs/``, ``judged/``, ``probe.safetensors``.
+        Folder of the comparison: ``training/runs/``, ``judged/``, ``probe.safetensors``.  Where
+        others may train into it, hold it by `hold_comparison`.
     seeds
         Of each strategy.
     jobs

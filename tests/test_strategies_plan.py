@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gear_offline import strategies_judge, strategies_plan
+from gear_offline import cli, strategies_judge, strategies_plan
 from gear_offline.dataset import open_dataset
 from gear_offline.preparation import resolve
 from gear_offline.recipe import Recipe, load_recipe
@@ -24,7 +24,7 @@ from gear_offline.strategies_learning import busy_seconds, learning_document
 from gear_offline.strategies_learning_text import print_learning
 from gear_offline.strategies_outlook import Outlook, last_step
 from gear_offline.strategies_plan import make_plan, run_in_turn, run_together
-from gear_offline.strategies_train import _work, train_strategies
+from gear_offline.strategies_train import _work, hold_comparison, train_strategies
 from tests.strategies_support import plan_of, recipe_of, run
 from tests.support import failing_code
 
@@ -217,3 +217,22 @@ def test_the_recipe_and_the_strategies_of_the_study() -> None:
     for candidate in found:
         settings = {"strategy": candidate.strategy, "options": dict(candidate.options)}
         check_recipe(recipe.replace(selection=settings), where=candidate.label)
+
+
+def test_a_folder_that_is_being_trained_into_is_refused_at_once(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text(recipe_of(data).to_yaml())
+    words = ["strategies", str(recipe), "--out", str(out), "--train", "--jobs", "0"]
+    with hold_comparison(out):
+        assert cli.main(words) == 2
+        assert [path.name for path in out.iterdir()] == [".lock"]
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err == (
+        f"error[STRATEGIES_LOCKED]: another process is training this comparison ({out}); "
+        "wait for it, or give another folder with --out\n"
+    )
+    assert not out.exists(), "nothing was added while it was held"
+    assert cli.main([*words, "--strategies", "nonsense"]) == 2
+    assert "SELECTION_UNKNOWN" in capsys.readouterr().err and not out.exists()
