@@ -49,9 +49,11 @@ class LeadingRun(Run):
 
     @property
     def save_wait_share(self) -> float:
-        """Share of the time between first and last step in which a checkpoint held them up."""
-        seconds = self._steps_ended - self._steps_began
-        return self.saves.held_seconds / seconds if seconds > 0 else 0.0
+        """Share of the time from the end of the first step of this process to that of the last one
+        in which a checkpoint held up steps.  The last step's own holds up none.
+        """
+        seconds = self._logged - self._steps_began  # the last step is logged before it is saved
+        return (self._held - self._held_before) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds(self) -> float:
@@ -100,6 +102,7 @@ class LeadingRun(Run):
         )
         self.evaluations.begin(self._due_so_far(step))
         self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
+        self._held_before = 0.0
         self._steps_began = self._steps_ended = self._logged
         # The first step of a process is not counted: it prepares kernels.
         self._first_step, self._timing = step, False
@@ -154,7 +157,7 @@ class LeadingRun(Run):
         self.display.step(step)
         if not self._timing and step > self._first_step:
             self._timing, self._first_step = True, step
-            self._steps_began = time.perf_counter()
+            self._steps_began, self._held_before = time.perf_counter(), self.saves.held_seconds
         if self.evaluations.collect():
             self.saves.prune(self._what_stays())
         super()._look(step)

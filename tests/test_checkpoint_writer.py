@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -155,6 +156,24 @@ def test_both_ways_save_the_same_and_tell_how_long(
     for run in runs.values():
         shares = [record["save_wait_share"] for record in read_records(run / "metrics.jsonl")]
         assert all(0 <= share <= 1 for share in shares) and max(shares) > 0
+        assert 0 < json.loads((run / "summary.json").read_text())["save_wait_share"] <= 1
+
+
+def test_the_last_save_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    write = write_checkpoint
+
+    def slowly(*arguments: Any, **options: Any) -> Path:
+        time.sleep(0.2)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(checkpoint_writer, "write_checkpoint", slowly)
+    options = ("train.save=sync", "train.checkpoint_every=100", "evaluate.episodes=0")
+    data, run = tiny_data(tmp_path), tmp_path / "run"
+    for steps in (4, 5):  # the second time one step is left, and no time between steps
+        recipe = tiny_recipe(data, *options, f"train.steps={steps}")
+        train(recipe, out=run, resume=steps == 5, quiet=True)
+        assert json.loads((run / "summary.json").read_text())["save_wait_share"] == 0
 
 
 def test_the_end_of_a_run_waits_for_the_writer(
