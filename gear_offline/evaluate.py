@@ -305,6 +305,13 @@ def _asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
             where="evaluate.targets",
             remedy="give at least one finite number, e.g. 3600",
         )
+    if len(set(asked)) < len(asked):  # every target plays the same episodes
+        raise InputError(
+            "EVALUATE_OPTION",
+            f"target returns {targets!r} name a return twice",
+            where="evaluate.targets",
+            remedy="name each return once; --episodes asks for more episodes of each",
+        )
     return asked
 
 

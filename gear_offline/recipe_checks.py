@@ -31,6 +31,14 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
         path = recipe.data.path
         _check_collect(recipe.data.collect, where, made=path is not None and Path(path).exists())
     settings = recipe.evaluate
+    targets = settings.targets or ()
+    if len(set(targets)) < len(targets):  # every target plays the same episodes
+        raise InputError(
+            "RECIPE_VALUE",
+            f"evaluate.targets names a return twice, got {list(targets)}",
+            where=where,
+            remedy="name each return once; evaluate.episodes asks for more episodes of each",
+        )
     if settings.environment is not None and settings.episodes > 0:
         _check_environment(settings.environment, "evaluate.environment", where)
     if settings.reference is not None:

@@ -367,6 +367,7 @@ def test_an_asked_for_file_that_cannot_be_written_is_an_error(
         {"targets": []},
         {"targets": [None]},
         {"targets": float("nan")},
+        {"targets": [3600, 1800, 3600.0]},
     ],
 )
 def test_options_that_cannot_be_played(tmp_path: Path, options: dict[str, Any]) -> None:
