@@ -178,7 +178,7 @@ def evaluate(
     run
         Run directory, or one checkpoint of it.
     targets, episodes, environment, seed
-        Default: the recipe's.
+        Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
     checkpoint
         ``"last"`` (the default), ``"best"`` (the highest mean return that was seen while training,
         over its targets) or a step number.  Must not contradict `run` when that is a checkpoint.

@@ -270,7 +270,7 @@ class EvaluateSettings(Section):
     targets: Targets = Field(default=None, strict=False)
     """Returns to ask for; null: the best return in the data and the mean one."""
     episodes: Count = 100
-    """Episodes for each target; 0: no evaluation."""
+    """Episodes for each target; 0: no evaluation while training."""
     environments: Positive = 20
     """Environments that step together."""
     seed: Seed = 1000
