@@ -92,15 +92,17 @@ def returns_field() -> Field:
 
 
 def standard_fields(
-    source: TableSource, *, normalize_states: bool, frame_stack: int = 1
+    source: TableSource, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
     States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
     a dimension; other actions are float32 with at least one dimension.  Rewards are float32 of
-    shape (1,).  Stacks of more than one frame are for images.
+    shape (1,).  Stacks of more than one frame are for images.  Errors name options as a `recipe`
+    names them, or as arguments.
     """
+    section = "loader." if recipe else ""
     f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
     states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
     for spec in (states, actions, rewards):
@@ -112,10 +114,11 @@ def standard_fields(
     if frame_stack > 1 and not image:
         raise InputError(
             "FRAME_STACK",
-            f"frame_stack={frame_stack} needs images, {STATES} are {states.dtype} {states.shape} "
-            "a step",
+            f"{section}frame_stack={frame_stack} needs images, {STATES} are {states.dtype} "
+            f"{states.shape} a step",
             where=f"column {STATES}",
-            remedy="use frame_stack=1; images are uint8 with two or more dimensions a step",
+            remedy=f"use {section}frame_stack=1; images are uint8 with two or more dimensions "
+            "a step",
         )
     mean = divisor = None
     if normalize_states:
@@ -124,7 +127,9 @@ def standard_fields(
                 "NORMALIZE_IMAGES",
                 "uint8 images are not normalised by the loader",
                 where=f"column {STATES}",
-                remedy="set normalize_states to false and scale the pixels in the model",
+                remedy="set loader.normalize_states=false: the model scales the pixels"
+                if recipe
+                else "set normalize_states to false and scale the pixels in the model",
             )
         mean, divisor = normalization(source)
     discrete = actions.dtype.kind in "iub"

@@ -274,7 +274,10 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
 
     loader = recipe.loader
     standard_fields(  # refuses what does not fit frames, or vectors
-        dataset, normalize_states=loader.normalize_states, frame_stack=loader.frame_stack
+        dataset,
+        normalize_states=loader.normalize_states,
+        frame_stack=loader.frame_stack,
+        recipe=True,
     )
     for column in ("observations", "actions", "rewards"):
         found = dataset.statistics[column]

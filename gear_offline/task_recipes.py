@@ -8,6 +8,7 @@ from typing import Any
 
 from gear_offline.dataset import Dataset
 from gear_offline.errors import InputError
+from gear_offline.fields import standard_fields
 from gear_offline.joint import JointDataset, Task, join_datasets
 from gear_offline.laws.base import Selection, make_selection
 from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
@@ -83,15 +84,16 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
     Raises
     ------
     InputError
-        ``TASK_MIXED``, and what `open_one` raises.
+        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_KIND``, and what `open_one` raises.
     """
-    tasks = []
+    tasks, normalize = [], recipe.loader.normalize_states
     for name in tasks_in(recipe):
         single = task_recipe(recipe, name)
-        tasks.append(
-            Task(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
-        )
-    return join_datasets(tasks, normalize_states=recipe.loader.normalize_states)
+        task = Task(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
+        # refused here first, in a recipe's words
+        standard_fields(task.dataset, normalize_states=normalize, recipe=True)
+        tasks.append(task)
+    return join_datasets(tasks, normalize_states=normalize)
 
 
 def recipe_selection(

@@ -135,7 +135,10 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
 )
 def test_recipes_that_do_not_fit_frames(dataset: Dataset, override: str, code: str) -> None:
     recipe = recipe_for(dataset, override)
-    assert failing_code(lambda: resolve(recipe, dataset, quiet=True)) == code
+    with pytest.raises(InputError) as caught:
+        resolve(recipe, dataset, quiet=True)
+    assert caught.value.code == code
+    assert override.partition("=")[0] in str(caught.value), "the option as the recipe names it"
     resolved, sizes = resolve(recipe_for(dataset), dataset, quiet=True)
     assert sizes.frame_shape == (SIZE, SIZE) and sizes.state_dim == SIZE * SIZE
     assert resolved.loader.frame_stack == 2 and not resolved.model.action_tanh

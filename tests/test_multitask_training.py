@@ -16,6 +16,7 @@ import torch
 
 from gear_offline.checkpoint import load_policy_parts
 from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
 from gear_offline.evaluation_worker import PlayRequest, answer
 from gear_offline.joint import JointDataset
 from gear_offline.learner import Learner
@@ -342,6 +343,9 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     learner.resume_training()
     learner.advance()
     assert torch.isfinite(learner._window[:2]).all()
+    with pytest.raises(InputError, match=r"loader\.normalize_states=false") as caught:
+        prepare_dataset(recipe.replace(loader__normalize_states=True))
+    assert caught.value.code == "NORMALIZE_IMAGES"
 
 
 @pytest.mark.long
