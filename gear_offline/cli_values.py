@@ -41,7 +41,7 @@ def parse_count(text: str | None, option: str) -> int | None:
         pass
     raise InputError(
         "USAGE",
-        f"{option} {text!r} is not a whole number from 1 on",
+        f"{option} {text!r} is not a whole number from 1 on, below 2^62",
         remedy="write it like 100000, 1e5 or 100_000",
     )
 

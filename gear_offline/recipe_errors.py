@@ -160,6 +160,18 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _wanted(name: str, got: Any) -> tuple[str, str]:
+    """Return what a value of the wrong type should have been, and the remedy."""
+    if name == "a list":
+        return name, "write it in brackets: [1, 2]"
+    if name == "a whole number" and type(got) is float and got.is_integer():
+        return (
+            f"{name}, of at most 2^53 where it is written with an exponent or a point",
+            "give a smaller one, or all its digits: beyond that such a number is rounded",
+        )
+    return name, ""
+
+
 def to_input_error(model: type[BaseModel], error: ValidationError, *, where: str) -> InputError:
     """Return one `InputError` for `error`: the worst problem, and how many more there are."""
     problems = error.errors(include_url=False)
@@ -184,11 +196,12 @@ def to_input_error(model: type[BaseModel], error: ValidationError, *, where: str
     if isinstance(cause, InputError):
         return InputError(cause.code, cause.what + more, where=where, remedy=cause.remedy)
     if kind in _TYPE_NAMES:
+        wanted, remedy = _wanted(_TYPE_NAMES[kind], got)
         return InputError(
             "RECIPE_TYPE",
-            f"{dotted} must be {_TYPE_NAMES[kind]}, got {_shown(got)}{more}",
+            f"{dotted} must be {wanted}, got {_shown(got)}{more}",
             where=where,
-            remedy="write it in brackets: [1, 2]" if _TYPE_NAMES[kind] == "a list" else "",
+            remedy=remedy,
         )
     if kind == "string_pattern_mismatch":
         reason = _PATTERN_NAMES[context["pattern"]]

@@ -103,6 +103,8 @@ def test_the_papers_hyper_parameters() -> None:
         ("train.steps=many", "RECIPE_TYPE", "train.steps must be a whole number, got 'many'"),
         ("train.steps='10'", "RECIPE_TYPE", "train.steps must be a whole number, got '10'"),
         ("train.steps=1.5", "RECIPE_TYPE", "train.steps must be a whole number"),
+        ("train.steps=1e30", "RECIPE_TYPE", "at most 2^53"),
+        ("train.steps=.inf", "RECIPE_TYPE", "train.steps must be a whole number, got inf"),
         ("train.steps.x=3", "RECIPE_TYPE", "train.steps must be a whole number"),
         ("seed=true", "RECIPE_TYPE", "seed must be a whole number, got true"),
         ("train.steps=", "RECIPE_TYPE", "train.steps must be a whole number, got null"),
