@@ -283,7 +283,10 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
         found = dataset.statistics[column]
         if found.nonfinite or not np.isfinite(found.std).all():
             what = f"{count_text(found.nonfinite, 'value')} NaN or infinite"
-            remedy = "repair the source and convert it again without --allow-nonfinite"
+            remedy = (
+                "repair the source and convert it again without --allow-nonfinite, or leave such "
+                "episodes out with pick_episodes (docs/sources.md)"
+            )
             if not found.nonfinite:
                 what = "values so large that they have no standard deviation in float64"
                 remedy = "scale the column in the source, and convert it again"
