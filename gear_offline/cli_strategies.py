@@ -30,7 +30,10 @@ def strategies(
         typer.Option(help="Return to reach; default 90 % of the recipe's own strategy's best."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(help="Processes that play policies; default: the cores.")
+        int | None,
+        typer.Option(
+            help="Processes that play policies; 0: this one, after training; default: the cores."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of page and runs; default runs/NAME-strategies.")
