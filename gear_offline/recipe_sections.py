@@ -135,7 +135,7 @@ class DataSettings(Section):
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
     verify: bool = True
-    """Compare every block of the shards with its digest before it is used."""
+    """Compare each block of the shards that is read with its digest, before it is used."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
     tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
