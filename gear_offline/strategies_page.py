@@ -26,7 +26,8 @@ from gear_offline.strategies_svg import (
 )
 from gear_offline.strategies_text import COLUMNS, facts_line, method_lines, short
 
-TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
+TALLEST = 2.5  # times the data's own tallest bar: much higher ones are cut, and it is said
+SPARED = 1.5  # a bar is cut only if it is beyond so many times the height of the plots
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -99,10 +100,9 @@ def _card(
     row: Mapping[str, Any], document: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> str:
     data = document["data"]
-    tallest = max(max(r["returns"]) for r in rows)
-    tallest = min(tallest, TALLEST * max(data["returns"]))
-    oldest = max(max(r["ages"]) for r in rows)
-    oldest = max(min(oldest, TALLEST / len(row["ages"])), 1.5 / len(row["ages"]))
+    even = 1 / len(row["ages"])
+    tallest = _top([max(r["returns"]) for r in rows], TALLEST * max(data["returns"]))
+    oldest = max(_top([max(r["ages"]) for r in rows], TALLEST * even), 1.5 * even)
     facts = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.text(row))}</dd>" for column in COLUMNS
     )
@@ -116,6 +116,18 @@ def _card(
         + figure("Place in the table, share of draws", _ages(row, oldest))
         + f"<dl>{facts}</dl></section>"
     )
+
+
+def _top(heights: Sequence[float], most: float) -> float:
+    """Return where all plots of one kind end, whose highest bars are `heights`.
+
+    Bars beyond `most` are cut, except where plots would have to be little taller to hold them.
+    """
+    top = min(most, max(heights))
+    for height in sorted(heights):
+        if top < height <= SPARED * top:
+            top = height
+    return top
 
 
 def _returns(row: Mapping[str, Any], data: Mapping[str, Any], tallest: float) -> str:

@@ -216,6 +216,23 @@ def test_the_page_stands_alone(document: dict[str, Any]) -> None:
     assert not re.search(r"\bnan\b|\binf\b", text)
 
 
+@pytest.mark.parametrize(
+    ("heights", "top", "cuts"),
+    [((6, 5), 6, 0), ((6, 20), 6, 1), ((5, 5), 5, 0), ((8, 5), 5, 1), ((7, 10), 10, 0)],
+)
+def test_bars_are_cut_only_where_that_makes_room(
+    document: dict[str, Any], heights: tuple[int, int], top: int, cuts: int
+) -> None:
+    changed = json.loads(json.dumps(document))
+    changed["data"]["returns"] = [0.02] * len(changed["data"]["returns"])
+    for row in changed["strategies"]:
+        row["returns"], row["ages"] = [0.01] * len(row["returns"]), [0.05] * len(row["ages"])
+    for row, percent in zip(changed["strategies"], heights, strict=False):
+        row["returns"][0] = percent / 100  # 5 is where bars may be cut
+    text = render(changed)
+    assert text.count("cut here") == cuts and f">{top} %" in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_fits_the_terminal(document: dict[str, Any], width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
