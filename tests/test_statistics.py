@@ -88,7 +88,8 @@ def test_constant_columns_have_no_spread() -> None:
     values=hnp.arrays(
         np.float64,
         st.tuples(st.integers(1, 60), st.integers(1, 4)),
-        elements=st.floats(-1e6, 1e6, allow_subnormal=False),
+        # smaller ones have squares that float64 hardly holds
+        elements=st.floats(-1e6, 1e6).map(lambda value: value if abs(value) > 1e-140 else 0.0),
     ),
     cut=st.integers(0, 60),
 )
