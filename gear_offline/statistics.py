@@ -48,8 +48,8 @@ class ColumnStatistics:
         NaN and infinite elements, over all steps.  They take no part in the other fields.
     mean, std, min, max
         float64, shape of one stored step.  `std` is the population's (divided by the count, not
-        by count - 1), inexact where all values are below 1e-150, whose squares float64 hardly holds.
-        NaN where an element has no finite value at all.
+        by count - 1), inexact where all values are below 1e-150: float64 hardly holds their
+        squares.  NaN where an element has no finite value at all.
     """
 
     count: int
