@@ -43,7 +43,9 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def recipes(data: Path) -> list[Recipe]:
     """Two learning rates with two seeds each, evaluated on the way."""
-    return grid(tiny_recipe(data), {"optimizer.learning_rate": RATES}, seeds=[0, 1])
+    # in place: where another test has registered the environment, `auto` starts processes
+    recipe = tiny_recipe(data, "evaluate.beside=off")
+    return grid(recipe, {"optimizer.learning_rate": RATES}, seeds=[0, 1])
 
 
 @pytest.fixture(scope="module")
