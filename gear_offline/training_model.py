@@ -49,16 +49,9 @@ class TrainingModel:
     parallel: Parallel
 
 
-def make_training_model(
-    recipe: Recipe, sizes: ModelSizes, device: torch.device, world: World
-) -> TrainingModel:
-    """Build the model of a recipe on `device`; the ranks call this together.
-
-    Weights are drawn from torch's random numbers.
-    """
-    precision, reason = resolve_precision(recipe.train.precision, device)
-    half = precision is not None
-    model = build_model(
+def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:
+    """Build the model of a recipe, on torch's default device."""
+    return build_model(
         state_dim=sizes.state_dim,
         action_dim=sizes.action_dim,
         discrete=sizes.discrete,
@@ -68,6 +61,18 @@ def make_training_model(
         tasks=sizes.tasks,
         **recipe.model.model_dump(),
     )
+
+
+def make_training_model(
+    recipe: Recipe, sizes: ModelSizes, device: torch.device, world: World
+) -> TrainingModel:
+    """Build the model of a recipe on `device`; the ranks call this together.
+
+    Weights are drawn from torch's random numbers.
+    """
+    precision, reason = resolve_precision(recipe.train.precision, device)
+    half = precision is not None
+    model = recipe_model(recipe, sizes)
     trainable_parameters(model)  # freezes what the loss never reaches
     model.encoder.gradient_checkpointing = recipe.train.recompute
     parallel = choose_parallel(recipe, model, world, device, half=half)

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.models.decision_transformer import build_model
 from gear_offline.parallel import gathered_bytes, has_half_gradients
 from gear_offline.planning.hardware import Hardware
 from gear_offline.preparation import ModelSizes
@@ -30,6 +29,7 @@ from gear_offline.training_memory import (
     shard_bytes,
     state_bytes,
 )
+from gear_offline.training_model import recipe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +102,9 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
 
     The weights are not made, and those of the encoder are not set.
     """
-    options = recipe.model.model_dump()
-    options["max_timestep"] = options["max_timestep"] or 1000
+    recipe = recipe.replace(model__max_timestep=recipe.model.max_timestep or 1000)
     with torch.device("meta"):
-        model = build_model(
-            state_dim=sizes.state_dim,
-            action_dim=sizes.action_dim,
-            discrete=sizes.discrete,
-            context_length=recipe.loader.context_length,
-            frame_shape=sizes.frame_shape,
-            frame_stack=recipe.loader.frame_stack,
-            **options,
-        )
+        model = recipe_model(recipe, sizes)
     encoding = 0.0
     if model.frame_encoder is not None:
         stack = (recipe.loader.frame_stack,) if recipe.loader.frame_stack > 1 else ()
