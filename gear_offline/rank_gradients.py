@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.errors import GearError
+from gear_offline.rank_update import Layout
 from gear_offline.world import World
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ BUCKET_BYTES = 25 << 20  # as DDP: smaller ones leave links idle, larger ones be
 # parameters: 35.30 ms a step, 35.37 with buckets of 50 MiB, 35.76 of 25 MiB, 36.30 of 8 MiB.
 NODE_BYTES = 1 << 62
 LAST_BYTES = 2 << 20  # nothing is left to be computed beside the last one
-LINE_BYTES = 128  # gradients begin at cache lines, for wide loads
 
 
 @dataclass
@@ -206,24 +207,17 @@ class RankGradients:
 
     def _plan(self, order: Sequence[int]) -> None:
         """Lay out all gradients in the order in which they are ready."""
-        like = self._parameters[0]
-        line = LINE_BYTES // like.element_size()
         parameters = [self._parameters[number] for number in order]
-        lengths = [-(-p.numel() // line) * line for p in parameters]
-        flat: Any = torch.zeros(sum(lengths), dtype=like.dtype, device=like.device)  # (P,)
-        pieces = flat.split(lengths)
-        slots = [
-            piece[: parameter.numel()].view(parameter.shape)
-            for piece, parameter in zip(pieces, parameters, strict=True)
-        ]
-        sizes = [length * like.element_size() for length in lengths]
-        begin = 0
+        layout = Layout.make([parameter.numel() for parameter in parameters], 1)
+        flat = layout.zeros(parameters[0])
+        slots = layout.views(flat, parameters)
+        places = [*layout.begins, layout.part]
+        sizes = [(end - begin) * flat.element_size() for begin, end in pairwise(places)]
         limit = NODE_BYTES if self._world.node_count == 1 else BUCKET_BYTES
         for run in cut(sizes, limit=limit, last=LAST_BYTES):
-            end = begin + sum(lengths[run.start : run.stop])
-            numbers = list(order[run.start : run.stop])
-            self._add(_Bucket(numbers, flat[begin:end], slots[run.start : run.stop]))
-            begin = end
+            mine = slice(run.start, run.stop)
+            part = flat[places[run.start] : places[run.stop]]
+            self._add(_Bucket(list(order[mine]), part, slots[mine]))
 
     def _add(self, bucket: _Bucket) -> None:
         self._buckets.append(bucket)

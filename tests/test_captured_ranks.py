@@ -19,7 +19,8 @@ from gear_offline.errors import GearError
 from gear_offline.graph_watch import wait_for_steps
 from gear_offline.loaders.batch import Batch
 from gear_offline.parallel import Parallel
-from gear_offline.rank_gradients import LINE_BYTES, RankGradients, cut
+from gear_offline.rank_gradients import RankGradients, cut
+from gear_offline.rank_update import LINE
 from gear_offline.roll_call import RollCall
 from gear_offline.world import World
 from tests.ranks_support import launch
@@ -90,7 +91,7 @@ def test_gradients_are_those_of_the_global_batch(
                 torch.testing.assert_close(found.float(), theirs.grad, rtol=rtol, atol=atol)
             start = gradients[0].untyped_storage().data_ptr()
             assert all(g.untyped_storage().data_ptr() == start for g in gradients)
-            assert not any((g.data_ptr() - start) % LINE_BYTES for g in gradients)
+            assert not any((g.data_ptr() - start) % (LINE * g.element_size()) for g in gradients)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", limit)
