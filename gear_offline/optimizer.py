@@ -98,8 +98,9 @@ class Optimizer:
         self.ranks: RankUpdate | None = None
         if captured and world is not None:
             self.ranks = self._share(world)
-        # steps after which all ranks had all weights, and all moments
-        self._collected: list[int | None] = [None, None]
+        # the steps after which all ranks had all weights, and all moments
+        self._weights_of: int | None = None
+        self._moments_of: int | None = None
         self._places: Tensor | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and has_cupy()):
@@ -203,10 +204,12 @@ class Optimizer:
         """
         if self.ranks is None:
             return
-        for kind, bring in enumerate([self.ranks.collect_weights, self.ranks.collect_moments]):
-            if kind <= moments and self._collected[kind] != step:
-                bring()
-                self._collected[kind] = step
+        if self._weights_of != step:
+            self.ranks.collect_weights()
+            self._weights_of = step
+        if moments and self._moments_of != step:
+            self.ranks.collect_moments()
+            self._moments_of = step
 
     def zero_gradients(self) -> None:
         for parameter in self._parameters + (self._shadows or []):
@@ -253,7 +256,7 @@ class Optimizer:
         KeyError
             A tensor is missing or too many.
         """
-        self._collected = [None, None]
+        self._weights_of = self._moments_of = None
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
         for key, value in tensors.items():
