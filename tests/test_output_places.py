@@ -34,6 +34,15 @@ BELOW_A_LINK = [(command, below) for command in COMMANDS for below in ("/x", "/x
 BELOW_A_LINK += [(command, "") for command in COMMANDS if " --out " in command]
 
 
+def refused(command: str, out: str, data: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the line that a command of `COMMANDS` ends with, which may not write to `out`."""
+    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
+    assert main(command.format(source=data, recipe="tiny.yaml", out=out).split()) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error[{COMMANDS[command]}]: ")
+    return said
+
+
 @pytest.mark.parametrize("below", ["x", "x/y"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_amid_the_path_is_named(
@@ -46,11 +55,7 @@ def test_a_file_amid_the_path_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
-    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
-    words = command.format(source=data, recipe="tiny.yaml", out=f"file/{below}").split()
-    assert main(words) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error[{COMMANDS[command]}]: ")
+    said = refused(command, f"file/{below}", data, capsys)
     assert "file is a file, not a folder (file/x" in said and "move that file away" in said
     assert sorted(os.listdir()) == ["file", "tiny.yaml"] and Path("file").read_text() == "mine"
 
@@ -66,11 +71,7 @@ def test_a_link_that_leads_nowhere_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("nothing")
-    Path("tiny.yaml").write_text(tiny_recipe(data).to_yaml())
-    words = command.format(source=data, recipe="tiny.yaml", out=f"link{below}").split()
-    assert main(words) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error[{COMMANDS[command]}]: ")
+    said = refused(command, f"link{below}", data, capsys)
     assert f"link is a link that leads nowhere (link{below}" in said and "remove that link" in said
     assert sorted(os.listdir()) == ["link", "tiny.yaml"] and os.readlink("link") == "nothing"
 
