@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,16 @@ from hypothesis import settings
 # A busy machine is slow, not wrong.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def same_environments() -> Iterator[None]:
+    """Put back environments that a test registers anew: the next test may need the old ones."""
+    gymnasium = sys.modules.get("gymnasium")
+    before = {} if gymnasium is None else dict(gymnasium.registry)
+    yield
+    if gymnasium is not None:
+        gymnasium.registry.update(before)
 
 
 @pytest.fixture(scope="module")

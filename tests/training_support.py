@@ -58,9 +58,9 @@ class TinyEnvironment(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.floa
 
 
 def register_environment() -> None:
-    """Make the tiny environment known to Gymnasium; once is enough."""
-    if ENVIRONMENT not in gymnasium.registry:
-        gymnasium.register(ENVIRONMENT, lambda **_: TinyEnvironment(), max_episode_steps=STEP_LIMIT)
+    """Make the tiny environment known to this process alone, however it was known before."""
+    gymnasium.registry.pop(ENVIRONMENT, None)
+    gymnasium.register(ENVIRONMENT, lambda **_: TinyEnvironment(), max_episode_steps=STEP_LIMIT)
 
 
 def register_importable() -> None:
