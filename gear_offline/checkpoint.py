@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gear_offline.checkpoint_fields import check_fields, not_readable, read_statistics
 from gear_offline.checkpoint_fields import damaged as damaged
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.checkpoint_folder import find_checkpoint, list_checkpoints
 from gear_offline.checkpoint_saving import (
     CONFIG,
     FORMAT,
@@ -297,7 +297,8 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
         if newest is None:
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
-        newest = read_checkpoint(path.resolve())
+        path = find_checkpoint(path) if path.is_file() else path.resolve()
+        newest = read_checkpoint(path)
     return policy_parts(newest, task)
 
 

@@ -44,15 +44,34 @@ def prune(
 ) -> None:
     """Keep the newest `keep` checkpoints, `pinned` steps and `best`, which ``best`` links to."""
     found = list_checkpoints(folder)
-    steps = {step for step, _ in found}
-    if best in steps:
-        link = folder / ".partial-best"
-        link.unlink(missing_ok=True)
-        link.symlink_to(checkpoint_name(int(best or 0)))
-        os.replace(link, folder / "best")
+    if best is not None and best in {step for step, _ in found}:
+        _point_at(folder, checkpoint_name(best))
     for step, path in found[:-keep]:
         if step != best and step not in pinned:
             remove_checkpoint(path)
+
+
+def _point_at(folder: Path, name: str) -> None:
+    """Make ``best`` a link to a checkpoint, or a file that names it where there are no links."""
+    link, best = folder / ".partial-best", folder / "best"
+    link.unlink(missing_ok=True)
+    try:
+        link.symlink_to(name)
+    except OSError:  # exFAT, some network file systems; a full disk is found by writing
+        link.write_text(name + "\n")
+    if best.is_dir() and not best.is_symlink():
+        remove_checkpoint(best)  # the run was copied by something that follows links
+    os.replace(link, best)
+
+
+def _best(folder: Path) -> Path | None:
+    """Return the checkpoint that ``best`` leads to, if there is one."""
+    best = folder / "best"
+    if best.is_file():
+        best = folder / best.read_text(errors="replace").strip()
+        if checkpoint_step(best) is None:
+            return None
+    return best.resolve() if best.is_dir() else None
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -74,6 +93,8 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
     InputError
         ``CHECKPOINT_MISSING``; ``EVALUATE_OPTION`` when `run` is another checkpoint than `which`.
     """
+    if run.name == "best" and run.is_file():  # in place of a link
+        return find_checkpoint(run_of(run), "best" if which is None else which)
     folder = run / "checkpoints"
     if not folder.is_dir():
         if not (run / "state.json").exists():
@@ -99,8 +120,8 @@ def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
         return chosen
     which = "last" if which is None else str(which)
     found = list_checkpoints(folder)
-    if which == "best" and (folder / "best").exists():
-        return (folder / "best").resolve()
+    if which == "best" and (best := _best(folder)) is not None:
+        return best
     if which == "last" and found:
         return found[-1][1].resolve()
     for step, path in found:

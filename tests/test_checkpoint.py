@@ -24,7 +24,13 @@ from gear_offline.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints, prune, sweep
+from gear_offline.checkpoint_folder import (
+    checkpoint_name,
+    find_checkpoint,
+    list_checkpoints,
+    prune,
+    sweep,
+)
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.recipe import load_recipe
@@ -258,6 +264,41 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, model: DecisionTransfo
     assert (tmp_path / "best").resolve().name == checkpoint_name(6)
     prune(tmp_path, keep=1, best=None)
     assert sorted(os.listdir(tmp_path)) == ["best", checkpoint_name(6)]
+
+
+def test_best_is_a_file_where_there_are_no_links(
+    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (1, 2, 3):
+        save_checkpoint(folder, model, state(step))
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    prune(folder, keep=1, best=2)
+    assert sorted(os.listdir(folder)) == ["best", checkpoint_name(2), checkpoint_name(3)]
+    assert load_policy_parts(folder / "best").recipe == RECIPE
+    for run in (folder.parent, folder / "best"):
+        assert find_checkpoint(run, "best") == folder / checkpoint_name(2)
+    prune(folder, keep=1, best=3)
+    assert find_checkpoint(folder / "best") == folder / checkpoint_name(3)
+    (folder / "best").write_text("../elsewhere")
+    assert failing_code(lambda: find_checkpoint(folder / "best")) == "CHECKPOINT_MISSING"
+
+
+def test_a_run_that_was_copied_with_its_links_followed(
+    tmp_path: Path, model: DecisionTransformer
+) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / "run" / "checkpoints", model, state(step))
+    prune(tmp_path / "run" / "checkpoints", keep=1, best=2)
+    folder = shutil.copytree(tmp_path / "run", tmp_path / "copy") / "checkpoints"
+    assert not (folder / "best").is_symlink()
+    assert load_policy_parts(folder / "best").recipe == RECIPE
+    prune(folder, keep=1, best=3)
+    assert sorted(os.listdir(folder)) == ["best", checkpoint_name(3)]
+    assert find_checkpoint(folder.parent, "best") == folder / checkpoint_name(3)
 
 
 def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTransformer) -> None:
