@@ -1,7 +1,7 @@
 """One rank of a run on several nodes: trains, writes down each batch, and once is killed.
 
 Environment: ``RECORD`` a directory for ``PID.jsonl`` files; ``KILL`` "RANK STEP": that rank kills
-itself when it has done the step, in the first start of its node; ``PAUSE`` seconds before a batch.
+itself when it has done the step for the first time; ``PAUSE`` seconds before a batch.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def record_batches(folder: Path, pause: float) -> None:
 
 
 def kill_once(rank: int, step: int) -> None:
-    """Make this process end itself when it has done `step`, if it is that rank's first one."""
-    advance = Learner.advance
+    """Make this process end itself when it has done `step`, if no other one did."""
+    advance, mark = Learner.advance, Path(os.environ["RECORD"]) / "killed"
 
     def dangerous(self: Learner) -> None:
         advance(self)
-        if self.step == step and self.world.rank == rank:
+        if self.step == step and self.world.rank == rank and not mark.exists():
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        Learner.advance = dangerous  # type: ignore[method-assign]
+    Learner.advance = dangerous  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

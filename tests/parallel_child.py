@@ -14,12 +14,13 @@ from gear_offline.trainer import train
 
 
 def main(recipe: str, out: str, steps: str, kill_at: str) -> None:
-    advance = Learner.advance
+    advance, mark = Learner.advance, Path(out).with_suffix(".killed")
 
     def dangerous(self: Learner) -> None:
         advance(self)
-        first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if self.step == int(kill_at) and first_try and os.environ["RANK"] == "1":
+        due = self.step == int(kill_at) and os.environ["RANK"] == "1"
+        if due and not mark.exists():
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     Learner.advance = dangerous  # type: ignore[method-assign]

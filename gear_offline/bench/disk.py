@@ -119,7 +119,7 @@ def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
 
     def work(_: int) -> None:
         buffer = huge_memory(PIECE_BYTES + 8192)
-        while time.perf_counter() < end:
+        while time.perf_counter() < end or not done[0]:
             with lock:
                 index, begin, count = pieces[place[0] % len(pieces)]
                 place[0] += 1
@@ -138,7 +138,8 @@ def read_at_random(
 ) -> float:
     """Return bytes a second of reads of `nbytes` at random places, and nothing else: the bound.
 
-    Each thread has as many jobs under way as `buffers`, like those of the loader.
+    Each thread has as many jobs under way as `buffers`, like those of the loader, and does one at
+    least.
     """
     files, sizes = ShardFiles(dataset), np.array([s.bytes for s in dataset.manifest.shards])
     nbytes = min(pages(nbytes), int(sizes.min()) // DIRECT_BYTES * DIRECT_BYTES)
@@ -151,7 +152,7 @@ def read_at_random(
         free = [ReadBuffer(count * nbytes + DIRECT_BYTES, direct=True) for _ in range(buffers)]
         begun = deque[tuple[RangesRead, ReadBuffer]]()
         with files.opened(*range(len(sizes))) as opened:
-            while time.perf_counter() < end:
+            while time.perf_counter() < end or not (begun or done[thread]):
                 file = generator.choice(len(sizes), count, p=sizes / sizes.sum())
                 begin = generator.integers(0, (sizes[file] - nbytes) // DIRECT_BYTES + 1)
                 begin *= DIRECT_BYTES
