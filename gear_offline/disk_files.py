@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import resource
+import sys
 import tempfile
 import threading
 import weakref
@@ -29,6 +30,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.read_queue import Int64Array, ReadQueue
 from gear_offline.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
+from gear_offline.system_calls import drop_pages, expect_random_reads
 
 DIRECT_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 MAX_OPEN = 512  # shards kept open; beyond that each read opens its shard
@@ -58,7 +60,7 @@ class DiskFile:
         self._handle, self._where = handle, where
         self.direct = direct and _make_direct(handle)
         if not self.direct:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)  # nothing more than asked for
+            expect_random_reads(handle)
 
     def read(self, offset: int, nbytes: int, buffer: UInt8Array) -> tuple[int, int]:
         """Read bytes ``[offset, offset + nbytes)`` and what lies around them in whole pages.
@@ -96,7 +98,7 @@ class DiskFile:
                 )
             at += count
         if not self.direct:
-            os.posix_fadvise(self._handle, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            drop_pages(self._handle, begin, end - begin)
         return offset - begin, at
 
     def fileno(self) -> int:
@@ -195,6 +197,8 @@ class Ranges:
 
 
 def _make_direct(handle: int) -> bool:
+    if sys.platform != "linux":
+        return False
     try:
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -302,16 +306,20 @@ def scratch_file(beside: Path) -> int:
     """
     reasons = []
     for folder in (beside, Path(tempfile.gettempdir())):
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            reasons.append(f"{folder}: {error.strerror}")
+        with suppress(OSError, AttributeError):  # not every file system, nor every system, does
+            return _nameless_file(folder)
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 return os.dup(file.fileno())
         except OSError as error:
-            reasons[-1] = f"{folder}: {error.strerror}"
+            reasons.append(f"{folder}: {error.strerror}")
     raise no_scratch("; ".join(reasons))
+
+
+def _nameless_file(folder: Path) -> int:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
 def no_scratch(why: str) -> GearError:

@@ -31,6 +31,7 @@ from gear_offline.read_plan import Int64Array
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import EpisodeIndex
 from gear_offline.shards import byte_view
+from gear_offline.system_calls import drop_pages, sync_data
 from gear_offline.table import Store, StorePlan, Table, plan_stores, private_rows
 from gear_offline.verification import thread_count
 
@@ -215,8 +216,8 @@ def load_resident(
                     returns(put)
                 else:
                     copy_column(dataset, name, put)
-                os.fdatasync(handle)
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                sync_data(handle)
+                drop_pages(handle)
             except OSError as error:
                 os.close(handle)
                 raise no_scratch(str(error.strerror)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from gear_offline.atari import is_atari
 from gear_offline.errors import UnavailableError
 from gear_offline.recipe import Recipe
+from gear_offline.system_calls import usable_cores
 from gear_offline.task_recipes import environments_of
 from gear_offline.wording import count_text
 from gear_offline.world import World
@@ -94,7 +94,7 @@ def choose_evaluation(
         return in_place("evaluate.beside=off")
     ranks = world.nodes.count(world.nodes[world.rank])
     busy = ranks * (1 if device.type == "cuda" else torch.get_num_threads())
-    spare = len(os.sched_getaffinity(0)) - busy
+    spare = usable_cores() - busy
     found = [_elsewhere(name) for name in environments_of(recipe)]
     problem = next((why for _, why in found if why), "")
     if not problem and settings.beside == "auto":

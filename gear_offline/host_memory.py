@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import weakref
@@ -31,8 +30,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.anonymous_file import anonymous_file, is_sealed
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.pinning import format_bytes
+from gear_offline.system_calls import usable_cores
 
 __all__ = ["HostBlock", "HostHandle"]
 
@@ -118,7 +119,7 @@ class HostBlock:
         nbytes = max(pages(nbytes), PAGE_BYTES)
         check_available(nbytes)
         try:
-            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            descriptor = anonymous_file(name, nbytes)
         except (AttributeError, OSError) as error:
             raise UnavailableError(
                 "HOST_SHARED",
@@ -126,11 +127,6 @@ class HostBlock:
                 remedy="use Linux 3.17 or newer, and a container that allows memfd_create",
             ) from error
         try:
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, nbytes)
-            # Nobody can make it shorter: reading it never ends in SIGBUS.
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
             return cls(descriptor, nbytes)
         except BaseException:
             os.close(descriptor)
@@ -165,12 +161,7 @@ class HostBlock:
         InputError
             ``HOST_ATTACH`` if it is not a sealed anonymous file.
         """
-        wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        try:
-            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-        except OSError:
-            seals = 0
-        if seals & wanted != wanted:
+        if not is_sealed(descriptor):
             os.close(descriptor)
             raise InputError(
                 "HOST_ATTACH",
@@ -333,7 +324,7 @@ def libc() -> ctypes.CDLL:
 
 
 def _threads(threads: int | None) -> int:
-    return max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    return max(1, threads or min(MAX_THREADS, usable_cores()))
 
 
 def pages(nbytes: int) -> int:
@@ -369,7 +360,9 @@ def _machine_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    # macOS does not tell what is free, and takes memory from other programs' caches
+    name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name)
 
 
 def check_available(nbytes: int) -> None:

@@ -8,6 +8,7 @@ places far apart need no walk through the page tables for each.
 from __future__ import annotations
 
 import mmap
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -30,7 +31,7 @@ def huge_memory(nbytes: int) -> UInt8Array:
     everything = np.frombuffer(memory, np.uint8)
     begin = -int(everything.__array_interface__["data"][0]) % HUGE_BYTES
     whole = nbytes - nbytes % HUGE_BYTES  # a large page at the end would reach beyond it
-    if whole:
+    if whole and sys.platform == "linux":
         with suppress(OSError, AttributeError, ValueError):  # a kernel or system without them
             memory.madvise(mmap.MADV_HUGEPAGE, begin, whole)
     return everything[begin : begin + nbytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gear_offline.anonymous_file import shares_memory
 from gear_offline.dataset import Dataset
 from gear_offline.host_memory import HostHandle
 from gear_offline.host_table import host_table
@@ -17,6 +18,8 @@ def shared_table(
     world: World, dataset: Dataset, *, mode: Any, layout: Any, **options: Any
 ) -> Table:
     """Build a table in memory of this process, or once a node if the node has several ranks.
+
+    Systems without memory that processes share have one in each.
 
     Parameters
     ----------
@@ -36,7 +39,8 @@ def shared_table(
     if tables is not None and world.size == 1:
         return tables.table(dataset, mode=mode, layout=layout, **options)
     # Mapped files are shared by the page cache, and columns of them need no memory.
-    if mode != "read" or len(world.nodes) == world.node_count:
+    alone = len(world.nodes) == world.node_count or not shares_memory()
+    if mode != "read" or alone:
         return build_table(dataset, mode=mode, layout=layout, **options)
     made = world.lead(lambda: host_table(dataset, layout=layout, **options), leader=world.leader)
     handles = world.gather(None if made is None else made[1].handle().to_json())

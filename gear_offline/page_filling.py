@@ -15,6 +15,7 @@ import ctypes
 import errno
 import os
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -96,8 +97,9 @@ class PageFiller:
 
     def __init__(self, block: HostBlock, arrays: Sequence[Array]) -> None:
         self._block = block
+        self._descriptor: int
         call = SYSTEM_CALL.get(platform.machine())
-        if call is None:
+        if call is None or sys.platform != "linux":
             raise OSError(errno.ENOSYS, "no userfaultfd")
         self._descriptor = int(libc().syscall(call, os.O_CLOEXEC | USER_FAULTS_ONLY))
         if self._descriptor < 0:

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gear_offline.system_calls import usable_cores
+
 PROBE_SECONDS = 90.0
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
@@ -145,7 +147,7 @@ def cpu_facts() -> dict[str, Any]:
                 flags.update(value.split())
     except OSError:
         pass  # not Linux, or no /proc: the plain names have to do
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = usable_cores()
     extensions = [flag for flag in CPU_FLAGS if flag in flags]
     return {"model": model, "cores": os.cpu_count(), "usable": usable, "extensions": extensions}
 

@@ -38,6 +38,7 @@ from gear_offline.shards import (
 from gear_offline.sources.base import Source
 from gear_offline.staging import write_error
 from gear_offline.statistics import Float64Array, Moments
+from gear_offline.system_calls import drop_pages
 
 DEPTH = 2
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
@@ -120,7 +121,7 @@ class _ShardFile:
         try:
             self._put(data, offset)
             # Linux starts writing these pages to the disk now, so that fsync finds little to do.
-            os.posix_fadvise(self._handle, offset, len(data), os.POSIX_FADV_DONTNEED)
+            drop_pages(self._handle, offset, len(data))
         except OSError as error:
             raise write_error(error, self.name) from error
         self._digests[name].update(data)

@@ -8,7 +8,6 @@ afterwards, because the two would take each other's time.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from gear_offline.strategies_plan import (
     run_in_turn,
     run_together,
 )
+from gear_offline.system_calls import usable_cores
 from gear_offline.training_run import TrainingInterrupted
 from gear_offline.wording import count_text
 
@@ -164,7 +164,7 @@ def train_strategies(
     device = resolve_device(recipe.train.device)
     on_gpu = device.type == "cuda"
     runner = run_points or (run_together if on_gpu else run_in_turn)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     if jobs is None:
         jobs = max(1, cores - SPARE_CORES) if on_gpu else (cores if cores > 1 else 0)
     judges = Judges(plan, probes, jobs=jobs)

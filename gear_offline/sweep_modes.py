@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +12,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation_choice import MOST_WORKERS
 from gear_offline.recipe import Recipe
 from gear_offline.sweep_points import SweepPoint
+from gear_offline.system_calls import usable_cores
 
 Mode = Literal["auto", "streams", "stacked", "processes", "serial"]
 MODES = ("auto", "streams", "stacked", "processes", "serial")
@@ -97,7 +97,7 @@ def choose(
 
         for point in points:
             check_stackable(point.recipe)
-    cores, count = len(os.sched_getaffinity(0)), len(points)
+    cores, count = usable_cores(), len(points)
     reason = "as asked for"
     if mode == "auto":
         mode, reason = _automatic(points, device, cores, parallel)

@@ -15,7 +15,6 @@ of them.  Where there are few shards, each of these is work of its own.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from gear_offline.host_memory import PAGE_BYTES, block_of
 from gear_offline.page_filling import PageFiller, fill_pages
 from gear_offline.returns import sum_returns, whole_episodes
 from gear_offline.schema import Int64Array
+from gear_offline.system_calls import usable_cores
 from gear_offline.table import Store, StorePlan
 
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
@@ -86,7 +86,7 @@ def fill_stores(
     """Fill the rows of `stores`; `gear_offline.table.build_table` states the rest."""
     parted = source if isinstance(source, PartedSource) else None
     bounds = [0, source.episodes.steps] if parted is None else parted.first_steps.tolist()
-    threads = max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    threads = max(1, threads or min(MAX_THREADS, usable_cores()))
     with fill_pages([store.rows for _, store in stores if store.rows is not None]) as filler:
         job = _Filling(source, tuple(stores), margin, gamma, filler, min(threads, MOST_QUEUE))
         together = parted is None or threads == 1 or len(bounds) > 2 * threads

@@ -24,6 +24,7 @@ from gear_offline.shards import (
     parse_header,
     read_into,
 )
+from gear_offline.system_calls import usable_cores
 
 MAX_THREADS = 8
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
@@ -48,7 +49,7 @@ class VerificationReport:
 
 def thread_count(threads: int | None) -> int:
     """Return `threads`, or one per core that this process may use, up to `MAX_THREADS`."""
-    return max(1, threads or min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    return max(1, threads or min(MAX_THREADS, usable_cores()))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from gear_offline.errors import InputError
 from gear_offline.split_table import SplitTable
+from gear_offline.system_calls import usable_cores
 
 BENCHES = {
     "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",
@@ -66,7 +67,7 @@ def machine() -> dict[str, Any]:
             versions[package] = None
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -34,12 +34,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "gzip": {"compression": "gzip"},
 }
 _PEAK = """
-import json, sys
+import json, resource, sys
 from pathlib import Path
 import gear_offline.sources.generic
 from gear_offline.convert import convert
 # Not getrusage: its maximum survives exec, so it would be the parent's.
 def peak():
+    if not Path("/proc/self/status").exists():  # macOS, which counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 before = peak()

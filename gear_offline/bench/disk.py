@@ -24,6 +24,7 @@ are the medians of the rounds' ratios.
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -187,7 +188,10 @@ def _together(work: Callable[[int], None], threads: int) -> float:
 
 
 def _peak_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS, which counts bytes
+    for line in status.read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -45,6 +45,7 @@ from gear_offline.host_memory import HostBlock, write_through
 from gear_offline.host_table import host_table
 from gear_offline.pinning import CudaRuntime, HostRuntime, Pinned
 from gear_offline.shards import read_into
+from gear_offline.system_calls import usable_cores
 from gear_offline.table_filling import MAX_THREADS
 
 STEPS, QUICK_STEPS = 40_000_000, 1_000_000
@@ -120,7 +121,7 @@ class _Rounds:
 
 def run(*, quick: bool = False) -> dict[str, Any]:
     """Measure with one thread, two, and one per core.  Needs 8.5 GB of disk, 3 GB of memory."""
-    cores = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    cores = min(MAX_THREADS, usable_cores())
     runtime = CudaRuntime() if torch.cuda.is_available() else None
     results = []
     with tempfile.TemporaryDirectory(prefix="gear-bench-") as name:

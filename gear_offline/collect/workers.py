@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -46,11 +45,6 @@ def _record(plans: list[EpisodePlan]) -> list[Episode]:
 def _score(plans: list[EpisodePlan]) -> list[EpisodeScore]:
     assert _player is not None, "the pool's initializer makes the player"
     return _player.score(plans)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Crew(Closing):

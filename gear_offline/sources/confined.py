@@ -54,7 +54,8 @@ def check_source(
     seconds += len(_parts(text)) // FILES_PER_SECOND
     opening: Opening = (text, rule, dict(names or {}))
     # A fork takes milliseconds; beside other threads, which may hold locks, it takes a new process.
-    forks = threading.active_count() == 1
+    # So it does where libraries of the system do not survive a fork, as those of macOS.
+    forks = threading.active_count() == 1 and sys.platform == "linux"
     status, reply = (_forked if forks else _spawned)(opening, seconds)
     if reply:
         kind, code, what, where, remedy = json.loads(reply)
