@@ -268,9 +268,10 @@ def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSp
             where=source.info.uri,
             remedy="name at least one, or leave the option out to keep all",
         )
-    # A name stands for all columns below it too: observations for observations/camera.
+    # A name that no column has stands for those below it: observations for observations/camera.
     parts = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
-    wanted = {REWARDS, *(name for n, below in parts.items() for name in below or [spec[n].name])}
+    kept = [[spec[n].name] if n in spec or not below else below for n, below in parts.items()]
+    wanted = {REWARDS, *(name for found in kept for name in found)}
     picked = tuple(c for c in spec if names is None or c.name in wanted)
     taken = [c.name for c in picked if c.name.casefold() in RESERVED_NAMES]
     if taken:

@@ -350,6 +350,7 @@ def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> No
         "observations/goal": np.stack([rows, -rows], axis=1),
         "observations/time": rows + 100,
         "observations/place": np.stack([rows * 2] * 3, axis=1),
+        "observations/unused": rows,
         "actions": np.ones((24, 1), np.float32),
         "rewards": rows,
         "terminated": rows % 6 == 5,
