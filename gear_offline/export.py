@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 import gear_offline
 from gear_offline.dataset import Dataset
+from gear_offline.errors import InputError
 from gear_offline.progress import progress, say
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
@@ -62,7 +63,8 @@ def export_hdf5(
     Raises
     ------
     InputError
-        ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``, ``COLUMN_MISSING``, and what reading raises.
+        ``OUTPUT_EXISTS``, ``OUTPUT_FOLDER``, ``COLUMN_MISSING``, ``COLUMN_NAME``, and what reading
+        raises.
     GearError
         ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
 
@@ -88,6 +90,7 @@ def export_hdf5(
         else:
             opened = source
         kept = _kept(opened, columns)
+        _check_names(kept, path)
         writer = stack.enter_context(Hdf5Writer(path, overwrite=overwrite))
         step_bytes = sum(opened.spec[name].step_bytes for name in kept)
         total = step_bytes * opened.spec.steps
@@ -118,6 +121,20 @@ def _kept(source: Source, columns: Sequence[str] | None) -> list[str]:
     wanted = {REWARDS, *(source.spec[name].name for name in columns)}
     wanted |= {name for name in (TERMINALS, TIMEOUTS) if name in source.spec}
     return [c.name for c in source.spec if c.name in wanted]
+
+
+def _check_names(names: Sequence[str], path: Path) -> None:
+    """Refuse a column whose name is that of a group too, which holds other columns."""
+    for name in names:
+        below = next((other for other in names if other.startswith(f"{name}/")), None)
+        if below is not None:
+            raise InputError(
+                "COLUMN_NAME",
+                f"an HDF5 file cannot hold both {name} and {below}: {name} would be a dataset and "
+                "a group",
+                where=str(path),
+                remedy="name the columns to keep, without one of them: columns=[...]",
+            )
 
 
 def _set_flags(part: dict[str, npt.NDArray[Any]], source: Source, start: int, stop: int) -> int:

@@ -96,3 +96,12 @@ def test_episodes_in_memory_become_a_file(tmp_path: Path) -> None:
     with h5py.File(export_hdf5(source, tmp_path / "x.hdf5", quiet=True)) as file:
         assert file.attrs["env_id"] == "Hopper-v5"
         assert np.flatnonzero(file["timeouts"][()]).tolist() == [4, 9]
+
+
+def test_a_column_beside_parts_of_its_name_is_refused(tmp_path: Path) -> None:
+    columns = {k: hopper_columns(5)[k] for k in ("observations", "actions", "rewards")}
+    source = from_episodes([columns | {"observations/goal": np.zeros((5, 2))}])
+    with pytest.raises(InputError, match="both observations and observations/goal") as caught:
+        export_hdf5(source, tmp_path / "x.hdf5", quiet=True)
+    assert caught.value.code == "COLUMN_NAME" and list(tmp_path.iterdir()) == []
+    export_hdf5(source, tmp_path / "x.hdf5", columns=["observations", "actions"], quiet=True)
