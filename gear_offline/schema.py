@@ -6,7 +6,7 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -23,6 +23,20 @@ BoolArray = npt.NDArray[np.bool_]
 COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 1 << 30  # one step of one column; larger is a damaged or hostile shape
+
+
+def is_column_name(name: str) -> bool:
+    """Whether a column may have this name."""
+    return COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
+
+
+def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether a column may have this shape of one step."""
+    return (
+        len(shape) <= MAX_DIMENSIONS
+        and all(n > 0 for n in shape)
+        and prod(shape) * itemsize <= MAX_STEP_BYTES
+    )
 
 
 def check_dtype(dtype: npt.DTypeLike, *, where: str) -> np.dtype[Any]:
@@ -63,7 +77,7 @@ class ColumnSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not COLUMN_NAME.fullmatch(self.name) or ".." in self.name or len(self.name) > 200:
+        if not is_column_name(self.name):
             raise InputError(
                 "COLUMN_NAME",
                 f"column name {self.name!r} is not allowed",
@@ -71,11 +85,7 @@ class ColumnSpec:
             )
         object.__setattr__(self, "dtype", check_dtype(self.dtype, where=f"column {self.name}"))
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
-        if (
-            len(self.shape) > MAX_DIMENSIONS
-            or any(n <= 0 for n in self.shape)
-            or self.step_bytes > MAX_STEP_BYTES
-        ):
+        if not is_step_shape(self.shape, self.dtype.itemsize):
             raise InputError(
                 "COLUMN_SHAPE",
                 f"per-step shape {self.shape} is not usable",
@@ -131,7 +141,7 @@ class TableSpec:
             raise InputError(
                 "COLUMN_NAME",
                 f"column names repeat or differ by case only: {names}",
-                remedy="rename one of them, or leave it out with --columns",
+                remedy="rename one of them, or leave it out",
             )
 
     def __repr__(self) -> str:

@@ -72,6 +72,29 @@ def test_dict_observations_and_extra_columns(tmp_path: Path) -> None:
         assert source.info.attributes["unfinished_tail_steps"] == 5
 
 
+def test_extra_datasets_that_can_be_no_column_are_left_out(tmp_path: Path) -> None:
+    flags = {"terminations": np.zeros(9, bool), "truncations": np.zeros(9, bool)}
+    wanted = table(9) | flags
+    odd: dict[str, Any] = {
+        "infos/QPOS": np.ones(9),
+        "Rewards": np.ones(9),
+        "a..b": np.ones(9),
+        "x" * 201: np.ones(9),
+        "deep": np.ones((9, *[1] * 9)),
+        "flat": np.ones((9, 0)),
+    }
+    with open_source(write(tmp_path / "x.hdf5", wanted | odd)) as source:
+        kept = [c.name for c in source.spec]
+        left_out = source.info.attributes["left_out"]
+    assert "infos/QPOS" in kept and "infos/qpos" not in kept  # the first one in order stays
+    assert sorted(kept) == sorted({*wanted, "infos/QPOS"} - {"infos/qpos"})
+    assert left_out["Rewards"] == "name differs from rewards by case only"
+    assert left_out["infos/qpos"] == "name differs from infos/QPOS by case only"
+    assert sorted(left_out) == sorted(
+        ["Rewards", "infos/qpos", "'a..b'", ascii("x" * 201), "deep", "flat"]
+    )
+
+
 def test_lengths_must_agree(tmp_path: Path) -> None:
     columns = {name: values for name, values in table(9).items() if "/" not in name}
     for name in ("actions", "rewards", "next_observations", "dones"):

@@ -64,6 +64,18 @@ def create(name: str, episodes: list[EpisodeBuffer], **options: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("data_format", FORMATS)
+def test_infos_whose_names_are_no_columns_are_left_out(data_format: str) -> None:
+    episodes = plain_episodes(3)
+    for episode in episodes:
+        assert isinstance(episode.infos, dict)
+        episode.infos["a..b"] = episode.infos["qpos"]
+    create("odd-v0", episodes, data_format=data_format)
+    with open_source("minari:odd-v0") as source:
+        assert "name" in source.info.attributes["left_out"]["infos/a..b"]
+        assert "infos/qpos" in source.spec
+
+
 def refused(uri: str | Path, code: str) -> GearError:
     with pytest.raises(GearError) as caught:
         open_source(uri)

@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
-from gear_offline.schema import COLUMN_NAME, BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.schema import (
+    BoolArray,
+    ColumnSpec,
+    EpisodeIndex,
+    TableSpec,
+    is_column_name,
+    is_step_shape,
+)
 from gear_offline.sources.base import SourceInfo, source_text
 from gear_offline.sources.boundaries import (
     TERMINAL_FLAGS,
@@ -102,17 +109,19 @@ def find_columns(
             remedy="every column needs one row a step: the file is damaged or of another layout",
         )
     left_out: dict[str, str] = {}
+    taken = {name.casefold(): name for name in chosen}
     for name, fact in sorted(rows.facts.items()):
         if name in lengths or is_part_of(name, ignore):
             continue
+        shape = fact.shape or ()
         if fact.rows != count:
-            left_out[name] = (
-                f"shape {list(fact.shape or ())} does not have {count_text(count, 'row')}"
-            )
-        elif fact.dtype is None or 0 in (fact.shape or ()):
-            left_out[name] = f"{fact.type_name} of shape {list(fact.shape or ())}"
-        elif not COLUMN_NAME.fullmatch(name):
+            left_out[name] = f"shape {list(shape)} does not have {count_text(count, 'row')}"
+        elif fact.dtype is None or not is_step_shape(shape[1:], fact.dtype.itemsize):
+            left_out[name] = f"{fact.type_name} of shape {list(shape)}"
+        elif not is_column_name(name):
             left_out[ascii(name)] = "name is not a column name"
+        elif (other := taken.setdefault(name.casefold(), name)) != name:
+            left_out[name] = f"name differs from {other} by case only"
         else:
             chosen.append(name)
     return Layout(columns=tuple(chosen), rows=count, left_out=left_out)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.schema import COLUMN_NAME, ColumnSpec
+from gear_offline.schema import ColumnSpec
 from gear_offline.sources.minari import Leaf, layout_error, refuse_jpeg
 from gear_offline.sources.minari_metadata import MinariMetadata, SpaceLeaf
 from gear_offline.wording import count_text
@@ -118,8 +118,7 @@ class ArrowStorage:
             except InputError as error:
                 self.left_out[name] = error.what
                 continue
-            if COLUMN_NAME.fullmatch(name):
-                found.append(leaf)
+            found.append(leaf)
         return found
 
     def _type(self, episode: int, path: tuple[str, ...]) -> Any:

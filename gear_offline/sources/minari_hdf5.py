@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.schema import COLUMN_NAME, ColumnSpec
+from gear_offline.schema import ColumnSpec, is_column_name
 from gear_offline.sources.hdf5 import read_rows
 from gear_offline.sources.hdf5_guard import (
     LIBRARY_ERRORS,
@@ -145,8 +145,11 @@ class Hdf5Storage:
                 f"{count_text(fact.rows, 'row')} for {count_text(steps, 'step')}",
                 where=fact.name,
             )
-        if fact.rows not in wanted or not (required or COLUMN_NAME.fullmatch(name)):
+        if fact.rows not in wanted:
             self.left_out[name] = f"{count_text(fact.rows, 'row')} for {count_text(steps, 'step')}"
+            return None
+        if not (required or is_column_name(name)):
+            self.left_out[name] = "name is not a column name"
             return None
         if fact.dtype is None or not fact.shape:
             raise layout_error(self._metadata, f"{fact.type_name} is no number", where=fact.name)
