@@ -244,13 +244,15 @@ def test_columns_of_width_one_are_one_number_a_step(tmp_path: Path) -> None:
         assert source.read("rewards", 2, 5).tobytes() == columns["rewards"][2:5].tobytes()
 
 
-def test_gymnasium_id_means_plain_flags(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", ["AntMaze_UMaze-v4", "my_mazes:Ant_maze-v0", "x.y:maze-v0"])
+def test_gymnasium_id_means_plain_flags(tmp_path: Path, environment: str) -> None:
     terminals, timeouts = np.zeros(20, bool), np.zeros(20, bool)
     terminals[4] = timeouts[9] = True
     columns = flagged(terminals, timeouts, observations=29, actions=8)
     for name in ("antmaze-umaze.hdf5", "collected.hdf5"):
-        path = write(tmp_path / name, columns, attributes={"env_id": "AntMaze_UMaze-v4"})
+        path = write(tmp_path / name, columns, attributes={"env_id": environment})
         with open_source(path) as source:
+            assert source.info.environment_id == environment
             assert source.info.rule == "terminals|timeouts"
             assert source.episodes.lengths.tolist() == [5, 5, 10]
             assert source.info.reference_name is None

@@ -152,8 +152,13 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
 
 
 def gymnasium_id(value: Any) -> str | None:
-    """Return `value` if it is the id of a Gymnasium environment (they begin with a capital)."""
-    found = isinstance(value, str) and re.fullmatch(r"(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*", value)
+    """Return `value` if it is the id of a Gymnasium environment.
+
+    They begin with a capital, or with the module that registers them: D4RL's names do neither.
+    """
+    found = isinstance(value, str) and re.fullmatch(
+        r"[\w.]+:(?:[\w-]+/)?[\w-]+|(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*", value
+    )
     return str(value) if found else None
 
 
