@@ -6,7 +6,6 @@ from episode lengths alone, each is a function of its own rows, and parts are me
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import deque
@@ -40,6 +39,7 @@ from gear_offline.shard_job import (
 from gear_offline.shard_workers import write_shards
 from gear_offline.shards import RESERVED_NAMES, digest, open_directory
 from gear_offline.source_digests import digested
+from gear_offline.source_facts import small_facts
 from gear_offline.sources.base import Source, SourceInfo
 from gear_offline.staging import staging
 from gear_offline.statistics import Moments, distribution
@@ -49,7 +49,6 @@ __all__ = ["convert"]
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 EPISODE_BYTES = 18  # per-episode tensors: lengths 8, returns 8, two flags
-MAX_ATTRIBUTE_CHARS = 4096
 
 
 def convert(
@@ -385,15 +384,6 @@ def _manifest(
             rule=info.rule,
             files=files,
             digest=digest(joined) if files else None,
-            attributes={str(k): _plain(v) for k, v in info.attributes.items()},
+            attributes=small_facts(info.attributes),
         ),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as small JSON; what does not fit becomes its text, cut."""
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return str(value)[:MAX_ATTRIBUTE_CHARS]
-    return json.loads(text) if len(text) <= MAX_ATTRIBUTE_CHARS else text[:MAX_ATTRIBUTE_CHARS]

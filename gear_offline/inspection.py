@@ -18,6 +18,7 @@ from rich.text import Text
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
+from gear_offline.source_facts import left_out_of, printable, warnings_of
 from gear_offline.split_table import SplitTable
 from gear_offline.verification import verify_dataset
 from gear_offline.wording import count_text, size_text
@@ -145,15 +146,14 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
             count = count_text(found.nonfinite, "value")
             text = f"warning: column {name}: {count} NaN or infinite"
             console.print(text, markup=False, soft_wrap=True, style="yellow")
-    left_out = manifest.source.attributes.get("left_out")
-    shown = list(left_out.items()) if isinstance(left_out, dict) else []
-    for name, why in shown[:MOST_LEFT_OUT]:
-        console.print(f"left out: {name}: {why}", markup=False, soft_wrap=True)
-    if len(shown) > MOST_LEFT_OUT:
-        text = f"left out: {len(shown) - MOST_LEFT_OUT} more, see inspect"
-        console.print(text, markup=False, soft_wrap=True)
-    for warning in manifest.source.attributes.get("warnings", ()):
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True, style="yellow")
+    left_out, more = left_out_of(manifest.source.attributes)
+    for name, why in list(left_out.items())[:MOST_LEFT_OUT]:
+        console.print(f"left out: {printable(f'{name}: {why}')}", markup=False, soft_wrap=True)
+    if (rest := max(0, len(left_out) - MOST_LEFT_OUT) + more) > 0:
+        console.print(f"left out: {rest} more, see inspect", markup=False, soft_wrap=True)
+    for warning in warnings_of(manifest.source.attributes):
+        text = f"warning: {printable(warning)}"
+        console.print(text, markup=False, soft_wrap=True, style="yellow")
 
 
 def number_text(value: float | None) -> str:
@@ -166,7 +166,7 @@ def _summary(document: Mapping[str, Any]) -> RenderableType:
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
     for name, value in _summary_rows(document):
-        table.add_row(name, escape(value))
+        table.add_row(escape(printable(name)), escape(printable(value)))
     return table
 
 
@@ -211,7 +211,7 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
             key = str(key).removeprefix(f"{prefix}/")  # metadata.algorithm, once
             yield from _leaves(f"{prefix}.{key}" if prefix else key, part)
     elif value not in (None, [], ""):
-        text = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(value))
+        text = printable(str(value))
         yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 

@@ -82,7 +82,8 @@ def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
     made = dataset.manifest.source
     wanted = found = ""
     if settings.collect is not None:
-        facts = made.attributes.get("attributes", {})
+        given = made.attributes.get("attributes")
+        facts = given if isinstance(given, dict) else {}
         asked = {"env_id": settings.collect.environment, "seed": settings.collect.seed}
         differ = [name for name, value in asked.items() if facts.get(name, value) != value]
         wanted = ", ".join(f"{name} {asked[name]}" for name in differ)

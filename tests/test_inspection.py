@@ -165,9 +165,11 @@ def test_no_return_is_left_out_of_finite_rewards(document: dict[str, Any]) -> No
 
 def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
     attributes = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
+    attributes |= {"speed [m/s]": 3, "[/b]": 4}
     source = ArraySource(hopper_columns(3), [3], attributes=attributes)
     convert(source, tmp_path / "d", quiet=True)
     text = text_of(inspect(tmp_path / "d"))
+    assert "speed [m/s]" in text and "[/b]" in text
     assert "[red]x[/nonsense]" in text and "nested.deep" in text and "empty" not in text
 
 
@@ -220,10 +222,15 @@ def test_a_summary_names_the_warnings_of_the_source(tmp_path: Path) -> None:
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    source = ArraySource(hopper_columns(3), [3], attributes={"note": "a\x1b[2Jb"})
-    convert(source, tmp_path / "d", quiet=True)
+    odd = "a\x1b[2Jb"
+    attributes = {"note": odd, odd: 1, "left_out": {odd: odd}, "warnings": [odd]}
+    source = ArraySource(hopper_columns(3), [3], attributes=attributes, environment_id=odd)
+    manifest = convert(source, tmp_path / "d", quiet=True)
+    console = Console(file=io.StringIO(), width=60)
+    print_summary(manifest, console=console)
     text = text_of(inspect(tmp_path / "d"))
-    assert "\x1b" not in text and "a\\x1b[2Jb" in text
+    text += console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text and text.count("a\\x1b[2Jb") >= 7
 
 
 def test_a_dataset_describes_itself_as_inspect_does(
@@ -236,6 +243,27 @@ def test_a_dataset_describes_itself_as_inspect_does(
     assert capsys.readouterr().out == ""
     unread = open_dataset(dataset.path, verify=False).describe()
     assert "unread" in unread and "checked, all match" not in unread
+
+
+def test_many_warnings_and_datasets_left_out_stay_what_they_are(tmp_path: Path) -> None:
+    attributes = {
+        "warnings": [f"part {i}: {'odd ' * 40}" for i in range(30)],
+        "left_out": {f"infos/{i}": "of another length " * 5 for i in range(90)} | {"a": "x" * 5000},
+        "text": "x" * 5000,
+    }
+    source = ArraySource(hopper_columns(3), [3], attributes=attributes)
+    console = Console(file=io.StringIO(), width=60)
+    for kind, given in (("first", source), ("again", tmp_path / "first")):
+        manifest = convert(given, tmp_path / kind, quiet=True)
+        print_summary(manifest, console=console)
+        assert all(len(json.dumps(v)) <= 4100 for v in manifest.source.attributes.values())
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    warned = [line for line in lines if line.startswith("warning")]
+    assert 40 < len(warned) < 60 and warned[0].startswith("warning: part 0: odd odd")
+    assert warned[-1] == f"warning: and {31 - len(warned) // 2} more"
+    assert [line for line in lines if line.startswith("left out")][
+        8
+    ] == "left out: 83 more, see inspect"
 
 
 def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:

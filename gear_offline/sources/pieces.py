@@ -18,6 +18,7 @@ import numpy.typing as npt
 from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.source_facts import left_out_of, warnings_of
 from gear_offline.sources.base import Source, SourceInfo, check_open, source_text
 from gear_offline.wording import count_text
 
@@ -255,7 +256,7 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
     warnings = [
         f"{source.info.uri}: {text}"
         for source in sources
-        for text in source.info.attributes.get("warnings", ())
+        for text in warnings_of(source.info.attributes)
     ]
     for key in ("environment_id", "reference_name"):
         names = {getattr(source.info, key) for source in sources}
@@ -268,7 +269,7 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
         for source in sources[:MOST_NAMED]
     ]
     for source in sources:
-        for name, why in source.info.attributes.get("left_out", {}).items():
+        for name, why in left_out_of(source.info.attributes)[0].items():
             left_out.setdefault(name, why)
     return {
         "parts": len(sources),
