@@ -9,6 +9,7 @@ import traceback
 from contextlib import suppress
 
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
+from gear_offline.wording import printable
 
 MOST_CHARACTERS = 900  # of a line
 
@@ -58,7 +59,7 @@ def _tell_system_error(error: OSError) -> None:
 
 def show(code: str, message: str) -> None:
     """Print the line of an error."""
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))  # names come from files of strangers
     if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
         line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
     print(f"error[{code}]: {line}", file=sys.stderr)

@@ -18,10 +18,10 @@ from rich.text import Text
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.manifest import Manifest
 from gear_offline.progress import progress
-from gear_offline.source_facts import left_out_of, printable, warnings_of
+from gear_offline.source_facts import left_out_of, warnings_of
 from gear_offline.split_table import SplitTable
 from gear_offline.verification import verify_dataset
-from gear_offline.wording import count_text, size_text
+from gear_offline.wording import count_text, printable, size_text
 
 __all__ = ["describe", "inspect", "print_inspection"]
 

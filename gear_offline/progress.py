@@ -57,7 +57,7 @@ def progress(
         if unit == "bytes":
             amounts = (DownloadColumn(binary_units=True),)
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # file names may hold [brackets]
             BarColumn(),
             *amounts,
             TimeElapsedColumn(),

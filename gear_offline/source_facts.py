@@ -1,4 +1,4 @@
-"""What a source says of itself, small enough for a manifest, and as text for a terminal."""
+"""What a source says of itself, small enough for a manifest."""
 
 from __future__ import annotations
 
@@ -59,8 +59,3 @@ def left_out_of(attributes: Mapping[str, Any]) -> tuple[dict[str, str], int]:
     named = dict(found) if isinstance(found, dict) else {}
     more = named.pop(REST, 0)
     return named, more if isinstance(more, int) else 0
-
-
-def printable(text: str) -> str:
-    """Return `text` without what would steer a terminal."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -36,3 +36,8 @@ def remedies_once(errors: Iterable[str]) -> list[str]:
         found.append(what if remedy in told else error)
         told.add(remedy)
     return found
+
+
+def printable(text: str) -> str:
+    """Return `text` without what would steer a terminal."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -16,6 +16,8 @@ import typer
 from gear_offline import cli
 from gear_offline.cli_values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
 from gear_offline.errors import InputError
+from gear_offline.progress import progress
+from tests.hdf5_files import write
 from tests.support import failing_code
 
 # New knobs go into recipes; a change of this list is a change of the product's surface.
@@ -296,3 +298,15 @@ def test_what_no_command_has_told_in_its_own_words(
     assert cli.main([]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error[{code}]: ") and said.count("\n") == 1
+
+
+def test_names_in_files_of_strangers_do_not_steer_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "mine.hdf5", {"\x1b[31mobs": [1.0], "rewards": [1.0]})
+    assert cli.main(["convert", str(file), str(tmp_path / "d")]) == 2
+    assert "found: \\x1b[31mobs, rewards" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress(1, "convert mine [best].hdf5"):
+        pass
+    assert "convert mine [best].hdf5" in capsys.readouterr().err
