@@ -160,8 +160,10 @@ def from_arrays(
     if not isinstance(columns, Mapping):
         what = f"a {type(columns).__name__} is given"
         raise _misfit(what, "columns", "give a mapping of column names to arrays")
-    arrays = {key: _array(value, key, "") for key, value in _leaves("", columns)}
-    arrays = {key: _scalar_flags(key, value) for key, value in arrays.items()}
+    arrays = {
+        key: _scalar_flags(key, _array(value, key, ""))
+        for key, value in _named(columns, "").items()
+    }
     steps = _steps(arrays, "")
     warnings: list[str] = []
     if rule is None:
@@ -208,7 +210,7 @@ def _episode(number: int, given: Mapping[str, Any]) -> _Episode:
         raise _misfit(what, where, "give a mapping of column names to arrays for each episode")
     flags: dict[str, bool] = {}
     columns: dict[str, AnyArray] = {}
-    for key, value in _leaves("", given):
+    for key, value in _named(given, where).items():
         array = _array(value, key, where)
         if key in FLAGS and array.ndim == 0:
             flags[key] = bool(array)
@@ -224,6 +226,16 @@ def _episode(number: int, given: Mapping[str, Any]) -> _Episode:
         terminated=terminated,
         truncated=bool(flags) and not terminated,
     )
+
+
+def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what is given by column name; two of one name are refused."""
+    found: dict[str, Any] = {}
+    for name, value in _leaves("", given):
+        if name in found:
+            raise _misfit("a column is given twice", _place(name, where), "give each one once")
+        found[name] = value
+    return found
 
 
 def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
