@@ -70,7 +70,7 @@ def open_source(
         from gear_offline.sources.generic import open_hdf5
 
         found = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
-        return with_columns(found, after)
+        return with_columns(found, after, before)
     if isinstance(uri, str) and scheme == "minari" and name:
         from gear_offline.sources.minari import open_minari
         from gear_offline.sources.minari_metadata import find_directory
@@ -93,7 +93,7 @@ def open_source(
         from gear_offline.sources.generic import open_hdf5
 
         found = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
-        return with_columns(found, after)
+        return with_columns(found, after, before)
     what = f"{text!r} is not a source"
     if is_directory:
         what = f"the directory {text!r} holds neither a Minari dataset nor HDF5 files"
@@ -113,5 +113,5 @@ def _open_directory(path: Path, rule: str | None, parts: Parts) -> Source | None
         return with_columns(open_shards(path, rule=rule), parts)
     if hdf5_files(path):
         before, after = names_in_file(parts)
-        return with_columns(open_folder(path, rule=rule, names=before), after)
+        return with_columns(open_folder(path, rule=rule, names=before), after, before)
     return None

@@ -16,6 +16,7 @@ from gear_offline.closing import Closing
 from gear_offline.errors import InputError
 from gear_offline.schema import ColumnSpec, TableSpec
 from gear_offline.sources.base import Source, source_text
+from gear_offline.wording import count_text
 
 Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is made of
 
@@ -54,8 +55,10 @@ def names_in_file(parts: Parts) -> tuple[dict[str, str], Parts]:
     return before, after
 
 
-def with_columns(source: Source, parts: Parts) -> Source:
+def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None = None) -> Source:
     """Return `source` with the columns `parts` in front of those that it does not use up.
+
+    `given` are the names that the user knows, by those that a reader gave instead.
 
     Raises
     ------
@@ -66,7 +69,7 @@ def with_columns(source: Source, parts: Parts) -> Source:
     if not parts:
         return source
     try:
-        return ColumnsSource(source, parts)
+        return ColumnsSource(source, parts, given or {})
     except BaseException:
         source.close()
         raise
@@ -78,12 +81,12 @@ class ColumnsSource(Closing):
     A column of several parts has their elements side by side: (N, sum of their widths).
     """
 
-    def __init__(self, source: Source, parts: Parts) -> None:
+    def __init__(self, source: Source, parts: Parts, given: Mapping[str, str]) -> None:
         self._source = source
         used = {name for olds in parts.values() for name in olds}
         rest = [c for c in source.spec if c.name not in used and c.name not in parts]
         self._parts = {c.name: (c.name,) for c in rest} | dict(parts)
-        made = [_column(source, new, olds) for new, olds in parts.items()]
+        made = [_column(source, new, olds, given) for new, olds in parts.items()]
         self.spec = TableSpec(
             columns=(*made, *rest), steps=source.spec.steps, episodes=source.spec.episodes
         )
@@ -113,16 +116,29 @@ class ColumnsSource(Closing):
         self._source.close()
 
 
-def _column(source: Source, new: str, olds: tuple[str, ...]) -> ColumnSpec:
+def _column(
+    source: Source, new: str, olds: tuple[str, ...], given: Mapping[str, str]
+) -> ColumnSpec:
+    for old in olds if len(olds) > 1 else ():
+        below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
+        if below and old not in source.spec:
+            name = given.get(old, old)
+            raise InputError(
+                "CONVERT_OPTION",
+                f"{name} is a group of {count_text(len(below), 'column')}",
+                where=f"column {new}",
+                remedy=f"name its parts: {'+'.join(name + part for part in below)}",
+            )
     specs = [source.spec[old] for old in olds]
     if len(specs) == 1:
         return replace(specs[0], name=new)
     first = specs[0]
     odd = next((s for s in specs if len(s.shape) > 1 or s.dtype != first.dtype), None)
     if odd is not None:
+        names = [given.get(s.name, s.name) for s in (odd, first)]
         raise InputError(
             "CONVERT_OPTION",
-            f"{odd.name} is {odd.dtype} {odd.shape} a step, {first.name} {first.dtype} "
+            f"{names[0]} is {odd.dtype} {odd.shape} a step, {names[1]} {first.dtype} "
             f"{first.shape}: they do not make one column",
             where=f"column {new}",
             remedy="put vectors and numbers of one dtype together",
