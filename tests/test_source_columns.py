@@ -56,10 +56,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
     ]:
         assert code(convert, file, tmp_path / "e", columns=bad)[0] == error
     for both, said in [
-        (
-            "obs/cam+act",
-            "obs/cam is uint8 (2, 2) a step, obs/cam uint8 (2, 2): they do not make one",
-        ),
+        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step, act float32 (1,): they do not make one"),
         ("act+obs", "obs is a group of 2 columns (column observations)"),
     ]:
         given = [f"observations={both}", "actions=act", "rewards=r", "dones=end"]

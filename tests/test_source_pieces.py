@@ -117,7 +117,7 @@ def test_episodes_that_do_not_fit_are_named() -> None:
         (episode(3, text=["a", "b", "c"]), "neither numeric nor bool (episode 1, column text)"),
         (episode(3, weight=1.0), "one number instead of rows (episode 1, column weight)"),
         (
-            episode(3, **{"a/b": [1.0] * 3, "a": {"b": [2.0] * 3}}),
+            episode(3, a={"b": [2.0] * 3}) | {"a/b": [1.0] * 3},
             "given twice (episode 1, column a/b",
         ),
         ({}, "there are no columns"),
@@ -162,7 +162,7 @@ def test_flat_arrays_need_something_that_ends_episodes() -> None:
     assert code(from_arrays, episode(4))[0] == "COLUMN_MISSING"
     assert from_arrays(episode(4), rule="steps=3").episodes.lengths.tolist() == [3, 1]
     assert code(from_arrays, episode(4), rule="dones")[0] == "RULE_FLAG"
-    assert code(from_arrays, episode(4, **{"1": [1] * 4}) | {1: [2] * 4}) == (
+    assert code(from_arrays, {"1": [1] * 4, 1: [2] * 4}) == (
         ("EPISODE_ARRAYS", "a column is given twice (column 1)")
     )
     warned = from_arrays(episode(4, dones=np.array([0, 1, 0, 1])))
