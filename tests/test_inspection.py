@@ -164,7 +164,7 @@ def test_no_return_is_left_out_of_finite_rewards(document: dict[str, Any]) -> No
 
 
 def test_markup_in_attributes_is_only_text(tmp_path: Path) -> None:
-    attributes = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
+    attributes: dict[str, Any] = {"note": "[red]x[/nonsense]", "nested": {"empty": {}, "deep": [1]}}
     attributes |= {"speed [m/s]": 3, "[/b]": 4}
     source = ArraySource(hopper_columns(3), [3], attributes=attributes)
     convert(source, tmp_path / "d", quiet=True)
