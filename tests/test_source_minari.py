@@ -13,7 +13,8 @@ import pytest
 from gymnasium import spaces
 
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.sources import iter_episodes, open_source
+from gear_offline.sources import confined, iter_episodes, open_source
+from gear_offline.sources.minari_arrow import ArrowStorage
 
 pytest.importorskip("minari", reason="needs pip install 'gear-offline[minari]'")
 import minari
@@ -74,6 +75,32 @@ def test_infos_whose_names_are_no_columns_are_left_out(data_format: str) -> None
     with open_source("minari:odd-v0") as source:
         assert "name" in source.info.attributes["left_out"]["infos/a..b"]
         assert "infos/qpos" in source.spec
+
+
+@pytest.mark.parametrize("data_format", ["arrow", "parquet"])
+def test_many_short_episodes_are_not_taken_for_an_attack(
+    data_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create("short-v0", plain_episodes(24), data_format=data_format)
+    opened: list[Path] = []
+    given: list[int] = []
+    whole = ArrowStorage._open
+
+    def counted(storage: ArrowStorage, part: Path, column: str | None) -> Any:
+        opened.append(part)
+        return whole(storage, part, column)
+
+    def asked(_: Any, seconds: int) -> tuple[int, bytes]:
+        given.append(seconds)
+        return 0, b""
+
+    monkeypatch.setattr(ArrowStorage, "_open", counted)
+    with open_source("minari:short-v0") as source:
+        assert len(opened) < 3 * source.spec.episodes  # for its end, and for what its infos are
+    monkeypatch.setattr(confined, "_forked", asked)
+    monkeypatch.setattr(confined, "_spawned", asked)
+    confined.check_source("minari:short-v0")
+    assert given == [confined.SECONDS + 24 * 2 // confined.FILES_PER_SECOND]
 
 
 def refused(uri: str | Path, code: str) -> GearError:

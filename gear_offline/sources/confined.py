@@ -27,7 +27,7 @@ from gear_offline.processes import die_with_parent, interrupts_kept_from_childre
 MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
 SECONDS = 3  # of processor time for a file of any size ...
 BYTES_PER_SECOND = 1 << 20  # ... and one more for each so many bytes of it
-FILES_PER_SECOND = 20  # ... or files, of a folder
+FILES_PER_SECOND = 20  # ... or files, of a folder, or of episodes that Minari stores apart
 Opening = tuple[str, str | None, dict[str, str]]  # what `open_source` gets: uri, rule, names
 _KINDS = {kind.__name__: kind for kind in (GearError, InputError, UnavailableError)}
 _REMEDY = "the file is damaged or made to do harm: get it again from a place that you trust"
@@ -50,8 +50,8 @@ def check_source(
         used up its memory or its time.
     """
     text = str(uri.absolute()) if isinstance(uri, Path) else uri
-    seconds = SECONDS + _source_bytes(text) // BYTES_PER_SECOND
-    seconds += len(_parts(text)) // FILES_PER_SECOND
+    size, files = _source_size(text)
+    seconds = SECONDS + size // BYTES_PER_SECOND + files // FILES_PER_SECOND
     opening: Opening = (text, rule, dict(names or {}))
     # A fork takes milliseconds; beside other threads, which may hold locks, it takes a new process.
     # So it does where libraries of the system do not survive a fork, as those of macOS.
@@ -84,8 +84,8 @@ def _parts(uri: str) -> Sequence[str | Path]:
     return []
 
 
-def _source_bytes(uri: str) -> int:
-    """Return the bytes of the files of a source, 0 when there are none."""
+def _source_size(uri: str) -> tuple[int, int]:
+    """Return the bytes of the files of a source, and how many files a directory has."""
     scheme, _, name = uri.partition(":")
     path = Path(uri)
     with suppress(OSError, ValueError, GearError):
@@ -98,9 +98,10 @@ def _source_bytes(uri: str) -> int:
 
             path = find_directory(name)
         if path.is_dir():
-            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return path.stat().st_size
-    return 0
+            sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+            return sum(sizes), len(sizes)
+        return path.stat().st_size, 1
+    return 0, 0
 
 
 def _forked(opening: Opening, seconds: int) -> tuple[int, bytes]:
@@ -167,7 +168,7 @@ def _probe(opening: Opening, seconds: int, reply: int) -> None:
                 for column in source.spec:
                     rows = min(source.preferred_rows(column.name), steps)
                     source.read(column.name, 0, rows)
-                    source.read(column.name, steps - rows, steps)
+                    source.read(column.name, max(rows, steps - rows), steps)
     except GearError as error:
         found = [type(error).__name__, error.code, error.what, error.where, error.remedy]
         os.write(reply, json.dumps(found).encode())

@@ -105,25 +105,27 @@ class ArrowStorage:
         schema = self._schema(self._parts[0])
         if "infos" not in schema.names:
             return []
-        found = []
+        found: dict[str, Leaf] = {}
         for path, field in _fields(schema.field("infos"), ()):
             encoded = (field.metadata or {}).get(b"shape", b"")
             shape = tuple(int(n) for n in encoded.decode().split(",") if n)
             name = "/".join(("infos", *path))
             try:
-                leaf = self._leaf(("infos", *path), shape)
-                for episode in range(1, len(self._parts)):
-                    if self._type(episode, leaf.path) != self._type(0, leaf.path):
-                        raise layout_error(self._metadata, "differs between episodes", where=name)
+                found[name] = self._leaf(("infos", *path), shape)
             except InputError as error:
                 self.left_out[name] = error.what
-                continue
-            found.append(leaf)
-        return found
+        types = {name: self._type(schema, leaf.path) for name, leaf in found.items()}
+        for part in self._parts[1:]:
+            schema = self._schema(part)
+            for name in [
+                n for n, leaf in found.items() if self._type(schema, leaf.path) != types[n]
+            ]:
+                del found[name]
+                self.left_out[name] = "differs between episodes"
+        return list(found.values())
 
-    def _type(self, episode: int, path: tuple[str, ...]) -> Any:
-        """Return the arrow type at `path` of an episode, ``None`` when it is not there."""
-        schema = self._schema(self._parts[episode])
+    def _type(self, schema: Any, path: tuple[str, ...]) -> Any:
+        """Return the arrow type at `path` of an episode's schema, ``None`` if it is not there."""
         if path[0] not in schema.names:
             return None
         kind = schema.field(path[0]).type
