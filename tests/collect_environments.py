@@ -16,12 +16,14 @@ class Counter(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
     """Observation: (tag of the episode, step, last action); ends after a seeded number of steps.
 
     The tag is the reset seed, so a row from another episode or from after a reset shows.  Some
-    episodes are longer than the time limit, some end exactly there: both flags on one row.
+    episodes are longer than the time limit, some end exactly there: both flags on one row.  It
+    gives one array again and again, and writes to it, as some environments do.
     """
 
     def __init__(self) -> None:
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
         self.action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
+        self.seen = np.zeros(3)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -29,15 +31,16 @@ class Counter(gymnasium.Env[Observation, npt.NDArray[np.float32]]):
         super().reset(seed=seed)
         self.tag, self.steps = float(seed or 0), 0
         self.length = length_of(int(seed or 0))
-        return np.array([self.tag, 0.0, 0.0]), {}
+        self.seen[:] = self.tag, 0.0, 0.0
+        return self.seen, {}
 
     def step(
         self, action: npt.NDArray[np.float32]
     ) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         assert self.steps < min(self.length, LIMIT), "stepped after the end of an episode"
         self.steps += 1
-        observation = np.array([self.tag, float(self.steps), float(action[0])])
-        return observation, self.steps + 0.1, self.steps >= self.length, False, {}
+        self.seen[:] = self.tag, float(self.steps), float(action[0])
+        return self.seen, self.steps + 0.1, self.steps >= self.length, False, {}
 
 
 def length_of(seed: int) -> int:

@@ -136,7 +136,7 @@ class _Lane:
         self.generator = stream(*plan.noise_path)
         self.actions, self.rewards, self.positions, self.velocities = [], [], [], []
         observation, _ = self.environment.reset(seed=plan.reset_seed)
-        self.seen = [observation]
+        self.seen = [np.array(observation)]
 
     def applied(self, action: AnyArray) -> AnyArray:
         """Add the plan's noise, clip to the bounds, and cast to what will be stored."""
@@ -159,7 +159,7 @@ class _Lane:
         # What is stored is what was applied: the environment gets the value after the cast.
         given = int(action) if self.facts.discrete else action
         observation, reward, terminated, truncated, _ = self.environment.step(given)
-        self.seen.append(observation)
+        self.seen.append(np.array(observation))  # an environment may write to its array again
         self.actions.append(action)
         self.rewards.append(float(reward))
         self.terminated = bool(terminated)
