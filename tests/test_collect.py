@@ -188,6 +188,16 @@ def test_training_and_recording_are_the_same_in_processes(tmp_path: Path) -> Non
     assert contents[0] == contents[1]
 
 
+def test_a_training_of_fewer_steps_than_asked_for_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common: dict[str, Any] = {"policy": "ars", "quality": "replay", "processes": 1}
+    for steps, told in ((100, 0), (5_000, 1)):
+        report = collect(PUSH, tmp_path / f"{steps}.hdf5", steps=steps, train_steps=300, **common)
+        assert capsys.readouterr().err.count("in place of 5,000: training had no more") == told
+    assert report.steps == report.train_steps < 5_000
+
+
 @pytest.mark.parametrize("policy", ["random", "ars"])
 def test_a_missed_gate_leaves_no_file(tmp_path: Path, policy: str) -> None:
     out, saved = tmp_path / "a.hdf5", tmp_path / "policy.safetensors"

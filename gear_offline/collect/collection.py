@@ -322,6 +322,12 @@ def _record(
                 if writer.steps >= min(wanted, request.steps):
                     break
             reports.append(report(maker, writer.returns[first:], writer.steps - before))
+    if writer.steps < request.steps:  # only rollouts of a training come to an end
+        say(
+            f"warning: {count_text(writer.steps, 'step')} in place of {request.steps:,}: training "
+            "had no more rollouts; let it train longer (--train-steps), or take another quality",
+            quiet=request.quiet,
+        )
     return reports
 
 
