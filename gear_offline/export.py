@@ -39,7 +39,7 @@ def export_hdf5(
     Columns keep names, dtypes and bytes.  ``terminals`` and ``timeouts`` are there in any case and
     say where the dataset's episodes end: a timeout marks the last step of each episode that did
     not terminate, and none is inside an episode.  A ``terminals`` column of the dataset is kept as
-    it is.
+    it is; if it marks steps inside episodes, a timeout marks the last step of every episode.
 
     Parameters
     ----------
@@ -96,11 +96,12 @@ def export_hdf5(
         total = step_bytes * opened.spec.steps
         show = progress(total, f"export {path.name}", unit="bytes", quiet=quiet)
         advance = stack.enter_context(show)
-        rows, inside = max(1, PIECE_BYTES // step_bytes), 0
+        rows = max(1, PIECE_BYTES // step_bytes)
+        inside = _terminals_inside(opened, rows)
         for start in range(0, opened.spec.steps, rows):
             stop = min(start + rows, opened.spec.steps)
             part = {name: opened.read(name, start, stop) for name in kept}
-            inside += _set_flags(part, opened, start, stop)
+            _set_flags(part, opened, start, stop, every=inside > 0)
             writer.hold(part, stop - start)
             advance(step_bytes * (stop - start))
         with writer.writing():
@@ -137,23 +138,38 @@ def _check_names(names: Sequence[str], path: Path) -> None:
             )
 
 
-def _set_flags(part: dict[str, npt.NDArray[Any]], source: Source, start: int, stop: int) -> int:
-    """Complete the flags of steps ``[start, stop)``; returns terminals inside of episodes."""
+def _ends(source: Source, start: int, stop: int) -> npt.NDArray[np.intp]:
+    """Return which of the steps ``[start, stop)`` end an episode, and of which one, (2, n)."""
     offsets = source.episodes.offsets
     first = int(np.searchsorted(offsets[1:], start, side="right"))
     last = int(np.searchsorted(offsets[1:], stop, side="right"))
-    ends = offsets[first + 1 : last + 1] - 1 - start  # (n,) rows of this part that end an episode
-    is_end = np.zeros(stop - start, np.bool_)
+    return np.stack([offsets[first + 1 : last + 1] - 1 - start, np.arange(first, last)])
+
+
+def _terminals_inside(source: Source, rows: int) -> int:
+    """Return how many terminals mark a step inside an episode, reading `rows` at a time."""
+    inside = 0
+    for start in range(0, source.spec.steps if TERMINALS in source.spec else 0, rows):
+        stop = min(start + rows, source.spec.steps)
+        flags = source.read(TERMINALS, start, stop).reshape(-1) != 0
+        inside += int(flags.sum()) - int(flags[_ends(source, start, stop)[0]].sum())
+    return inside
+
+
+def _set_flags(
+    part: dict[str, npt.NDArray[Any]], source: Source, start: int, stop: int, *, every: bool
+) -> None:
+    """Complete the flags of steps ``[start, stop)``; with `every`, all ends are timeouts."""
+    ends, episodes = _ends(source, start, stop)
+    is_end, terminated = np.zeros((2, stop - start), np.bool_)
     is_end[ends] = True
-    terminated = np.zeros(stop - start, np.bool_)
-    terminated[ends] = source.terminated[first:last]
-    timeouts = is_end & ~terminated
+    terminated[ends] = source.terminated[episodes]
+    timeouts = is_end if every else is_end & ~terminated
     if TIMEOUTS in part:
         timeouts |= is_end & (part[TIMEOUTS].reshape(-1) != 0)
     part[TIMEOUTS] = timeouts
     if TERMINALS not in part:
         part[TERMINALS] = terminated
-    return int(((part[TERMINALS].reshape(-1) != 0) & ~is_end).sum())
 
 
 def _attributes(source: Source) -> dict[str, Any]:

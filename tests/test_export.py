@@ -15,6 +15,7 @@ from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.export import export_hdf5
 from gear_offline.sources import from_episodes, open_source, pick_episodes
+from tests.hdf5_files import write
 from tests.support import ArraySource, hopper_columns
 
 LENGTHS = [4, 1, 7, 3]
@@ -71,6 +72,22 @@ def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path) -> None:
     with h5py.File(path) as file:
         assert file["timeouts"][()].tolist() == [False, False, True, False, False, True]
         assert file["terminals"][()].tolist() == columns["terminals"].tolist()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
+def test_episodes_survive_terminals_inside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(gear_offline.export, "PIECE_BYTES", piece_bytes)
+    columns = hopper_columns(3003, state_dim=29, action_dim=8)
+    del columns["timeouts"]
+    columns["terminals"][:] = np.isin(np.arange(3003), [990, 1000, 2500])
+    first = write(tmp_path / "antmaze-umaze.hdf5", columns)  # its episodes end by its step limit
+    path = export_hdf5(first, tmp_path / "antmaze-again.hdf5", quiet=True)
+    with open_source(path) as again:
+        assert again.info.rule == "timeouts"
+        assert again.episodes.lengths.tolist() == [1001, 1001, 1001]
+        assert again.terminated.tolist() == [True, False, False]
 
 
 def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:
