@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -343,3 +344,10 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(
         with pytest.raises(InputError) as caught:
             open_file(good)
     assert caught.value.code == "SOURCE_READ"
+
+
+def test_a_file_that_is_being_written_is_not_called_damaged(good: Path) -> None:
+    with good.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as HDF5 does in a program that writes
+        assert "another program" in refused(good, "SOURCE_READ").what
+    open_source(good).close()

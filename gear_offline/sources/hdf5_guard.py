@@ -123,7 +123,8 @@ def open_file(path: Path) -> h5py.File:
     Raises
     ------
     InputError
-        ``FILE_MISSING``; ``SOURCE_READ`` when the operating system refuses to read it;
+        ``FILE_MISSING``; ``SOURCE_READ`` when the operating system refuses to read it, or
+        another program writes to it;
         ``HDF5_UNREADABLE`` for what is not an intact HDF5 file.
     """
     try:
@@ -147,6 +148,13 @@ def open_file(path: Path) -> h5py.File:
         with no_plugins():
             return h5py.File(path, "r", locking="best-effort")
     except LIBRARY_ERRORS as error:
+        if isinstance(error, BlockingIOError):  # locked: not damaged, but not complete either
+            raise InputError(
+                "SOURCE_READ",
+                "another program has the file open for writing",
+                where=str(path),
+                remedy="close it there, or wait for it to end",
+            ) from error
         raise unreadable(path, error) from error
 
 
