@@ -201,17 +201,14 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> MinariSourc
         raise
 
 
-def refuse_jpeg(metadata: MinariMetadata) -> None:
-    """Refuse image leaves that are stored as JPEG files; raises ``MINARI_JPEG``."""
-    for column, leaves in metadata.spaces.items():
-        for leaf in leaves:
-            if leaf.is_image and metadata.jpeg_encoding:
-                raise InputError(
-                    "MINARI_JPEG",
-                    f"{'/'.join((column, *leaf.keys))} is stored as lossy JPEG files",
-                    where=str(metadata.data_path),
-                    remedy="create the dataset with jpeg_encoding=False",
-                )
+def jpeg_error(metadata: MinariMetadata, column: str) -> InputError:
+    """Return the error ``MINARI_JPEG`` for images that are not stored as arrays."""
+    return InputError(
+        "MINARI_JPEG",
+        f"{column} is stored as lossy JPEG files",
+        where=str(metadata.data_path),
+        remedy="create the dataset with jpeg_encoding=False",
+    )
 
 
 def layout_error(metadata: MinariMetadata, what: str, *, where: str = "") -> InputError:

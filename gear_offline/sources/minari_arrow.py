@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.schema import ColumnSpec
-from gear_offline.sources.minari import Leaf, layout_error, refuse_jpeg
+from gear_offline.sources.minari import Leaf, jpeg_error, layout_error
 from gear_offline.sources.minari_metadata import MinariMetadata, SpaceLeaf
 from gear_offline.wording import count_text
 
@@ -42,7 +42,6 @@ class ArrowStorage:
 
     def __init__(self, metadata: MinariMetadata) -> None:
         self._pa = _pyarrow()
-        refuse_jpeg(metadata)
         self._metadata = metadata
         for column in ("observations", "actions"):
             if column not in metadata.spaces:
@@ -87,9 +86,13 @@ class ArrowStorage:
 
     def _space_leaves(self, column: str, spaces: tuple[SpaceLeaf, ...]) -> list[Leaf]:
         found = []
+        schema = self._schema(self._parts[0])
         for space in spaces:
+            name = "/".join((column, *space.keys))
+            if space.is_image and self._type(schema, (column, *space.keys)) == self._pa.binary():
+                raise jpeg_error(self._metadata, name)
             if space.shape is None:
-                self.left_out["/".join((column, *space.keys))] = f"{space.kind} space"
+                self.left_out[name] = f"{space.kind} space"
             else:
                 found.append(self._leaf((column, *space.keys), space.shape))
         return found

@@ -26,7 +26,7 @@ from gear_offline.sources.hdf5_guard import (
     scan,
     unreadable,
 )
-from gear_offline.sources.minari import Leaf, layout_error, refuse_jpeg
+from gear_offline.sources.minari import Leaf, jpeg_error, layout_error
 from gear_offline.sources.minari_metadata import MAIN_FILE, MinariMetadata
 from gear_offline.wording import count_text
 
@@ -41,8 +41,13 @@ class Hdf5Storage:
     """Reads ``main_data.hdf5``; see `gear_offline.sources.minari.Storage`."""
 
     def __init__(self, metadata: MinariMetadata) -> None:
-        refuse_jpeg(metadata)
         self._metadata = metadata
+        self._images = {
+            "/".join((column, *leaf.keys))
+            for column, leaves in metadata.spaces.items()
+            for leaf in leaves
+            if leaf.is_image
+        }
         path: Path = metadata.data_path / MAIN_FILE
         self._path = path
         self.files: tuple[Path, ...] = (path,)
@@ -136,6 +141,8 @@ class Hdf5Storage:
         """Return the column of a dataset; ``None`` for what cannot be one and need not be."""
         name = _column_name(path)
         wanted = {"observations": (steps + 1,), "infos": (steps, steps + 1)}.get(path[0], (steps,))
+        if fact.dtype is None and name in self._images:
+            raise jpeg_error(self._metadata, name)
         if fact.dtype is None and path[0] not in _FLAGS:
             self.left_out[name] = fact.type_name
             return None

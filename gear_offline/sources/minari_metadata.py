@@ -35,7 +35,7 @@ class SpaceLeaf:
     shape
         Shape of one value; ``()`` for Discrete, ``None`` where it has none.
     is_image
-        Minari stores such values as JPEG files unless told otherwise.
+        Minari may store such values as JPEG files; of which it did, the stored type tells.
     """
 
     keys: tuple[str, ...]
@@ -56,8 +56,6 @@ class MinariMetadata:
         ``"hdf5"``, ``"arrow"`` or ``"parquet"``.
     spaces
         Leaves of ``observations`` and ``actions``; a name is absent when the file does not say.
-    jpeg_encoding
-        Whether image leaves are JPEG files.
     environment_id
         Gymnasium id, ``None`` when the file does not say.
     dataset_id
@@ -71,7 +69,6 @@ class MinariMetadata:
     data_path: Path
     data_format: str
     spaces: dict[str, tuple[SpaceLeaf, ...]]
-    jpeg_encoding: bool
     environment_id: str | None
     dataset_id: str | None
     episodes: int | None
@@ -140,7 +137,6 @@ def read_metadata(data_path: Path) -> MinariMetadata:
             data_path=data_path,
             data_format=str(raw.get("data_format", "hdf5")),
             spaces=spaces,
-            jpeg_encoding=bool(raw.get("jpeg_encoding", True)),
             environment_id=_string(specification.get("id")),
             dataset_id=_string(raw.get("dataset_id")),
             episodes=int(raw["total_episodes"]) if "total_episodes" in raw else None,
