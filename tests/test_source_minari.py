@@ -252,6 +252,23 @@ def test_environment_id_gives_indicative_scores() -> None:
         assert source.info.environment_id == source.info.reference_name == "Hopper-v5"
 
 
+def test_files_of_minari_before_its_metadata_file(root: Path) -> None:
+    create("hopper-v0", plain_episodes(2), env="Hopper-v5")
+    file = root / "hopper-v0" / "data" / "metadata.json"
+    facts = json.loads(file.read_text())
+    file.unlink()
+    with h5py.File(file.with_name("main_data.hdf5"), "a") as data:
+        data.attrs.update({k: v for k, v in facts.items() if k in ("env_spec", "minari_version")})
+        data.attrs["dataset_id"] = b"hopper-v0"
+    with open_source(root / "hopper-v0") as source:
+        assert source.spec.episodes == 2
+        assert source.info.environment_id == "Hopper-v5"
+        assert source.info.uri == "minari:hopper-v0"
+        assert source.info.attributes["metadata"]["minari_version"] == facts["minari_version"]
+    file.with_name("main_data.hdf5").write_bytes(b"nothing")
+    refused(root / "hopper-v0", "HDF5_UNREADABLE")
+
+
 def test_ids_and_places(root: Path, tmp_path: Path) -> None:
     for bad in ("../../etc-v0", "x", "a//b-v0", "a/../b-v0", "/a-v0"):
         refused(f"minari:{bad}", "MINARI_ID")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ MAIN_FILE = "main_data.hdf5"
 METADATA_FILE = "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
 DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v[0-9]+")
+MAX_ATTRIBUTE_BYTES = 1 << 20
+_OLD_ATTRIBUTES = ("env_spec", "dataset_id", "algorithm_name", "author", "minari_version")
 _LEAVES = ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Text")
 
 
@@ -125,6 +128,8 @@ def read_metadata(data_path: Path) -> MinariMetadata:
             if file.stat().st_size > MAX_METADATA_BYTES:
                 raise ValueError("larger than 64 MiB")
             raw = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            raw = _attributes(data_path / MAIN_FILE)
         if not isinstance(raw, dict):
             raise TypeError("not a JSON object")
         spaces = {
@@ -150,6 +155,8 @@ def read_metadata(data_path: Path) -> MinariMetadata:
                 and key not in ("observation_space", "action_space", "env_spec")
             },
         )
+    except InputError:  # of the file of data
+        raise
     except OSError as error:
         raise source_read_error(file, error) from error
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -167,6 +174,20 @@ def read_metadata(data_path: Path) -> MinariMetadata:
             remedy="known are hdf5, arrow and parquet",
         )
     return found
+
+
+def _attributes(file: Path) -> dict[str, Any]:
+    """Return what versions of Minari before metadata.json wrote as attributes of its file."""
+    from gear_offline.sources.hdf5_guard import LIBRARY_ERRORS, no_plugins, open_file
+
+    found: dict[str, Any] = {}
+    with open_file(file) as opened, no_plugins():
+        for name in _OLD_ATTRIBUTES:
+            with suppress(*LIBRARY_ERRORS):  # one that is missing or odd is no reason to refuse
+                if opened.attrs.get_id(name).get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                    value = opened.attrs[name]
+                    found[name] = value.decode() if isinstance(value, bytes) else value
+    return {name: value for name, value in found.items() if isinstance(value, str)}
 
 
 def _object(value: Any) -> dict[str, Any]:
