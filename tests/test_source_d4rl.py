@@ -186,6 +186,17 @@ def test_terminal_wins_over_timeout_on_one_row(tmp_path: Path) -> None:
         assert source.truncated.tolist() == [False, False]
 
 
+@pytest.mark.parametrize("name", ["hopper-mine.hdf5", "kitchen.hdf5", "antmaze.hdf5", "x.hdf5"])
+def test_time_flags_of_other_names_are_taken_at_their_word(tmp_path: Path, name: str) -> None:
+    rows = np.arange(12)
+    columns = flagged(rows == 3, None) | {"truncations": rows % 6 == 5}
+    with open_source(write(tmp_path / name, columns)) as source:
+        assert source.info.rule == "terminals|truncations"
+        assert source.episodes.lengths.tolist() == [4, 2, 6]
+        assert source.terminated.tolist() == [True, False, False]
+        assert "no timeouts column" not in warnings_of(source)
+
+
 def test_no_row_of_an_episode_leaks_into_the_next(tmp_path: Path) -> None:
     """An importer is known that begins each episode with the last step of the one before."""
     ends = np.array([4, 5, 9, 10, 29])

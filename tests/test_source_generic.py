@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
-from gear_offline.sources.boundaries import Rule, find_boundaries
+from gear_offline.sources.boundaries import PAIRS, Rule, find_boundaries
 from tests.hdf5_files import assert_same, naive_episodes, table, write
 
 FILES = settings(
@@ -33,6 +33,9 @@ FILES = settings(
         ("terminations", None),
         (None, "timeouts"),
         (None, "truncations"),
+        ("dones", "timeouts"),
+        ("terminated", "truncations"),
+        ("terminals", "truncations"),
     ],
 )
 def test_explicit_flags(
@@ -51,7 +54,8 @@ def test_explicit_flags(
         assert isinstance(source, Source)
         assert source.info.format == ("d4rl" if terminal == "terminals" else "hdf5")
         assert source.info.rule == "|".join(flags)
-        assert bool(source.info.attributes["warnings"]) == (len(flags) == 1)
+        pair = len(flags) == 2 and (PAIRS.get(str(terminal)) == time or terminal == "terminals")
+        assert bool(source.info.attributes["warnings"]) != pair
         assert_same(source, columns, naive)
 
 

@@ -77,17 +77,21 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
     InputError
         ``COLUMN_MISSING`` when there is no flag.
     """
-    for terminal, time in PAIRS.items():
-        if terminal in flags and time in flags:
-            return f"{terminal}|{time}", []
-    for name in TERMINAL_FLAGS:
-        if name in flags:
-            return name, [
-                f"only {name} end episodes: a time limit cannot be told from a termination"
-            ]
-    for name in TIME_FLAGS:
-        if name in flags:
-            return name, [f"only {name} end episodes: none counts as terminated"]
+    for pair in PAIRS.items():
+        if set(pair) <= set(flags):
+            return "|".join(pair), []
+    terminal = next((name for name in TERMINAL_FLAGS if name in flags), None)
+    time_flag = next((name for name in TIME_FLAGS if name in flags), None)
+    if terminal and time_flag:
+        return f"{terminal}|{time_flag}", [
+            f"{terminal} and {time_flag} end episodes: one that ends with both counts as terminated"
+        ]
+    if terminal:
+        return terminal, [
+            f"only {terminal} end episodes: a time limit cannot be told from a termination"
+        ]
+    if time_flag:
+        return time_flag, [f"only {time_flag} end episodes: none counts as terminated"]
     raise InputError(
         "COLUMN_MISSING",
         "no column tells where episodes end",

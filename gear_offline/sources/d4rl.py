@@ -13,7 +13,7 @@ from typing import Any
 
 from gear_offline.scores import dataset_of_file, reference_scores
 from gear_offline.sources.base import SourceInfo
-from gear_offline.sources.boundaries import ARTIFICIAL, Rule
+from gear_offline.sources.boundaries import ARTIFICIAL, TIME_FLAGS, Rule
 from gear_offline.sources.flat import FlatSource, Layout, find_columns
 from gear_offline.sources.hdf5 import Hdf5Rows
 from gear_offline.wording import count_text
@@ -121,6 +121,9 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     layout = find_columns(rows, REQUIRED, OPTIONAL)
     family, evidence = detect_family(rows, layout, name, attributes.get("env_id"))
     own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
+    other = next((flag for flag in TIME_FLAGS if flag in layout.columns), "timeouts")
+    if other != "timeouts":
+        own = f"terminals|{other}"
     dataset = dataset_of_file(name)
     if environment:
         reference = environment if reference_scores(environment) else None
@@ -166,8 +169,12 @@ def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tup
     """Return the family and what told it: the name, then ``env_id``, then the content.
 
     A Gymnasium id says that the file was collected with today's flags, which need no repair: only
-    D4RL's own files give terminals another meaning.
+    D4RL's own files give terminals another meaning.  So does a time flag that D4RL has not.
     """
+    if "timeouts" not in layout.columns:
+        for flag in TIME_FLAGS:
+            if flag in layout.columns:
+                return _BY_NAME["d4rl"], f"a column {flag}, which no file of D4RL has"
     for text, evidence in ((Path(name).stem, "name"), (str(env_id or ""), "env_id")):
         for family in FAMILIES:
             if text and re.search(family.pattern, text.lower()):
@@ -230,7 +237,7 @@ def _warnings(
         "d4rl": "no timeouts column: only terminals end episodes, so time limits are not seen; "
         "rule='terminals|steps=N' adds one",
     }
-    if "timeouts" not in source.spec or family.name == "kitchen":
+    if not any(flag in source.spec for flag in TIME_FLAGS) or family.name == "kitchen":
         found.append(notes[family.name.split("-")[0]])
     if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", name):
         found.append(
