@@ -228,6 +228,7 @@ def staging(target: Path, *, overwrite: bool) -> Iterator[Staging]:
     except OSError as error:
         raise write_error(error, str(target)) from error
     finally:
+        _put_back(target)  # where publishing ended between its two renames
         for leftover in (place.path, _hidden(target, "old")):
             shutil.rmtree(leftover, ignore_errors=True)
         # Unlinked while still held: whoever opened it meanwhile sees that the name is gone.
@@ -265,13 +266,19 @@ def _lock(path: Path, target: Path) -> int:
 
 def _sweep(target: Path) -> None:
     """Remove leftovers of killed runs; put back an old dataset caught between two renames."""
+    _put_back(target)
     old = _hidden(target, "old")
-    if old.is_dir() and not os.path.lexists(target):
-        os.rename(old, target)
     prefix = _hidden(target, "part-").name
     for name in os.listdir(target.parent):
         if name.startswith(prefix) or name == old.name:
             shutil.rmtree(target.parent / name)
+
+
+def _put_back(target: Path) -> None:
+    """Give an old dataset its name again if no other has it."""
+    old = _hidden(target, "old")
+    if old.is_dir() and not os.path.lexists(target):
+        os.rename(old, target)
 
 
 def _is_empty_or_absent(target: Path) -> bool:

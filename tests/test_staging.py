@@ -21,6 +21,7 @@ import pytest
 from gear_offline import staging
 from gear_offline.convert import convert
 from gear_offline.dataset import open_dataset
+from gear_offline.errors import GearError
 from tests.support import (
     ArraySource,
     contents,
@@ -80,6 +81,25 @@ def test_overwriting_without_atomic_exchange(tmp_path: Path, monkeypatch: Any) -
     convert(source(), path, overwrite=True, quiet=True)
     assert open_dataset(path).spec.steps == STEPS
     assert os.listdir(tmp_path) == ["dataset"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_an_overwrite_that_ends_between_its_two_renames_keeps_the_old_dataset(
+    tmp_path: Path, monkeypatch: Any, error: BaseException
+) -> None:
+    first = make_dataset(tmp_path, [3, 4], seed=1)
+    before, rename = contents(first.path), os.rename
+
+    def failing(old: Path, new: Path) -> None:
+        if "gear-part" in old.name:
+            raise error
+        rename(old, new)
+
+    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises((GearError, KeyboardInterrupt)):
+        convert(source(), first.path, overwrite=True, quiet=True)
+    assert contents(first.path) == before and os.listdir(tmp_path) == ["dataset"]
 
 
 def test_a_failed_overwrite_keeps_the_old_dataset(tmp_path: Path) -> None:
