@@ -258,7 +258,8 @@ def test_a_folder_of_files_is_one_dataset(tmp_path: Path, workers: int) -> None:
     tables = {n: flagged(n + 3, n) for n in numbers}
     for n, columns in tables.items():
         write(folder / f"part_{n}.hdf5", columns)
-    (folder / "notes.txt").write_text("not a file of data")
+    for name in ("notes.txt", "metadata.json", "manifest.json"):
+        (folder / name).write_text('{"author": "not a file of data"}')
     assert [p.name for p in hdf5_files(folder)] == [f"part_{n}.hdf5" for n in numbers]
     convert(folder, tmp_path / "d", shard_bytes=2000, workers=workers, quiet=True)
     dataset = open_dataset(tmp_path / "d")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.errors import InputError
+from gear_offline.sources.folder import hdf5_files
 from gear_offline.sources.hdf5_guard import source_read_error
 
 MAIN_FILE = "main_data.hdf5"
@@ -108,7 +109,10 @@ def find_directory(dataset_id: str) -> Path:
 def data_directory(path: Path) -> Path | None:
     """Return the data directory when `path` is a Minari dataset's directory, else ``None``."""
     for candidate in (path / "data", path):
-        if any((candidate / name).is_file() for name in (METADATA_FILE, MAIN_FILE)):
+        if (candidate / MAIN_FILE).is_file():
+            return candidate
+        # A folder of HDF5 files may have a metadata.json of its own.
+        if (candidate / METADATA_FILE).is_file() and not hdf5_files(candidate):
             return candidate
     return None
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME
+from gear_offline.manifest import MANIFEST_NAME, shard_name
 from gear_offline.sources.base import SourceInfo, source_text
+from gear_offline.sources.folder import hdf5_files
 
 READ_BYTES = 32 << 20  # blocks of 16 MiB are compared whole: shorter reads would repeat that
 
@@ -84,8 +85,13 @@ class DatasetSource(Closing):
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether the directory looks like GEAR shards."""
-    return (path / MANIFEST_NAME).is_file()
+    """Whether the directory looks like GEAR shards.
+
+    A folder of HDF5 files may have a manifest.json of its own.
+    """
+    if not (path / MANIFEST_NAME).is_file():
+        return False
+    return (path / shard_name(0)).exists() or not hdf5_files(path)
 
 
 def open_shards(path: Path, *, rule: str | None) -> DatasetSource:
