@@ -66,6 +66,12 @@ def test_hostile_file_is_refused(
     assert "TOPSECRET" not in str(error)
 
 
+def test_large_chunks_are_not_called_damage(good: Path) -> None:
+    options = {"chunks": (1 << 24, 11), "maxshape": (None, 11)}
+    replace(good, "actions", lambda f: f.create_dataset("actions", (STEPS, 11), "f4", **options))
+    assert refused(good, "HDF5_SHAPE").remedy.startswith("store the column in chunks of")
+
+
 def bomb(path: Path, steps: int, **options: Any) -> Path:
     """A file all of whose columns claim `steps` rows that it does not hold."""
     with h5py.File(path, "w") as file:

@@ -360,11 +360,12 @@ def _check_column(fact: DatasetFacts, path: Path, file_bytes: int, limits: Limit
             remedy=f"store it with one of {', '.join(ALLOWED_FILTERS.values())}, or with none",
         )
     shape = fact.shape or ()
-    problem = ""
+    problem, remedy = "", "the file is damaged, cut short or not a table of steps"
     if not 1 <= len(shape) <= limits.dimensions or any(n < 1 for n in shape[1:]):
         problem = f"shape {fact.shape} is not rows by positive step dimensions"
     elif fact.chunks and prod(fact.chunks) * fact.dtype.itemsize > limits.chunk_bytes:
         problem = f"chunks of {fact.chunks} exceed {limits.chunk_bytes} bytes"
+        remedy = "store the column in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
     elif fact.unwritten_bytes > limits.unwritten_bytes or fact.end > file_bytes:
         problem = f"shape {fact.shape} claims more bytes than the file holds"
     if problem:
@@ -372,5 +373,5 @@ def _check_column(fact: DatasetFacts, path: Path, file_bytes: int, limits: Limit
             "HDF5_SHAPE",
             problem,
             where=where,
-            remedy="the file is damaged, cut short or not a table of steps",
+            remedy=remedy,
         )
