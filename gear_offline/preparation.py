@@ -6,6 +6,7 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import isclose, prod
 from pathlib import Path
@@ -82,30 +83,50 @@ def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
     made = dataset.manifest.source
     wanted = found = ""
     if settings.collect is not None:
-        given = made.attributes.get("attributes")
-        facts = given if isinstance(given, dict) else {}
-        asked = {"env_id": settings.collect.environment, "seed": settings.collect.seed}
-        differ = [name for name, value in asked.items() if facts.get(name, value) != value]
-        wanted = ", ".join(f"{name} {asked[name]}" for name in differ)
-        found = ", ".join(f"{name} {facts[name]}" for name in differ)
+        wanted, found = _differences(settings.collect, made.attributes.get("attributes"))
     elif settings.source is not None and made.files and Path(settings.source).is_file():
         name, names = Path(settings.source).name, [str(file["name"]) for file in made.files]
         if name not in names:
             wanted, found = name, ", ".join(names)
     if wanted:
-        raise InputError(
-            "DATA_MISMATCH",
-            f"the dataset that is there was made of {found}, the recipe says {wanted}",
-            where=str(dataset.path),
-            remedy="give another data.path, or remove that dataset to have it made again",
-        )
+        raise _mismatch("dataset", dataset.path, wanted, found)
+
+
+def _differences(settings: CollectSettings, recorded: Any) -> tuple[str, str]:
+    """Return in what a collected file's attributes differ from what was asked: that, and they."""
+    facts = recorded if isinstance(recorded, dict) else {}
+    asked: dict[str, Any] = {"env_id": settings.environment, "seed": settings.seed}
+    # The version that was taken is recorded, of an environment that is named without one too.
+    if re.sub(r"-v[0-9]+$", "", str(facts.get("env_id"))) == settings.environment:
+        del asked["env_id"]
+    differ = [name for name, value in asked.items() if facts.get(name, value) != value]
+    return (
+        ", ".join(f"{name} {asked[name]}" for name in differ),
+        ", ".join(f"{name} {facts[name]}" for name in differ),
+    )
+
+
+def _mismatch(what: str, path: Path, wanted: str, found: str) -> InputError:
+    return InputError(
+        "DATA_MISMATCH",
+        f"the {what} that is there was made of {found}, the recipe says {wanted}",
+        where=str(path),
+        remedy=f"give another data.path, or remove that {what} to have it made again",
+    )
 
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     """Record the recipe's own data; a file that is there already is used."""
     from gear_offline.collect import collect
+    from gear_offline.sources import open_source
+    from gear_offline.sources.confined import check_source
 
     if file.exists():
+        check_source(file)
+        with open_source(file) as source:
+            wanted, found = _differences(settings, source.info.attributes.get("attributes"))
+        if wanted:
+            raise _mismatch("file", file, wanted, found)
         say(f"using {file}, which was collected before", quiet=quiet)
         return file
     say(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -168,3 +169,14 @@ def test_a_dataset_made_of_something_else_is_not_taken(
     prepare_dataset(smoke, quiet=True)
     with pytest.raises(InputError, match="made of seed 0, the recipe says seed 7"):
         prepare_dataset(load_recipe("smoke", ["data.collect.seed=7"]))
+    unversioned = ["data.path=p", "data.collect.environment=Pendulum", "data.collect.steps=200"]
+    for _ in range(2):  # made, and there already
+        dataset = prepare_dataset(load_recipe("smoke", unversioned), quiet=True)
+        assert dataset.environment_id == "Pendulum-v1"
+    shutil.rmtree("p")  # what was collected stays
+    assert prepare_dataset(load_recipe("smoke", unversioned), quiet=True).episodes.steps == 200
+    shutil.rmtree("p")
+    other_one = ["data.path=p", "data.collect.environment=MountainCarContinuous-v0"]
+    with pytest.raises(InputError, match=r"file that is there was made of env_id Pendulum-v1, the"):
+        prepare_dataset(load_recipe("smoke", other_one), quiet=True)
+    assert not Path("p").exists()
