@@ -169,6 +169,26 @@ def test_flat_arrays_need_something_that_ends_episodes() -> None:
     assert warned.terminated.tolist() == [True, True] and warned.info.attributes["warnings"]
 
 
+def test_what_d4rls_get_dataset_returns_is_a_source() -> None:
+    weights = np.zeros((256, 11), np.float32)
+    arrays = hopper_columns(6) | {
+        "terminals": np.arange(6) == 2,
+        "metadata/algorithm": np.bytes_(b"SAC"),
+        "metadata/iteration": np.int64(500),
+        "metadata/policy/fc0/weight": weights,
+    }
+    source = from_arrays(arrays)
+    assert source.episodes.lengths.tolist() == [3, 3]
+    assert not any(column.name.startswith("metadata") for column in source.spec)
+    assert source.info.attributes["metadata"] == {
+        "metadata/algorithm": "SAC",
+        "metadata/iteration": 500,
+        "metadata/policy/fc0/weight": "float32 [256, 11]",
+    }
+    only = {"metadata": {"a": [1]}}
+    assert code(from_arrays, only) == ("EPISODE_ARRAYS", "there are no columns ()")
+
+
 def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
     parts = [episode(n, seed=n, terminated=n % 2 == 0) for n in (4, 5, 6)]
     source = from_episodes(parts, name="mine", environment="Hopper-v5", attributes={"a": 1})

@@ -27,6 +27,7 @@ from gear_offline.sources.pieces import Piece, PieceSource
 
 AnyArray = npt.NDArray[Any]
 
+METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
 FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
 _BLOCK_ROWS = 1 << 20
@@ -137,7 +138,8 @@ def from_arrays(
     Parameters
     ----------
     columns
-        Column name to N rows; as an episode of `from_episodes`, without an additional row.
+        Column name to N rows; as an episode of `from_episodes`, without an additional row.  What
+        lies below ``metadata``, as D4RL has it, is no column and goes into the provenance.
     rule
         Where episodes end, as docs/sources.md says; default the flags that are there.
     name, environment, attributes
@@ -160,14 +162,15 @@ def from_arrays(
     if not isinstance(columns, Mapping):
         what = f"a {type(columns).__name__} is given"
         raise _misfit(what, "columns", "give a mapping of column names to arrays")
-    arrays = {
-        key: _scalar_flags(key, _array(value, key, ""))
-        for key, value in _named(columns, "").items()
-    }
+    named = _named(columns, "")
+    metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
+    arrays = {key: _scalar_flags(key, _array(value, key, "")) for key, value in named.items()}
     steps = _steps(arrays, "")
-    warnings: list[str] = []
+    told: dict[str, list[str]] = {"warnings": []}
     if rule is None:
-        rule, warnings = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
+        rule, told["warnings"] = default_rule(
+            [flag for flag in FLAGS if flag in arrays], where=name
+        )
     parsed = Rule.parse(rule)
     missing = [flag for flag in parsed.flags if flag not in arrays]
     if missing:
@@ -185,8 +188,18 @@ def from_arrays(
         lengths=ends.lengths,
         terminated=ends.terminated,
         truncated=ends.truncated,
-        info=_info(name, rule, environment, {**(attributes or {}), "warnings": warnings}),
+        info=_info(name, rule, environment, {**_described(metadata), **(attributes or {}), **told}),
     )
+
+
+def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return for the provenance what is no column: small values as they are, others by shape."""
+    found: dict[str, Any] = {}
+    for name, value in metadata.items():
+        array = np.asarray(value)
+        one = array.item() if array.ndim == 0 else f"{array.dtype} {list(array.shape)}"
+        found[name] = one.decode("utf-8", "replace") if isinstance(one, bytes) else one
+    return {METADATA: found} if found else {}
 
 
 def _flag_blocks(
