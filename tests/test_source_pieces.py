@@ -120,6 +120,7 @@ def test_episodes_that_do_not_fit_are_named() -> None:
             episode(3, a={"b": [2.0] * 3}) | {"a/b": [1.0] * 3},
             "given twice (episode 1, column a/b",
         ),
+        (episode(3, x=np.ma.masked_equal([1, 2, 3], 2)), "1 value masked (episode 1, column x)"),
         ({}, "there are no columns"),
         (episode(0), "rewards has no rows"),
         ([1, 2], "an episode is a list"),

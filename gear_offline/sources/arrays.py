@@ -24,6 +24,7 @@ from gear_offline.sources.boundaries import (
     terminal_flags,
 )
 from gear_offline.sources.pieces import Piece, PieceSource
+from gear_offline.wording import count_text
 
 AnyArray = npt.NDArray[Any]
 
@@ -265,6 +266,9 @@ def _array(value: Any, column: str, where: str) -> AnyArray:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
         raise _misfit(f"no array: {error}", _place(column, where), "give arrays of rows") from error
+    if np.ma.is_masked(value):  # the numbers below a mask mean nothing
+        what = f"{count_text(int(np.ma.getmaskarray(value).sum()), 'value')} masked"
+        raise _misfit(what, _place(column, where), "fill them: values.filled(...)")
     if found.dtype.kind not in "biufc":
         what = f"dtype {found.dtype} is neither numeric nor bool"
         remedy = "give numbers or bools, the same shape at every step; leave text out"
