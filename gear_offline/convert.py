@@ -154,7 +154,7 @@ def convert(
         scores = _reference_scores(opened.info, environment=environment, reference=reference)
         jobs = plan_shards(opened.episodes, settings.columns, shard_bytes=shard_bytes)
         place = stack.enter_context(staging(Path(out), overwrite=overwrite))
-        files = stack.enter_context(digested(opened.info.files))
+        files = stack.enter_context(digested(opened.info.files, opened.info.opened))
         total = opened.spec.steps * sum(c.step_bytes for c in settings.columns)
         what = f"convert {opened.info.uri}"
         shown = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))

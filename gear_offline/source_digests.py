@@ -12,11 +12,19 @@ import xxhash
 
 from gear_offline.errors import GearError, InputError
 
+Identity = tuple[int, int, int, int]
+
 
 @contextmanager
-def digested(files: Sequence[Path]) -> Iterator[Any]:
-    """Digest the source files beside the conversion; yields a function that waits for the list."""
-    before = [_identity(path) for path in files]
+def digested(files: Sequence[Path], opened: Sequence[Identity] = ()) -> Iterator[Any]:
+    """Digest the source files beside the conversion; yields a function that waits for the list.
+
+    `opened` are their identities from before they were opened, if those are known.
+    """
+    before = [file_identity(path) for path in files]
+    for path, identity, then in zip(files, before, opened or before, strict=True):
+        if identity != then:
+            raise _changed(path)
     stop: list[bool] = []
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending: Future[list[str]] = pool.submit(lambda: [_file_digest(p, stop) for p in files])
@@ -24,13 +32,8 @@ def digested(files: Sequence[Path]) -> Iterator[Any]:
         def wait() -> tuple[Mapping[str, Any], ...]:
             digests = pending.result()
             for path, identity in zip(files, before, strict=True):
-                if _identity(path) != identity:
-                    raise InputError(
-                        "SOURCE_CHANGED",
-                        "the source changed while it was converted",
-                        where=path.name,
-                        remedy="convert again once nothing writes to it",
-                    )
+                if file_identity(path) != identity:
+                    raise _changed(path)
             return tuple(
                 {"name": path.name, "bytes": identity[2], "digest": found}
                 for path, identity, found in zip(files, before, digests, strict=True)
@@ -42,7 +45,23 @@ def digested(files: Sequence[Path]) -> Iterator[Any]:
             stop.append(True)
 
 
-def _identity(path: Path) -> tuple[int, int, int, int]:
+def _changed(path: Path) -> InputError:
+    return InputError(
+        "SOURCE_CHANGED",
+        "the source changed while it was converted",
+        where=path.name,
+        remedy="convert again once nothing writes to it",
+    )
+
+
+def file_identity(path: Path) -> Identity:
+    """Return device, inode, size and time of change: what another file or content has not.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_READ``.
+    """
     try:
         found = path.stat()
     except OSError as error:

@@ -218,6 +218,24 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_source_that_is_replaced_once_it_is_open_is_refused(
+    tmp_path: Path, folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parts").mkdir()
+    path = write_hdf5(tmp_path / "parts" / "x.hdf5")
+
+    def replacing(*values: Any, **options: Any) -> Any:
+        path.with_name("new").write_bytes(path.read_bytes())
+        path.with_name("new").replace(path)
+        return plan_shards(*values, **options)
+
+    monkeypatch.setattr("gear_offline.convert.plan_shards", replacing)
+    call = lambda: convert(path.parent if folder else path, tmp_path / "d", quiet=True)  # noqa: E731
+    assert failing_code(call) == "SOURCE_CHANGED"
+    assert sorted(os.listdir(tmp_path)) == ["parts"]
+
+
 def test_ends_that_contradict_are_refused(tmp_path: Path) -> None:
     ends = [True] * len(LENGTHS)
     both = source(terminated=ends, truncated=ends)

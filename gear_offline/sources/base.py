@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from gear_offline.errors import InputError
 from gear_offline.schema import BoolArray, EpisodeIndex, TableSpec
+from gear_offline.source_digests import Identity
 from gear_offline.wording import count_text
 
 
@@ -41,6 +42,9 @@ class SourceInfo:
         D4RL dataset or environment name whose reference scores apply, ``None`` when unknown.
     files
         Files to digest, in order.
+    opened
+        Identities of `files` from before they were opened, as `source_digests.file_identity`
+        returns them; empty where they are not known.
     attributes
         Small JSON-able facts of the source (algorithm, versions, mean return, ...);
         ``attributes["warnings"]`` is a list of strings for the user's eyes.
@@ -55,6 +59,7 @@ class SourceInfo:
     environment_id: str | None = None
     reference_name: str | None = None
     files: tuple[Path, ...] = ()
+    opened: tuple[Identity, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
     locator: str = ""
 

@@ -136,6 +136,7 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
         environment_id=environment,
         reference_name=reference,
         files=(rows.path,),
+        opened=rows.identity,
         locator=str(rows.path),
         attributes={
             "family": family.name,

@@ -61,6 +61,7 @@ def _open_generic(rows: Hdf5Rows, *, uri: str, rule: str | None) -> FlatSource:
         rule=rule,
         environment_id=environment if isinstance(environment, str) else None,
         files=(rows.path,),
+        opened=rows.identity,
         locator=str(rows.path),
     )
     source = FlatSource(rows, layout, Rule.parse(rule), info)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from h5py import h5d, h5p
 
 from gear_offline.errors import InputError
 from gear_offline.schema import ColumnSpec
+from gear_offline.source_digests import Identity, file_identity
 from gear_offline.sources.hdf5_guard import (
     DEFAULT_LIMITS,
     LIBRARY_ERRORS,
@@ -69,6 +71,9 @@ class Hdf5Rows:
     ) -> None:
         self.path = path
         self._limits = limits
+        self.identity: tuple[Identity, ...] = ()
+        with suppress(InputError):  # opening tells better why
+            self.identity = (file_identity(path),)
         self._file: h5py.File | None = open_file(path)
         self._open: OrderedDict[str, tuple[h5py.Dataset, int]] = OrderedDict()
         self._admitted: set[str] = set()

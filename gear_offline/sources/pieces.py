@@ -206,6 +206,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
         raise InputError("SOURCE_JOIN", "no source to join", remedy="give at least one")
     columns, left_out = _common_columns(sources)
     infos = [source.info for source in sources]
+    known = all(len(info.opened) == len(info.files) for info in infos)
     return PieceSource(
         [Piece(rows=source, first=0, steps=source.spec.steps) for source in sources],
         columns,
@@ -219,6 +220,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
             environment_id=_same([info.environment_id for info in infos]),
             reference_name=_same([info.reference_name for info in infos]),
             files=tuple(file for info in infos for file in info.files),
+            opened=tuple(one for info in infos for one in info.opened) if known else (),
             attributes=_joint_attributes(sources, left_out),
         ),
         preferred={c.name: max(s.preferred_rows(c.name) for s in sources) for c in columns},
