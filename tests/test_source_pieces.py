@@ -29,7 +29,8 @@ from gear_offline.sources import (
     pick_episodes,
 )
 from gear_offline.sources.base import Source
-from gear_offline.sources.folder import hdf5_files
+from gear_offline.sources.folder import FileSource, hdf5_files
+from gear_offline.sources.pieces import PieceSource
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns, make_dataset
 
@@ -334,10 +335,13 @@ def test_gymnasiums_own_words_for_flags(tmp_path: Path, flags: tuple[str, ...]) 
         assert "3 episodes, 9 steps" in repr(source)
 
 
+@pytest.mark.parametrize(("most", "descriptors"), [(2, -1), (512, 8)])
 def test_a_folder_of_more_files_than_may_be_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, descriptors: int
 ) -> None:
-    monkeypatch.setattr(gear_offline.sources.folder, "MOST_OPEN", 2)
+    limits = (descriptors, descriptors)
+    monkeypatch.setattr(gear_offline.sources.folder, "MOST_OPEN", most)
+    monkeypatch.setattr("gear_offline.sources.folder.resource.getrlimit", lambda _: limits)
     for number in range(5):
         write(tmp_path / f"{number}.h5", flagged(6, number) | {"rewards": np.ones((6, 1))})
     with open_source(tmp_path) as source:
@@ -346,6 +350,9 @@ def test_a_folder_of_more_files_than_may_be_open(
             found = source.read("observations", start, stop)
             wanted = np.concatenate([flagged(6, n)["observations"] for n in range(5)])
             assert np.array_equal(found, wanted[start:stop])
+        assert isinstance(source, PieceSource)
+        (pool,) = {file._pool for file in source._owned if isinstance(file, FileSource)}
+        assert len(pool._open) == 2
         write(tmp_path / "0.h5", flagged(7, 0))
         assert code(source.read, "rewards", 0, 1)[0] == "SOURCE_CHANGED"
 

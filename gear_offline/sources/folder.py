@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from gear_offline.sources.hdf5_guard import source_read_error
 from gear_offline.sources.pieces import PieceSource, join_sources
 
 SUFFIXES = (".hdf5", ".h5")
-MOST_OPEN = 512  # files at a time: descriptors are few
+MOST_OPEN = 512  # files at a time, and a quarter of the descriptors that the process may have
 LEAST_OPEN, OPEN_BYTES = 4, 256 << 20  # fewer if they are large: each has chunk caches of its own
 
 
@@ -44,13 +45,15 @@ class _Pool:
         self._open: OrderedDict[Path, Hdf5Rows] = OrderedDict()
         self._sizes: dict[Path, int] = {}
         self._bytes = 0
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MOST_OPEN if limit < 0 else max(1, min(MOST_OPEN, limit // 4))
 
     def get(self, path: Path, size: int, open_file: Callable[[], Hdf5Rows]) -> Hdf5Rows:
         """Return the open file of `size` bytes."""
         rows = self._open.pop(path, None)
         if rows is None:
             while self._open and (
-                len(self._open) >= MOST_OPEN
+                len(self._open) >= self._most
                 or (self._bytes + size > OPEN_BYTES and len(self._open) >= LEAST_OPEN)
             ):
                 self._drop()
