@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
+from gear_offline.sources.flat import FlatSource
 from gear_offline.sources.hdf5 import Hdf5Rows
 from gear_offline.sources.hdf5_guard import ColumnCheck, Limits, open_file
 from tests.hdf5_files import Columns, table, write
@@ -320,6 +321,19 @@ def test_reads_follow_the_chunks(tmp_path: Path) -> None:
             source.read("observations", at, min(at + 7777, steps)) for at in range(0, steps, 7777)
         ]
         assert np.concatenate(parts).tobytes() == columns["observations"].tobytes()
+
+
+def test_one_chunk_has_room_however_large_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gear_offline.sources.hdf5.CACHE_BYTES", 1000)
+    path = write(tmp_path / "x.hdf5", good_columns(), compression="gzip")
+    with open_source(path) as source:
+        assert isinstance(source, FlatSource)
+        source.read("observations", 0, 1)
+        dataset = source._rows._open["observations"][0]
+        room = dataset.id.get_access_plist().get_chunk_cache()[1]
+        assert room >= dataset.chunks[0] * dataset.chunks[1] * dataset.dtype.itemsize > 1000
 
 
 def test_bad_range_and_closed(good: Path) -> None:

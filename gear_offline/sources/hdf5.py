@@ -34,7 +34,7 @@ from gear_offline.sources.hdf5_guard import (
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
-CACHE_BYTES = 64 << 20  # chunk cache of one open column
+CACHE_BYTES = 64 << 20  # chunk cache of one open column; one chunk in any case
 OPEN_CACHE_BYTES = 256 << 20  # chunk caches of all open columns
 MAX_ATTRIBUTE_BYTES = 4096
 
@@ -154,6 +154,7 @@ class Hdf5Rows:
         if fact.chunks:
             chunk_bytes = math.prod(fact.chunks) * _itemsize(fact)
             cache = min(_chunk_rows(fact) * _row_bytes(fact) + chunk_bytes, CACHE_BYTES)
+            cache = max(cache, chunk_bytes)  # a chunk that has no room is decoded for every read
             slots = 100 * max(1, cache // chunk_bytes) + 1
             access.set_chunk_cache(min(slots, 1_000_003), cache, 1.0)
         opened = h5py.Dataset(h5d.open(self._file.id, fact.name.encode(), access))
