@@ -256,7 +256,7 @@ class GearLoader(Closing, Iterator[Batch]):
             )
         check_planned(self.selection, self.disk)
         self._dataset_digest = digest(self.dataset.manifest.encode())
-        self._step = start_step
+        self._step = int(start_step)
         self._block_steps = self._steps_per_block()
         self._ready: list[Batch] = []  # the next batches, last one first
 
@@ -292,7 +292,7 @@ class GearLoader(Closing, Iterator[Batch]):
     def skip(self, steps: int = 1) -> None:
         """Advance the position without making batches."""
         check_range(seed=self.seed, first_step=self._step + steps, steps=0, count=1)
-        self._step += steps
+        self._step += int(steps)
         self._ready = []
 
     def batch_at(self, step: int) -> Batch:

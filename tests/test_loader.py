@@ -338,10 +338,15 @@ def test_numpy_integers_are_integers(dataset: Dataset) -> None:
         batch_size=np.int64(3),  # type: ignore[arg-type]
         context_length=np.int32(4),  # type: ignore[arg-type]
         seed=np.uint64(5),  # type: ignore[arg-type]
+        start_step=np.uint32(2),  # type: ignore[arg-type]
         device="cpu",
     )
-    assert same(plain.batch_at(7), numpy_.batch_at(7))
-    assert json.loads(json.dumps(numpy_.state_dict())) == plain.state_dict()
+    assert same(plain.batch_at(7), numpy_.batch_at(np.int64(7)))  # type: ignore[arg-type]
+    numpy_.skip(np.int64(4))  # type: ignore[arg-type]
+    plain.skip(6)
+    state = numpy_.state_dict()
+    assert json.loads(json.dumps(state)) == plain.state_dict()
+    numpy_.load_state_dict(state)
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
