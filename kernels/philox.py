@@ -124,6 +124,7 @@ def draws(
     tuple
         Two arrays (steps, count) uint64, each uniform over ``[0, 2**64)``.
     """
+    seed, first_step = int(seed), int(first_step)  # NumPy's would overflow
     key = (seed & 0xFFFFFFFF, seed >> 32)
     first = np.empty((steps, count), dtype=np.uint64)
     second = np.empty_like(first)

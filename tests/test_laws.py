@@ -115,6 +115,14 @@ def test_pure_function_for_any_chunking(
     assert (whole.probability > 0).all() and (whole.probability <= 1).all()
 
 
+@pytest.mark.parametrize(("name", "options"), NAMED)
+def test_numpy_integers_draw_as_plain_ones(name: str, options: dict[str, Any]) -> None:
+    law = make(name, options, [3, 9, 1, 7])
+    seed, step, count = 2**31 + 7, 2**61 + 3, 2
+    drawn = law.select(seed=np.uint32(seed), step=np.int64(step), count=np.int64(count))  # type: ignore[arg-type]
+    assert same(drawn, law.select(seed=seed, step=step, count=count))
+
+
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_frequencies_and_probabilities_are_those_of_the_law(
     name: str, options: dict[str, Any]

@@ -155,7 +155,7 @@ class Mixture(SlotLaw):
         first, _ = draws(
             seed=seed, stream=PART_STREAM, first_step=first_step, steps=steps, count=count
         )
-        rows = [self.cumulative(first_step + row) for row in range(steps)]
+        rows = [self.cumulative(int(first_step) + row) for row in range(steps)]
         choice = np.stack([_part(first[row], rows[row]) for row in range(steps)])
         episodes = np.empty((steps, count), dtype=np.int64)
         starts = np.empty_like(episodes)

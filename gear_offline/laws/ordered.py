@@ -26,7 +26,7 @@ def places(
 
     Both (steps, count) int64.  Exact for any step: the first slot is computed in Python integers.
     """
-    first_epoch, place = divmod(first_step * count, size)
+    first_epoch, place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
     slots = np.arange(steps * count, dtype=np.uint64).reshape(steps, count)
     ahead = slots + np.uint64(place)  # place and size may be near 2^63
     epochs, found = np.divmod(ahead, np.uint64(size))
