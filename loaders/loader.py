@@ -18,6 +18,7 @@ from gear_offline.closing import Closing
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
+from gear_offline.laws.options import plain
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
@@ -370,7 +371,7 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return what the content of batches depends on, besides the step."""
         return {
             "seed": self.seed,
-            "selection": {"name": self.selection.name, "options": dict(self.selection.options)},
+            "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
             "batch_size": self.batch_size,
             "context_length": self.context_length,
             "frame_stack": self.frame_stack,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.laws.options import plain
 from gear_offline.table import Table
 
 MAX_FRAME_STACK = 64
@@ -120,7 +121,7 @@ def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], state_for
     differ = [
         f"{key} is {mine!r} here and {saved.get(key)!r} in the state"
         for key, mine in identity.items()
-        if saved.get(key) != mine
+        if plain(saved.get(key)) != mine
     ]
     if differ:
         raise InputError(

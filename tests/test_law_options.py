@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gear_offline.errors import InputError
@@ -47,6 +48,19 @@ def test_bad_options(name: str, options: Mapping[str, Any], message: str) -> Non
             make_selection(name, facts([3, 4]), context_length=CONTEXT, **options)
         assert caught.value.code == "SELECTION_OPTIONS"
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("top_k", "k", np.int64(1)),
+        ("return_weighted", "temperature", np.float32(0.5)),
+        ("prioritized", "beta_steps", np.int32(9)),
+    ],
+)
+def test_numpy_numbers_are_numbers(name: str, option: str, value: Any) -> None:
+    found = make_selection(name, facts([3, 4]), **{option: value}).options[option]
+    assert found == value and type(found) in (int, float)
 
 
 def test_defaults_fit() -> None:

@@ -19,7 +19,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.loaders import loader as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import make_selection
+from gear_offline.selection import UniformSteps, make_selection
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import hopper_columns, make_dataset
 
@@ -217,6 +217,23 @@ def test_state_of_another_dataset_or_a_damaged_one_is_refused(
             loader.load_state_dict(damaged)
         assert caught.value.code == "LOADER_STATE"
     loader.load_state_dict(state)
+
+
+class Ringed(UniformSteps):
+    """A law of one's own whose option is no list after JSON."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"rings": (1, np.float32(0.5))}
+
+
+def test_a_state_survives_json_whatever_holds_the_options(dataset: Dataset) -> None:
+    law = Ringed(dataset.episodes)
+    loader = GearLoader(dataset, batch_size=4, device="cpu", selection=law)
+    state = loader.state_dict() | {"step": 7}
+    for saved in (state, json.loads(json.dumps(state))):
+        loader.load_state_dict(saved)
+    assert loader.step == 7
 
 
 def test_iterating_again_goes_on(dataset: Dataset) -> None:

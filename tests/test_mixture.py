@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -144,3 +145,19 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
         make(**options)
     assert caught.value.code == "SELECTION_OPTIONS"
     assert misfit("mixture", options)[0], "recipes are checked by the same rules, without data"
+
+
+def test_tuples_and_numpy_numbers_are_taken_as_json_gives_them_back() -> None:
+    schedule: list[dict[str, Any]] = [
+        {"step": 0, "weights": [1, 0]},
+        {"step": 9, "weights": [0.25, 0.5]},
+    ]
+    law = make(
+        parts=({"strategy": "uniform_steps"}, {"strategy": "top_k", "k": np.int64(2)}),
+        schedule=tuple({**point, "weights": tuple(point["weights"])} for point in schedule),
+    )
+    parts = [{"strategy": "uniform_steps"}, {"strategy": "top_k", "k": 2}]
+    assert json.loads(json.dumps(law.options)) == law.options
+    assert law.options == {"parts": parts, "schedule": schedule}
+    arrays = make(parts=PARTS[:2], schedule=[{"step": 0, "weights": np.array([1, 2])}])
+    assert arrays.options["schedule"] == [{"step": 0, "weights": [1, 2]}]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import UInt64Array, draws
+from gear_offline.laws.options import plain
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 
 SELECTION_STREAM = 0  # the generator's stream for drawing segments
@@ -295,6 +296,7 @@ def make_selection(
         )
     if index.episodes == 0:
         raise InputError("SELECTION_EMPTY", "the table has no episodes to select from")
+    options = {k: plain(v) if isinstance(v, np.generic) else v for k, v in options.items()}
     problem, taken = misfit(name, options)
     if problem:
         raise InputError(

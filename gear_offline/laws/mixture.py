@@ -28,7 +28,7 @@ from gear_offline.laws.base import (
     register,
     selection_names,
 )
-from gear_offline.laws.options import integer, number, wrong
+from gear_offline.laws.options import integer, number, plain, wrong
 from gear_offline.laws.prioritized import LearnsFromLosses, Prioritized, learner_of
 from gear_offline.laws.thresholds import WHOLE, masses_of
 from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
@@ -36,7 +36,8 @@ from gear_offline.schema import BoolArray, EpisodeIndex, Int64Array
 MAX_PARTS = 64
 
 
-def _check_mixture(*, parts: object = None, schedule: object = None) -> None:
+def _check_mixture(*, parts: Any = None, schedule: Any = None) -> None:
+    parts, schedule = plain(parts), plain(schedule)
     if (
         not isinstance(parts, Sequence)
         or isinstance(parts, str)
@@ -109,10 +110,8 @@ class Mixture(SlotLaw):
         terminated: BoolArray | None = None,
         context_length: int | None = None,
     ) -> None:
-        self._options = {
-            "parts": [dict(part) for part in parts],
-            "schedule": None if schedule is None else [dict(point) for point in schedule],
-        }
+        parts, schedule = plain(parts), plain(schedule)
+        self._options = {"parts": parts, "schedule": schedule}
         facts = Facts(episodes=index, returns=returns, terminated=terminated)
         self.parts: tuple[Selection, ...] = tuple(
             make_selection(

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from gear_offline.errors import InputError
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back: lists for tuples and arrays, numbers of Python."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def wrong(name: str, must: str, got: object) -> InputError:
