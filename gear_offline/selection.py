@@ -12,6 +12,8 @@ docs/strategies.md.
 
 from __future__ import annotations
 
+import numpy as np
+
 import gear_offline.laws.implementations as _implementations
 import gear_offline.laws.mixture as _mixture
 import gear_offline.laws.ordered as _ordered
@@ -39,6 +41,7 @@ from gear_offline.laws.base import StepLocator as StepLocator
 from gear_offline.laws.prioritized import LearnsFromLosses, importance_weights, learner_of
 from gear_offline.laws.uniform import UniformEpisodes, UniformSteps
 from gear_offline.laws.weighted import WeightedEpisodes
+from gear_offline.schema import EpisodeIndex
 
 __all__ = [
     "Factory",
@@ -78,8 +81,8 @@ def selection_for(
     Raises
     ------
     InputError
-        ``LOADER_OPTION`` if the law belongs to the other padding or is none; those of
-        `make_selection`.
+        ``LOADER_OPTION`` if the law belongs to the other padding, to other episodes or to windows
+        of another length, or is none; those of `make_selection`.
     """
     if isinstance(selection, str):
         selection = make_selection(selection, data, context_length=context_length)
@@ -96,7 +99,30 @@ def selection_for(
             f"padding={padding!r} is not usable with strategy {selection.name!r}",
             remedy=f"use padding={wanted!r}, as {selection.name!r} pads",
         )
+    for law in (selection, *getattr(selection, "parts", ())):
+        _check_made_for(law, data.episodes, context_length)
     return selection
+
+
+def _check_made_for(law: Selection, episodes: EpisodeIndex, context_length: int) -> None:
+    """Refuse a law over other episodes than the first ones here, or of other windows."""
+    index, span = getattr(law, "index", None), getattr(law, "context_length", context_length)
+    if isinstance(index, EpisodeIndex) and not np.array_equal(
+        index.lengths, episodes.lengths[: index.episodes]
+    ):
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {law.name!r} was made for other episodes ({index.episodes} of "
+            f"{index.steps} steps) than the dataset has ({episodes.episodes} of {episodes.steps})",
+            remedy=f"make it of this dataset: make_selection({law.name!r}, dataset, ...)",
+        )
+    if span != context_length:
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {law.name!r} was made for windows of {span} steps, "
+            f"context_length={context_length} is not usable with it",
+            remedy=f"make it with context_length={context_length}",
+        )
 
 
 # Importing a module of laws registers them.

@@ -88,6 +88,37 @@ def test_d3rlpy_windows_end_where_the_law_says(dataset: Dataset) -> None:
     assert set(named) == expected, "the last step of a truncated episode ends no window"
 
 
+@pytest.mark.parametrize(
+    ("name", "lengths", "message"),
+    [
+        ("d3rlpy", LENGTHS, "windows of 6 steps, context_length=4"),
+        ("min_dt", LENGTHS, "windows of 6 steps, context_length=4"),
+        ("uniform_steps", [*LENGTHS, 8], r"other episodes \(8 of 47 steps\)"),
+        ("top_percent", [2, 2], r"other episodes \(2 of 4 steps\)"),
+        ("mixture", [3, *LENGTHS[1:]], "other episodes"),
+    ],
+)
+def test_laws_made_for_other_data_are_refused(
+    dataset: Dataset, name: str, lengths: list[int], message: str
+) -> None:
+    """They drew in part of the data, or windows that end elsewhere than the law says."""
+    parts = {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
+    law = make_selection(name, facts(lengths), context_length=CONTEXT + 2, **parts)
+    padding: Any = getattr(law, "padding", "right")
+    with pytest.raises(InputError, match=message) as caught:
+        GearLoader(
+            dataset, batch_size=5, context_length=CONTEXT, selection=law, padding=padding,
+            device="cpu",
+        )  # fmt: skip
+    assert caught.value.code == "LOADER_OPTION"
+
+
+def test_a_law_of_the_first_episodes_draws_in_these(dataset: Dataset) -> None:
+    law = make_selection("uniform_steps", facts(LENGTHS[:3]))
+    loader = GearLoader(dataset, batch_size=50, selection=law, device="cpu")
+    assert set(next(loader).segments[:, 0].tolist()) == {0, 1, 2}
+
+
 def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     """With prefetching the second batch would still follow the masses of the first."""
     loader = GearLoader(
