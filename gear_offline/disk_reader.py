@@ -10,6 +10,7 @@ them all and is raised where batches are asked for.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ class DiskReader:
             threading.Thread(target=self._work, name=f"gear-disk-{number}", daemon=True)
             for number in range(threads)
         ]
-        self._started = False
+        self._process: int | None = None  # in which they run, from their start on
 
     def take(self, first_step: int, steps: int) -> Held:
         """Wait until the windows of these steps are here, and return them, (steps * B,).
@@ -96,8 +97,8 @@ class DiskReader:
         """
         with self._changed:
             self._raise()
-            if not self._started:
-                self._started = True
+            if self._process is None:
+                self._process = os.getpid()
                 for thread in self._threads:
                     thread.start()
             if self._plan.base_step != first_step:
@@ -121,6 +122,8 @@ class DiskReader:
 
     def stop(self) -> None:
         """End the threads and wait for them; can be repeated."""
+        if self._is_copy():
+            return
         with self._changed:
             if self._stopped:
                 return
@@ -132,10 +135,21 @@ class DiskReader:
                 thread.join()
         self._release()
 
-    def check(self) -> None:
-        """Raise as `take` does if there is no going on."""
-        with self._changed:
-            self._raise()
+    def check(self, *, ahead: bool = False) -> None:
+        """Raise as `take` does if there is no going on, if wanted with what is read `ahead`."""
+        if not self._is_copy():
+            with self._changed:
+                self._raise()
+        elif ahead:
+            raise GearError(
+                "LOADER_CLOSED",
+                "this process was forked from the one whose threads read ahead for the loader",
+                remedy="make the loader here, or fork before its first batch is asked for",
+            )
+
+    def _is_copy(self) -> bool:
+        """Whether a fork left the threads behind, of which one may have held the lock."""
+        return self._process not in (None, os.getpid())
 
     def _raise(self) -> None:
         if self._stopped:

@@ -245,7 +245,7 @@ class DiskGather:
         GearError
             ``LOADER_CLOSED``; ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
         """
-        self._reader.check()
+        self._reader.check(ahead=True)
         found = self._ahead.take(first_step, steps)
         self._windows_given += found.segments[..., 0].numel()
         # Not torch's sum: its threads would wait for the next one, turning.

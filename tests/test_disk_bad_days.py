@@ -156,6 +156,38 @@ def test_ctrl_c_while_waiting_for_the_disk(
     timer.join()
 
 
+def test_a_forked_process_is_told_that_the_threads_stayed_behind(dataset: Dataset) -> None:
+    """It waited for them without end."""
+    code = (
+        "import os, sys\n"
+        "from gear_offline.errors import GearError\n"
+        "from gear_offline.loaders.loader import GearLoader\n"
+        "loader = GearLoader(sys.argv[1], batch_size=4, device='cpu', placement='disk',\n"
+        "                    host_budget=8 << 20)\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "else:\n"
+        "    print('before', loader.step, next(loader).segments.shape, flush=True)\n"
+        "    sys.exit()\n"
+        "next(loader)\n"
+        "if os.fork():\n"
+        "    os.wait()\n"
+        "    print('parent', loader.batch_at(1).states.equal(next(loader).states))\n"
+        "else:\n"
+        "    loader.skip()\n"
+        "    try:\n"
+        "        next(loader)\n"
+        "    except GearError as error:\n"
+        "        print(error.code, loader.batch_at(0).segments.shape, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(dataset.path)], capture_output=True, timeout=60
+    )
+    size = b"torch.Size([4, 2])"
+    wanted = b"before 0 " + size + b"\nLOADER_CLOSED " + size + b"\nparent True\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, b"")
+
+
 def test_a_script_that_ends_in_the_middle_ends(dataset: Dataset) -> None:
     code = (
         "import sys; from gear_offline.loaders.loader import GearLoader\n"
