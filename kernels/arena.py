@@ -41,6 +41,10 @@ class Arena:
         self.pin = pin
         self._free: list[UInt8Array] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: spare memory stays."""
+        return {"pin": self.pin, "_free": []}
+
     def block(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 of unspecified content, 64-byte aligned."""
         if self.pin:

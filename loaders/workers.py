@@ -8,7 +8,7 @@ workers in turn, hands out the batches of the loader in their order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
@@ -30,19 +30,15 @@ def worker_batches(loader: GearLoader) -> Iterator[Batch] | None:
     info = get_worker_info()
     if info is None:
         return None
-    bound = {
-        "a strategy that learns from losses": loader.learner is not None,
-        "rows on disk": loader.disk is not None,
-        "a dataset spread over nodes": loader.spread is not None,
-        f"device {loader.device}": loader.device.type != "cpu",
-    }
-    for what, found in bound.items():
-        if found:
-            raise InputError(
-                "LOADER_OPTION",
-                f"a loader with {what} is not usable in worker processes of a DataLoader",
-                remedy="use num_workers=0, or the loader itself: it needs no DataLoader",
-            )
+    _refuse(
+        {
+            "a strategy that learns from losses": loader.learner is not None,
+            **_bound(loader),
+            f"device {loader.device}": loader.device.type != "cpu",
+        },
+        "is not usable in worker processes of a DataLoader",
+        "use num_workers=0, or the loader itself: it needs no DataLoader",
+    )
     return _every(loader, info.id, info.num_workers)
 
 
@@ -51,3 +47,35 @@ def _every(loader: GearLoader, first: int, stride: int) -> Iterator[Batch]:
     while True:
         yield loader.batch_at(step)
         step += stride
+
+
+def pickled(loader: GearLoader) -> dict[str, Any]:
+    """Return what another process gets of a loader: without the batches that are made already.
+
+    They are views of one block, and pickle would copy the whole block for each.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` for a loader that only the process that made it can use.
+    """
+    _refuse(
+        _bound(loader) | {"a GPU engine": loader.engine is not None},
+        "cannot be copied into another process",
+        "make it there: its batches follow from dataset, options and step",
+    )
+    return loader.__dict__ | {"_ready": []}
+
+
+def _bound(loader: GearLoader) -> dict[str, bool]:
+    """Return what of a loader is bound to its process, and whether it has that."""
+    return {
+        "rows on disk": loader.disk is not None,
+        "a dataset spread over nodes": loader.spread is not None,
+    }
+
+
+def _refuse(bound: dict[str, bool], why: str, remedy: str) -> None:
+    for what, found in bound.items():
+        if found:
+            raise InputError("LOADER_OPTION", f"a loader with {what} {why}", remedy=remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -397,6 +398,28 @@ def test_workers_of_a_data_loader_share_the_batches(
     learns = GearLoader(dataset, batch_size=4, selection="prioritized", device="cpu")
     with pytest.raises(InputError, match="learns from losses") as caught:
         iter(learns)
+    assert caught.value.code == "LOADER_OPTION"
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "mmap"}, {"selection": "prioritized"}])
+def test_a_copy_in_another_process_goes_on(dataset: Dataset, options: dict[str, Any]) -> None:
+    """Batches made ahead are views of one block, which pickle would copy for each of them."""
+    loader = GearLoader(dataset, batch_size=4, context_length=5, device="cpu", **options)
+    next(loader)
+    saved = pickle.dumps(loader)
+    assert len(saved) < 3 << 20, "of which the table of masses takes two"
+    copied = pickle.loads(saved)
+    assert copied.step == 1 and same(next(copied), next(loader))
+
+
+def test_a_loader_bound_to_its_process_is_not_copied(dataset: Dataset) -> None:
+    with (
+        GearLoader(
+            dataset, batch_size=4, device="cpu", placement="disk", host_budget=8 << 20
+        ) as loader,
+        pytest.raises(InputError, match="rows on disk cannot be copied") as caught,
+    ):
+        pickle.dumps(loader)
     assert caught.value.code == "LOADER_OPTION"
 
 
