@@ -24,7 +24,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 
 class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A view of a block; it dies with the storage of the tensor made from it."""
+    """A view of a block; it dies with the storages of the tensors made from it."""
 
 
 class Arena:
@@ -45,10 +45,16 @@ class Arena:
         """Return what is pickled: spare memory stays."""
         return {"pin": self.pin, "_free": []}
 
-    def block(self, nbytes: int) -> Tensor:
-        """Return (nbytes,) uint8 of unspecified content, 64-byte aligned."""
+    def blocks(self, ends: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return bytes ``[begin, end)`` of a block, of unspecified content, for each of `ends`.
+
+        Begins are multiples of 64, and so are addresses.  A tensor is a storage of its own, as
+        `torch.save` asks for where dtypes differ; it keeps the whole block.
+        """
+        nbytes = max(end for _, end in ends)
         if self.pin:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return [pinned[begin:end] for begin, end in ends]
         try:
             owner = self._free.pop()  # one step, so that threads need no lock
         except IndexError:
@@ -57,7 +63,7 @@ class Arena:
             owner = _aligned(nbytes)
         lent = owner[:nbytes].view(_Lent)
         weakref.finalize(lent, _give_back, self._free, owner).atexit = False
-        return torch.from_numpy(lent)
+        return [torch.from_numpy(lent[begin:end]) for begin, end in ends]
 
 
 def _give_back(free: list[UInt8Array], block: UInt8Array) -> None:
@@ -79,8 +85,7 @@ def carve(arena: Arena, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) ->
         total = begin + prod(shape) * dtype.itemsize
         ends.append((begin, total))
         total += -total % ALIGNMENT_BYTES
-    block = arena.block(total)
     return [
-        block[begin:end].view(dtype).view(shape)
-        for (begin, end), (shape, dtype) in zip(ends, parts, strict=True)
+        block.view(dtype).view(shape)
+        for block, (shape, dtype) in zip(arena.blocks(ends), parts, strict=True)
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +63,14 @@ class Batch:
             for name, tensor in fields.items()
         )
         return f"Batch({', '.join(shown)}; on {self.device}, padding {self.padding})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: copies where the tensors are parts of a block of many batches."""
+        tensors = [self.segments, *self._fields().values(), *self.extras.values()]
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
+        if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
+            return self.__dict__
+        return self._map(lambda tensor: tensor.contiguous().clone()).__dict__
 
     def __len__(self) -> int:
         """Return B."""

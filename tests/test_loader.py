@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import json
 import pickle
@@ -156,6 +157,22 @@ def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
     held[0].states.zero_()  # and belong to whoever holds them
     assert same(loader.batch_at(1), held[1])
     assert not loader.batch_at(0).states.eq(0).all()
+
+
+@pytest.mark.parametrize("layout", ["records", "columns"])
+def test_a_saved_batch_takes_its_own_bytes(dataset: Dataset, layout: Any) -> None:
+    """It took the whole block of batches, and `torch.save` refused storage of several dtypes."""
+    loader = GearLoader(dataset, batch_size=64, device="cpu", layout=layout)
+    batch = next(loader)
+    file = io.BytesIO()
+    torch.save(batch, file)
+    assert file.tell() < 200_000
+    saved = pickle.dumps(batch)
+    assert len(saved) < 200_000
+    for copy in (pickle.loads(saved), torch.load(io.BytesIO(file.getvalue()), weights_only=False)):
+        assert same(copy, batch)
+    torch.save(loader.batch_at(0).model_inputs(), file)
+    assert same(pickle.loads(pickle.dumps(loader.batch_at(0))), batch)
 
 
 def test_state_counts_what_was_handed_out(dataset: Dataset) -> None:
