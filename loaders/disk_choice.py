@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from gear_offline.dataset import Dataset
@@ -44,6 +45,8 @@ def open_disk(
     InputError
         ``HOST_BUDGET``; ``PLACEMENT`` if the GPU shall gather what is on disk; ``LAYOUT``.
     """
+    if isinstance(host_budget, np.integer):
+        host_budget = int(host_budget)
     if host_budget is not None and (type(host_budget) is not int or host_budget < 1):
         raise InputError(
             "HOST_BUDGET",

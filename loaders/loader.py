@@ -171,6 +171,8 @@ class GearLoader(Closing, Iterator[Batch]):
             layout=layout,
             mode=mode,
             engine=engine,
+            exchange=exchange,
+            world=world,
             extra_columns=extra_columns,
         )
         check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)

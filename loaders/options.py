@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.laws.options import plain
 from gear_offline.table import Table
+from gear_offline.world import World
 
 MAX_FRAME_STACK = 64
 
@@ -34,6 +35,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if found.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=found).cpu()
+        except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+            known = "one that torch has here, such as 'auto', 'cpu' or 'cuda'"
+            raise bad_option("device", device, known) from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(
             "DEVICE",
@@ -54,6 +61,8 @@ def check_options(
     layout: str,
     mode: str,
     engine: str,
+    exchange: str = "auto",
+    world: object = None,
     extra_columns: Sequence[str] = (),
 ) -> tuple[int, int, int]:
     """Refuse what no loader can do; return the three whole numbers as plain ones.
@@ -76,10 +85,15 @@ def check_options(
         raise bad_option("layout", layout, "'auto', 'records' or 'columns'")
     if mode not in ("read", "mmap"):
         raise bad_option("mode", mode, "'read' or 'mmap'")
-    if engine not in ("auto", "on", "off"):
-        raise bad_option("engine", engine, "'auto', 'on' or 'off'")
+    for name, chosen in (("engine", engine), ("exchange", exchange)):
+        if chosen not in ("auto", "on", "off"):
+            raise bad_option(name, chosen, "'auto', 'on' or 'off'")
+    if world is not None and not isinstance(world, World):
+        raise bad_option("world", world, "a gear_offline.world.World, or None for one process")
     if isinstance(extra_columns, str):
         raise bad_option("extra_columns", extra_columns, f"a list: [{extra_columns!r}]")
+    if not isinstance(extra_columns, Iterable):
+        raise bad_option("extra_columns", extra_columns, "a list of columns, or [] for none")
     return batch, context, stack
 
 

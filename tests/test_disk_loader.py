@@ -173,7 +173,8 @@ def test_odd_budgets_are_refused(dataset: Dataset, budget: Any) -> None:
 
 def test_the_least_budget_is_the_least(dataset: Dataset) -> None:
     least = least_budget(dataset, **OPTIONS)
-    GearLoader(dataset, placement="disk", host_budget=least, **OPTIONS).close()
+    numpy_ = np.int64(least)
+    GearLoader(dataset, placement="disk", host_budget=numpy_, **OPTIONS).close()  # type: ignore[arg-type]
     with pytest.raises(InputError, match="too small"):
         GearLoader(dataset, placement="disk", host_budget=least - 8192, **OPTIONS)
     assert least_budget(dataset, **(OPTIONS | {"batch_size": 80})) > least
