@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.rules import MIXTURE, WEIGHTED_EPISODES, law_number
+from gear_offline.laws.base import Float64Array
 from gear_offline.laws.tasks import TaskLaw, TaskMixture, TaskPoint, mix_tasks
 from gear_offline.laws.weighted import WeightedEpisodes
 from gear_offline.schema import EpisodeIndex
@@ -172,3 +174,36 @@ def test_laws_of_other_kinds_are_drawn_part_by_part() -> None:
     counts = np.bincount(rows.ravel(), minlength=exact.size)
     assert p_value(counts, exact * rows.size) > SIGNIFICANCE
     assert EpisodeIndex(np.array(lengths)).steps == exact.size
+
+
+class LastSteps(WeightedEpisodes):
+    """A law on top of the package's that draws otherwise: only the last step of an episode."""
+
+    name = "last_steps"
+
+    def select_many(self, **range_: Any) -> Segments:
+        drawn = super().select_many(**range_)
+        return replace(
+            drawn,
+            starts=self.index.lengths[drawn.episodes] - 1,
+            probability=self.thresholds.probability(drawn.episodes),
+        )
+
+
+class KnownLastSteps(LastSteps):
+    def density(self, segments: Segments) -> Float64Array:
+        last = segments.starts == self.index.lengths[segments.episodes] - 1
+        return np.asarray(self.thresholds.probability(segments.episodes) * last)
+
+
+def test_a_law_on_top_of_weighted_episodes_draws_as_it_does_alone() -> None:
+    """The tasks drew any step of its episodes."""
+    own, other = task_laws(LAWS[:2], (1.0, 1.0))
+    weights = np.ones(own.index.episodes)
+    unknown = replace(own, selection=LastSteps(own.index, weights))
+    assert failing_code(lambda: mix_tasks([unknown, other])) == "TASK_STRATEGY"
+    law = mix_tasks([replace(own, selection=KnownLastSteps(own.index, weights)), other])
+    drawn = law.select(seed=1, step=0, count=500)
+    mine = drawn.episodes < own.index.episodes
+    assert (drawn.starts[mine] == own.index.lengths[drawn.episodes[mine]] - 1).all()
+    np.testing.assert_allclose(drawn.probability[mine], 0.5 / own.index.episodes)

@@ -69,7 +69,7 @@ def _check_part(where: str, part: object, *, weighted: bool) -> None:
     if name not in selection_names():
         raise wrong(f"{where}.strategy", f"one of {', '.join(selection_names())}", name)
     factory = base._FACTORIES[name]
-    if isinstance(factory, type) and not issubclass(factory, HasDensity):
+    if isinstance(factory, type) and not knows_density(factory):
         raise wrong(f"{where}.strategy", "a law that treats slots and steps alike", name)
     if weighted != ("weight" in part):
         must = "given" if weighted else "left out where there is a schedule"
@@ -120,7 +120,7 @@ class Mixture(SlotLaw):
             for part in parts
         )
         for part in self.parts:
-            if not isinstance(part, HasDensity):
+            if not knows_density(type(part)):
                 raise InputError(
                     "SELECTION_OPTIONS", f"{part.name!r} cannot be a part of a mixture"
                 )
@@ -214,6 +214,17 @@ class Mixture(SlotLaw):
         for place, part in self._learners:
             begin = f"{place}/"
             part.load_state({k[len(begin) :]: v for k, v in state.items() if k.startswith(begin)})
+
+
+def knows_density(law: type[Any]) -> bool:
+    """Whether laws of a class know the probability of any segment of what they draw.
+
+    One that inherits `density` and draws otherwise does not.
+    """
+    for kind in law.__mro__:
+        if "density" in vars(kind) or "select_many" in vars(kind):
+            return "density" in vars(kind)
+    return False
 
 
 def prioritized_parts(selection: Selection) -> tuple[Prioritized, ...]:

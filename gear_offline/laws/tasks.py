@@ -17,7 +17,7 @@ import numpy as np
 
 from gear_offline.errors import InputError
 from gear_offline.laws.base import Float64Array, HasDensity, Segments, Selection, SlotLaw
-from gear_offline.laws.mixture import Mixture, _cumulative
+from gear_offline.laws.mixture import Mixture, _cumulative, knows_density
 from gear_offline.laws.prioritized import learner_of
 from gear_offline.laws.uniform import UniformEpisodes, UniformSteps
 from gear_offline.laws.weighted import WeightedEpisodes
@@ -156,14 +156,14 @@ def mix_tasks(tasks: Sequence[TaskLaw], schedule: Sequence[TaskPoint] = ()) -> S
         return tasks[0].selection
     for task in tasks:
         learns = learner_of(task.selection) is not None
-        if learns or not isinstance(task.selection, HasDensity):
+        if learns or not knows_density(type(task.selection)):
             raise InputError(
                 "TASK_STRATEGY",
                 f"strategy {task.selection.name!r} cannot be mixed with those of other tasks",
                 where=f"data.tasks.{task.name}.selection",
                 remedy="use one that treats slots and steps alike, such as uniform_steps",
             )
-    if not schedule and all(isinstance(task.selection, WEIGHTED) for task in tasks):
+    if not schedule and all(_is_weighted(task.selection) for task in tasks):
         return WeightedTasks(tasks)
     return TaskMixture(tasks, schedule)
 
@@ -182,7 +182,7 @@ def _parts(tasks: Sequence[TaskLaw]) -> tuple[Selection, ...]:
     first = 0
     for task in tasks:
         last = first + task.index.episodes
-        if isinstance(task.selection, WEIGHTED):
+        if _is_weighted(task.selection):
             weights = np.zeros(index.episodes)
             weights[first:last] = _episode_shares(task)
             found.append(WeightedEpisodes(index, weights))
@@ -190,6 +190,12 @@ def _parts(tasks: Sequence[TaskLaw]) -> tuple[Selection, ...]:
             found.append(OfTask(task.selection, first=first, episodes=last - first))
         first = last
     return tuple(found)
+
+
+def _is_weighted(law: Selection) -> bool:
+    """Whether a law draws an episode by its weight, then any start: not a law on top of one."""
+    draws = type(law).select_many
+    return any(isinstance(law, kind) and draws is kind.select_many for kind in WEIGHTED)
 
 
 def _episode_shares(task: TaskLaw) -> Float64Array:
