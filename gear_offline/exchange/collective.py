@@ -184,16 +184,18 @@ class CollectiveExchange(Membership):
         # Asking the peers takes a while too, and belongs to the timeout.
         deadline = time.monotonic() + timeout.total_seconds() * 0.75
         while True:
+            done = False
             try:
+                done = found.work.is_completed()  # before: rows may come as the slice ends
                 if self._device.type == "cuda":
-                    if found.work.is_completed():
+                    if done:
                         return
                     time.sleep(20e-6)
                 else:
                     found.work.wait(SLICE)
                     return
             except RuntimeError as error:
-                if self._device.type == "cuda" or found.work.is_completed():
+                if self._device.type == "cuda" or done:
                     raise self._ledger.fail(self._news_of(step, error)) from error
             self._raise_news()
             if time.monotonic() > deadline:
