@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.errors import GearError
 from gear_offline.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
 from gear_offline.fields import convert
 from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
@@ -148,9 +149,13 @@ class ShardedBatches:
         return np.asarray(found.slots[self._world.rank].numpy())
 
     def close(self) -> None:
-        """End the exchange; all ranks together."""
-        self._drop()
-        self._exchange.close()
+        """End the exchange; all ranks together, or after an error that has broken it."""
+        try:
+            self._drop()
+        except GearError:
+            pass  # was raised where batches were asked for
+        finally:
+            self._exchange.close()
 
     def _drop(self) -> None:
         for block in self._ahead:

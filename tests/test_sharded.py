@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.exchange.contract import Shelf
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
@@ -22,7 +22,7 @@ from gear_offline.table import build_table
 from gear_offline.world import World
 from tests.image_support import image_columns
 from tests.one_process import OneProcess
-from tests.support import make_dataset
+from tests.support import failing_code, make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
 
@@ -167,6 +167,27 @@ def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> No
     whole = build_table(frames, context_length=span, layout=options["layout"], frame_stack=stack)
     gather = CpuGather(whole, context_length=span, padding=padding)
     compare(ranks, gather, (0, 2), 2, options)
+
+
+def test_a_broken_exchange_is_closed_and_says_nothing_more(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing raised the error again, and left connections and threads behind."""
+    law = make_selection("uniform_steps", dataset)
+    options: dict[str, Any] = {"selection": law, "seed": 0, "batch_size": 8, "padding": "right"}
+    rank, _ = spread(
+        dataset, (0, 1), context_length=4, layout="columns", normalize_states=False, **options
+    )
+    closed: list[str] = []
+
+    def lost(self: OneProcess, step: int, **_: Any) -> None:
+        raise GearError("EXCHANGE_PEER", "rank 1 is gone")
+
+    monkeypatch.setattr(OneProcess, "wait", lost)
+    monkeypatch.setattr(OneProcess, "close", lambda self: closed.append("closed"))
+    assert failing_code(lambda: rank.windows(0, 2)) == "EXCHANGE_PEER"
+    rank.close()
+    assert closed == ["closed"]
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
