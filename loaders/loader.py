@@ -292,9 +292,8 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return the batch of `step` and advance."""
         if not self._ready:
             self._ready = self._batches(self._step, self._block_steps, ahead=True)[::-1]
-        batch = self._ready.pop()
-        self._step += 1
-        return batch
+        self._step += 1  # before `pop`, behind which an interruption may come
+        return self._ready.pop()
 
     def skip(self, steps: int = 1) -> None:
         """Advance the position without making batches."""

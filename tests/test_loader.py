@@ -445,6 +445,25 @@ def test_a_loader_bound_to_its_process_is_not_copied(dataset: Dataset) -> None:
     assert caught.value.code == "LOADER_OPTION"
 
 
+class Interrupted(list[Batch]):
+    """Batches of which one is taken just when Ctrl-C comes."""
+
+    def pop(self, *_: Any) -> Batch:
+        super().pop()
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_does_not_part_position_and_batches(dataset: Dataset) -> None:
+    loader = GearLoader(dataset, batch_size=4, device="cpu")
+    next(loader)
+    loader._ready = Interrupted(loader._ready)
+    with pytest.raises(KeyboardInterrupt):
+        next(loader)
+    loader._ready = list(loader._ready)
+    step = loader.step
+    assert same(next(loader), loader.batch_at(step))
+
+
 def test_skipping_back_before_the_first_step_is_refused(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=4, device="cpu")
     loader.skip(6)
