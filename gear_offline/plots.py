@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from gear_offline.statistics import histogram_edges, nearly_equal
 from gear_offline.wording import count_text
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
@@ -110,7 +111,7 @@ def plot_data_returns(
     keep = np.isfinite(values)
     values, steps, left_out = values[keep], steps[keep], int((~keep).sum())
     mean, best, half = float(values.mean()), float(values.max()), float(np.median(values))
-    edges = np.histogram_bin_edges(values, bins=40)
+    edges = histogram_edges(values, 40)
     figure = new_figure()
     axes = figure.add_subplot()
     percent = [100 * np.histogram(values, edges, weights=w / w.sum())[0] for w in
@@ -133,7 +134,7 @@ def plot_data_returns(
     titles(
         figure,
         f"Every episode returns {short(best)}"
-        if values.min() == best
+        if nearly_equal(values)
         else f"Half of the episodes return less than {short(half)}, the best {short(best)}",
         f"{name}: {count_text(values.size, 'episode')}, {count_text(int(steps.sum()), 'step')}"
         + (f", without {left_out:,} whose return is NaN or infinite" if left_out else "")

@@ -346,3 +346,22 @@ def distribution(
         edges=tuple(map(float, edges)),
         counts=tuple(map(int, counts)),
     )
+
+
+def histogram_edges(values: npt.NDArray[np.float64], bins: int) -> npt.NDArray[np.float64]:
+    """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
+
+    Values that are equal but for the rounding of their sums lie in the middle of a wider range:
+    NumPy refuses one that spans fewer floats than there are bins.
+    """
+    low, high = float(values.min()), float(values.max())
+    if nearly_equal(values):
+        room = max(0.5, 1e-6 * abs(low))
+        low, high = low - room, high + room
+    return np.linspace(low, high, bins + 1)
+
+
+def nearly_equal(values: npt.NDArray[np.float64]) -> bool:
+    """Return whether finite `values` (n,), n >= 1, differ by no more than rounding."""
+    low, high = float(values.min()), float(values.max())
+    return high - low <= 1e-12 * max(abs(low), abs(high))

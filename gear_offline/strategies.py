@@ -24,6 +24,7 @@ from gear_offline.progress import progress, say
 from gear_offline.recipe import Recipe
 from gear_offline.schema import Int64Array
 from gear_offline.selection import Segments, Selection
+from gear_offline.statistics import histogram_edges
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.task_recipes import recipe_selection
 from gear_offline.wording import count_text
@@ -124,12 +125,12 @@ def _refuse_nonfinite(dataset: Dataset) -> None:
 
 
 def _edges(returns: Float64Array) -> list[float]:
-    return [float(edge) for edge in np.histogram_bin_edges(returns, bins=BINS)]
+    return [float(edge) for edge in histogram_edges(returns, BINS)]
 
 
 def _shares(returns: Float64Array, weights: Float64Array) -> list[float]:
     """Return the share of `weights` in each bin of returns."""
-    counts, _ = np.histogram(returns, bins=BINS, weights=weights)
+    counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
     return [float(share) for share in counts / weights.sum()]
 
 

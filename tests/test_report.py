@@ -104,6 +104,8 @@ def test_picture_of_negative_returns_and_single_episodes(tmp_path: Path) -> None
     [
         (np.random.default_rng(0).gamma(1.0, 500.0, 300), np.arange(1, 301)),
         (np.full(5, 3.0), np.ones(5)),  # all alike
+        (np.array([0.6, np.nextafter(0.6, 1)]), np.ones(2)),  # but for rounding
+        (np.full(5, 1e17), np.ones(5)),
         (np.array([1.0, np.nan, np.inf, 4.0]), np.array([1, 2, 3, 4])),
         (np.array([-3.0]), np.array([10])),
     ],
@@ -130,7 +132,8 @@ def test_the_datas_picture_says_what_it_leaves_out(
     plot_data_returns(tmp_path / "data.png", returns, [1, 2, 3, 4], name="tiny")
     assert words in said[1]
     assert said[0].startswith("Half of the episodes return less than ")
-    plot_data_returns(tmp_path / "equal.png", [1.5, 1.5, np.nan], [1, 2, 3], name="equal")
+    alike = [1.5, np.nextafter(1.5, 2), np.nan]
+    plot_data_returns(tmp_path / "equal.png", alike, [1, 2, 3], name="equal")
     assert said[2] == "Every episode returns 1.5"
 
 

@@ -233,6 +233,19 @@ def test_bars_are_cut_only_where_that_makes_room(
     assert text.count("cut here") == cuts and f">{top} %" in text
 
 
+def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
+    """NumPy refuses a histogram whose range spans fewer floats than it has bins."""
+    columns = hopper_columns(6)
+    columns["rewards"] = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
+    columns["terminals"][[2, 5]] = True
+    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
+    assert 0 < np.ptp(dataset.returns) < 1e-15
+    found = compare(recipe_of(dataset), strategies="top_k:k=1", quiet=True)
+    for shares in (found["data"]["returns"], *(row["returns"] for row in found["strategies"])):
+        assert sum(shares) == pytest.approx(1)
+    assert "Returns of the episodes drawn" in render(found)
+
+
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_table_fits_the_terminal(document: dict[str, Any], width: int) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
