@@ -161,6 +161,20 @@ def plot_sweep_runs(
 
 
 def short_label(label: str) -> str:
-    """Return a label short enough to stand beside a curve: options without their sections."""
+    """Return a label short enough to stand beside a curve.
+
+    Options are named without their sections, and long names are cut before any value is: it is the
+    values that tell settings apart.
+    """
     text = plain_label(label)
-    return text if len(text) <= LABEL_CHARS else f"{text[: LABEL_CHARS - 3]}..."
+    pairs = [part.partition("=") for part in text.split(", ")]
+    for most in range(max(len(key) for key, *_ in pairs), 2, -1):
+        if len(text) <= LABEL_CHARS:
+            break
+        names = [key if len(key) <= most else f"{key[: most - 1]}." for key, *_ in pairs]
+        text = ", ".join(
+            f"{name}={value}" if sign else key
+            for name, (key, sign, value) in zip(names, pairs, strict=True)
+        )
+    head, tail = LABEL_CHARS // 2 - 2, LABEL_CHARS - LABEL_CHARS // 2 - 1
+    return text if len(text) <= LABEL_CHARS else f"{text[:head]}...{text[-tail:]}"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
 from gear_offline.recipe import load_recipe
+from gear_offline.sweep_plots import short_label
 from gear_offline.sweep_points import (
     flat,
     grid,
@@ -161,3 +162,22 @@ def test_points_and_names_that_do_not_fit() -> None:
         with pytest.raises(InputError) as caught:
             name_points(recipes, names)
         assert caught.value.code == "SWEEP_POINTS"
+
+
+@pytest.mark.parametrize(
+    ("label", "short"),
+    [
+        ("optimizer.learning_rate=0.001", "learning_rate=0.001"),
+        (
+            "optimizer.learning_rate=0.0003, loader.batch_size=128",
+            "learning_r.=0.0003, batch_size=128",
+        ),
+        (
+            "loader.context_length=20, model.layers=3, model.dropout=0.1",
+            "context.=20, layers=3, dropout=0.1",
+        ),
+        ("a" * 40, f"{'a' * 15}...{'a' * 16}"),
+    ],
+)
+def test_names_in_plots_keep_their_values(label: str, short: str) -> None:
+    assert short_label(label) == short
