@@ -29,7 +29,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
-WHOLE_TITLE = 60  # characters that surely fit the width; a longer title is written smaller
+TEXT_SHARE, LEAST_SIZE = 0.974, 7.0  # of the width, for titles; smaller letters are not read
 
 
 def new_figure() -> Figure:
@@ -59,22 +59,46 @@ def titles(figure: Figure, title: str, subtitle: str) -> None:
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
         engine.set(rect=(0.0, 0.0, 1.0, 0.885))
-    size = 13 * min(1.0, WHOLE_TITLE / max(len(title), 1))
-    figure.text(0.013, 0.945, title, fontsize=size, fontweight="bold", color=INK)
-    figure.text(0.013, 0.896, subtitle, fontsize=9.5, color=GREY)
+    _written(figure, 0.945, title, size=13, fontweight="bold", color=INK)
+    _written(figure, 0.896, subtitle, size=9.5, color=GREY)
+
+
+def _written(figure: Figure, height: float, text: str, *, size: float, **style: Any) -> None:
+    """Write a line that fits the width: smaller where it is long, and cut amid where very long."""
+    line, most = figure.text(0.013, height, text, fontsize=size, **style), len(text)
+    while line.get_window_extent().width > TEXT_SHARE * figure.bbox.width:
+        if line.get_fontsize() > LEAST_SIZE:
+            line.set_fontsize(max(0.96 * line.get_fontsize(), LEAST_SIZE))
+            continue
+        most -= 2  # at the smallest size: more and more amid it is left out
+        line.set_text(f"{text[: most // 3]}...{text[most // 3 - most + 3 :]}")
 
 
 def thousands(axis: Any) -> None:
-    """Write an axis's numbers with separators, and with the decimals that tell them apart."""
+    """Write an axis's numbers with separators, and with the decimals that tell them apart.
+
+    From a million on in millions: numbers below an axis would run into each other.
+    """
 
     def text(value: float, _: int | None) -> str:
         ticks = axis.get_majorticklocs()
         step = float(ticks[1] - ticks[0]) if len(ticks) > 1 else 1.0
-        if not 0 < step < 1 or abs(value) < 100:
-            return short(value)
-        return f"{value:,.{int(np.ceil(-np.log10(step)))}f}"
+        largest, unit = np.abs(ticks).max() if len(ticks) else 0.0, ""
+        if largest >= 1e12:
+            return f"{value:.4g}"
+        if largest >= 1e6:
+            value, step, unit = value / 1e6, step / 1e6, " M" if value else ""
+        if not 0 < step < 1 or (abs(value) < 100 and not unit):
+            return f"{short(value)}{unit}"
+        return f"{value:,.{_decimals(step)}f}{unit}"
 
     axis.set_major_formatter(FuncFormatter(text))
+
+
+def _decimals(step: float) -> int:
+    """Return the decimals with which multiples of a step below 1 are whole."""
+    least = int(np.ceil(-np.log10(step)))
+    return next((n for n in (least, least + 1) if abs(round(step, n) - step) < 1e-6 * step), least)
 
 
 def short(value: float) -> str:
@@ -165,7 +189,7 @@ def plot_learning_curve(
     x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
     figure = new_figure()
     panels = figure.subplots(2 if evaluations else 1, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].plot(x, y, color=BLUE, linewidth=1.8)
+    panels[0].plot(x, y, color=BLUE, linewidth=1.8, marker="o" if x.size == 1 else None)
     dress(panels[0], y="training loss")
     if y.size and y.min() > 0 and y.max() / y.min() > 20:
         panels[0].set_yscale("log")
@@ -178,7 +202,7 @@ def plot_learning_curve(
         title = f"{title}; best mean return {short(best)}"
     dress(panels[-1], x="optimiser step", y="mean return" if evaluations else "training loss")
     thousands(panels[-1].xaxis)
-    panels[-1].xaxis.set_major_locator(MaxNLocator(8))
+    panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     titles(figure, title, f"{name}: mean loss of the logged steps")
     figure.align_ylabels(list(panels))
     return save_figure(figure, path)

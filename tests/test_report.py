@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gear_offline.plots import (
     plot_learning_curve,
     short,
     thousands,
+    titles,
 )
 from gear_offline.recipe import Recipe
 from gear_offline.report import write_report
@@ -141,6 +143,8 @@ def test_picture_of_learning(tmp_path: Path) -> None:
     steps, losses = np.arange(10, 210, 10), np.geomspace(3.0, 0.1, 20)
     plot_learning_curve(tmp_path / "bare.png", steps=steps, losses=losses, name="tiny")
     check_picture(tmp_path / "bare.png", "#0072B2")
+    plot_learning_curve(tmp_path / "one.png", steps=[5], losses=[0.5], name="of one point")
+    check_picture(tmp_path / "one.png", "#0072B2")
     rows = [{"step": step, **evaluation()} for step in (100, 200)]
     for row, step in zip(rows, (100, 200), strict=True):
         row["step"] = step
@@ -165,13 +169,40 @@ def test_title_says_whether_the_asked_return_is_followed() -> None:
     assert asked_finding([3600], [1992.4]) == "Asked for 3,600, it achieves 1,992"
 
 
-def test_ticks_that_lie_close_together_differ() -> None:
-    axes = new_figure().add_subplot()
+@pytest.mark.parametrize(
+    ("low", "high", "name"),
+    [
+        (-200.5, -199.5, "-200.2"),
+        (3000.01, 3000.04, "3,000.020"),
+        (0.0, 3000.0, "1,000"),
+        (-1.0, 2.0, "0.5"),
+        (100.0, 102.0, "100.25"),
+        (0.0, 1_000_000.0, "0.2 M"),
+        (0.0, 3_600_000.0, "1.5 M"),
+    ],
+)
+def test_ticks_differ_and_do_not_meet(low: float, high: float, name: str) -> None:
+    figure = new_figure()
+    axes = figure.add_subplot()
     thousands(axes.xaxis)
-    for low, high in ((-200.5, -199.5), (3000.01, 3000.04), (0.0, 3000.0), (-1.0, 2.0)):
-        axes.set_xlim(low, high)
-        names = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks()]
-        assert len(set(names)) == len(names), names
+    axes.set_xlim(low, high)
+    names = [axes.xaxis.get_major_formatter()(tick) for tick in axes.get_xticks()]
+    assert len(set(names)) == len(names), names
+    assert name in names
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    for left, right in itertools.pairwise(boxes):
+        assert left.x1 < right.x0, names
+
+
+@pytest.mark.parametrize("letters", [10, 90, 400])
+def test_titles_fit_the_width(letters: int) -> None:
+    figure = new_figure()
+    titles(figure, "W" * letters, f"{'name' * letters}: 3 runs")
+    for line in figure.texts:
+        box = line.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and line.get_fontsize() >= 7
+    assert figure.texts[1].get_text().endswith(": 3 runs")
 
 
 def test_short_numbers() -> None:
