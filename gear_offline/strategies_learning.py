@@ -111,6 +111,10 @@ def _run(plan: TrainingPlan, probes: Probes, point: Point, error: str | None) ->
     records = read_records(point.path / "metrics.jsonl")
     found: list[dict[str, Any]] = []
     for record in judgements(plan, probes, point):
+        if None in record["probes"].values():  # no figure can be made of it
+            if record["step"] == plan.marks[-1] and error is None:
+                error = f"the policy after step {record['step']:,} diverged: its loss is no number"
+            continue
         kept = {key: record[key] for key in ("step", "score", "normalized", "probes", "targets")}
         found.append({**kept, "seconds": busy_seconds(records, record["step"])})
     document: dict[str, Any] = {

@@ -323,6 +323,23 @@ def test_a_policy_that_cannot_be_played_is_an_error_of_its_run(
     assert found["strategies"][2]["complete"] == 1 and found["strategies"][1]["complete"] == 2
 
 
+def test_a_policy_that_diverged_in_its_last_step_is_an_error_of_its_run(
+    data: Path, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss on the probes is infinite, which JSON has no number for."""
+    real = strategies_judge.judge
+
+    def infinite(sitting: strategies_judge.Sitting) -> dict[str, Any]:
+        found = real(sitting)
+        return found | ({"probes": {"all": None, "best": None}} if sitting.run == bad else {})
+
+    bad = "top_k-k=2-s1"
+    monkeypatch.setattr(strategies_judge, "judge", infinite)
+    row = run(recipe_of(data), copied)["strategies"][1]
+    assert row["complete"] == 1 and row["versus"]["seeds"] == [0]
+    assert "diverged" in row["runs"][1]["error"]
+
+
 PLAIN: dict[str, Any] = {}
 
 
