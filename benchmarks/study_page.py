@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.run_directory import write_whole
-from gear_offline.significance import holm, limits_text, permutation_test
-from gear_offline.strategies_learning import compare_rows
+from gear_offline.significance import holm, permutation_test
+from gear_offline.strategies_learning import compare_rows, limits_of
 from gear_offline.strategies_learning_text import (
     columns_of,
     failed_runs,
@@ -48,7 +48,7 @@ def refreshed(document: Mapping[str, Any]) -> dict[str, Any]:
     goal = training["threshold"]
     value = compare_rows(rows, training["marks"], goal["value"] if goal["share"] is None else None)
     training["threshold"] = {**goal, "value": value}
-    training["limits"] = limits_text(len(training["seeds"]), max(1, len(rows) - 1))
+    training["limits"] = limits_of(rows)
     return {**document, "training": {**training, "strategies": rows}}
 
 

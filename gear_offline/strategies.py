@@ -27,7 +27,7 @@ from gear_offline.selection import Segments, Selection
 from gear_offline.statistics import histogram_edges
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.task_recipes import recipe_selection
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, strategies_text
 
 __all__ = ["compare", "write_comparison"]
 
@@ -75,7 +75,7 @@ def compare(
     batch = recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // batch))
     rows: list[dict[str, Any]] = []
-    title = f"{len(candidates)} strategies" if len(candidates) > 1 else "1 strategy"
+    title = strategies_text(len(candidates))
     with progress(len(candidates) * batches, title, unit="batches", quiet=quiet) as advance:
         for candidate in candidates:
             head = {"label": candidate.label, "strategy": candidate.strategy}

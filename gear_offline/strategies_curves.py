@@ -61,7 +61,7 @@ def learning_section(training: Row) -> str:
 
 
 def _scores(rows: Sequence[Row], training: Row) -> str:
-    """Return the picture of final returns, if policies were played."""
+    """Return the picture of final returns, if policies were played to the end."""
     good = [row for row in rows if row["final"] and "score" in row["final"]]
     if not good:
         return ""
@@ -73,7 +73,8 @@ def _scores(rows: Sequence[Row], training: Row) -> str:
     room = 0.06 * ((high - low) or abs(high) or 1.0)
     low, high = low - room, high + room
     x = scale(low, high, 4, WIDTH - 4)
-    base = good[0]["final"]["score"]["mean"]
+    # without a baseline that came to its end there is no dashed line
+    base = good[0]["final"]["score"]["mean"] if good[0]["is_baseline"] else None
     lines = [
         _score_row(row, found, x, base, (low, high)) for row, found in zip(good, ends, strict=True)
     ]
@@ -84,8 +85,8 @@ def _scores(rows: Sequence[Row], training: Row) -> str:
     )
     caption = (
         "Final return: rings are seeds, the bar is the 95 % interval of the mean over seeds (with "
-        "few seeds it is wide, and cut at the edge), the stroke the mean, the dashed line the "
-        "baseline's mean."
+        "few seeds it is wide, and cut at the edge), the stroke the mean"
+        + ("." if base is None else ", the dashed line the baseline's mean.")
     )
     return (
         f'<figure class="scores"><figcaption>{escape(caption)}</figcaption>'
@@ -99,10 +100,13 @@ def _final_scores(row: Row, training: Row) -> list[float]:
 
 
 def _score_row(
-    row: Row, scores: Sequence[float], x: Scale, base: float, ends: tuple[float, float]
+    row: Row, scores: Sequence[float], x: Scale, base: float | None, ends: tuple[float, float]
 ) -> str:
     found, middle = row["final"]["score"], ROW_HEIGHT / 2
-    body = f'<line class="note" x1="{x(base):.1f}" x2="{x(base):.1f}" y1="0" y2="{ROW_HEIGHT}"/>'
+    body = ""
+    if base is not None:
+        at = f"{x(base):.1f}"
+        body = f'<line class="note" x1="{at}" x2="{at}" y1="0" y2="{ROW_HEIGHT}"/>'
     if found["low"] is not None:
         left, right = max(found["low"], ends[0]), min(found["high"], ends[1])
         body += (
@@ -165,7 +169,7 @@ def learning_figures(label: str, training: Row) -> str:
 
 def _path(points: Sequence[tuple[float, float]], style: str, x: Scale, y: Scale) -> str:
     drawn = "L".join(f"{x(at):.1f} {y(value):.1f}" for at, value in points)
-    return f'<path class="{style}" d="M{drawn}"/>'
+    return f'<path class="{style}" d="M{drawn}"/>' if points else ""
 
 
 def _means(row: Row, key: str) -> list[tuple[float, float]]:
@@ -188,7 +192,7 @@ def _return_curve(row: Row, training: Row) -> str:
     body = _path(_means(base, "score"), "base", x, y) if row is not base else ""
     for run in row["runs"]:
         points = [(p["step"], p["score"]) for p in run["points"] if p["score"] is not None]
-        body += _path(points, "thin", x, y) if points else ""
+        body += _path(points, "thin", x, y)
     means = _means(row, "score")
     body += _path(means, "drawn", x, y)
     body += "".join(

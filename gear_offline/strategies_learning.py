@@ -33,7 +33,8 @@ def learning_document(
     Parameters
     ----------
     errors
-        Of runs that failed, by name.  Only seeds that every strategy completed are compared.
+        Of runs that failed, by name.  A strategy is compared over the seeds that it and the
+        baseline completed.
     threshold
         The return for "steps to a threshold"; default: 90 % of the baseline's best mean (for a
         negative one, a tenth of its size below it).
@@ -65,7 +66,7 @@ def learning_document(
                 "share": THRESHOLD if threshold is None and goal is not None else None,
             },
             "probes": {name: {"law": law, **options} for name, (law, options) in PROBES.items()},
-            "limits": limits_text(len(plan.seeds), max(1, len(rows) - 1)),
+            "limits": limits_of(rows),
             "strategies": rows,
         }
     )
@@ -104,6 +105,16 @@ def compare_rows(
         row["versus"] = _versus(row["runs"], rows[0]["runs"], marks) if row is not rows[0] else None
     _correct(rows[1:])
     return goal
+
+
+def limits_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the pairs of runs that are compared can show; `rows` are of `compare_rows`."""
+    if len(rows) < 2:
+        return "One strategy: there is nothing to compare it with."
+    pairs = [len(row["versus"]["seeds"]) for row in rows[1:] if row["versus"]]
+    if not pairs:
+        return "Nothing is compared: no seed is complete with the baseline and another strategy."
+    return limits_text(max(pairs), len(pairs))
 
 
 def _run(plan: TrainingPlan, probes: Probes, point: Point, error: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from gear_offline.significance import LEAST_PAIRS
 from gear_offline.strategies_text import Column, Row, print_columns, short
-from gear_offline.wording import count_text, remedies_once
+from gear_offline.wording import count_text, remedies_once, strategies_text
 
 
 def number(value: float) -> str:
@@ -217,7 +217,8 @@ def training_line(training: Row) -> str:
     seeds = len(training["seeds"])
     runs = len(training["strategies"]) * seeds
     text = (
-        f"{len(training['strategies'])} strategies, {count_text(seeds, 'seed')} each: {runs} runs "
+        f"{strategies_text(len(training['strategies']))}, {count_text(seeds, 'seed')} each: "
+        f"{count_text(runs, 'run')} "
         f"of {training['steps']:,} steps on {training['device']}"
         f"{', sharing it' if training['engine'] == 'sweep' else ''}."
     )

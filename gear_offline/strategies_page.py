@@ -25,6 +25,7 @@ from gear_offline.strategies_svg import (
     scale,
 )
 from gear_offline.strategies_text import COLUMNS, facts_line, method_lines, short
+from gear_offline.wording import strategies_text
 
 TALLEST = 2.5  # times the data's own tallest bar: much higher ones are cut, and it is said
 SPARED = 1.5  # a bar is cut only if it is beyond so many times the height of the plots
@@ -40,6 +41,8 @@ def render(document: Mapping[str, Any]) -> str:
     good = [row for row in rows if "error" not in row]
     bad = [row for row in rows if "error" in row]
     does = "draw from" if training is None else "draw and learn from"
+    if len(good) == 1:
+        does = does.replace("draw", "draws").replace("learn", "learns")
     lines = method_lines(document)
     if training is not None:
         lines = learning_method_lines(training) + lines
@@ -49,7 +52,7 @@ def render(document: Mapping[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Strategies: {escape(document['recipe'])}</title>",
         f"<style>{STYLE}</style></head><body>",
-        f"<h1>What {len(good)} strategies {does} {escape(_name(data['path']))}</h1>",
+        f"<h1>What {strategies_text(len(good))} {does} {escape(_name(data['path']))}</h1>",
         f'<p class="soft">{escape(facts_line(document))}</p>',
         "" if training is None else learning_section(training),
         "" if training is None else "<h2>What they draw</h2>",

@@ -35,7 +35,7 @@ from gear_offline.strategies_plan import (
 )
 from gear_offline.system_calls import usable_cores
 from gear_offline.training_run import TrainingInterrupted
-from gear_offline.wording import count_text
+from gear_offline.wording import count_text, strategies_text
 
 if TYPE_CHECKING:
     import torch
@@ -170,7 +170,7 @@ def train_strategies(
     judges = Judges(plan, probes, jobs=jobs)
     beside = on_gpu and jobs > 0
     say(
-        f"{len(plan.candidates)} strategies, {count_text(seeds, 'seed')} each: "
+        f"{strategies_text(len(plan.candidates))}, {count_text(seeds, 'seed')} each: "
         f"{count_text(len(plan.points), 'run')} of {resolved.train.steps:,} steps in "
         f"{out / 'training'}, "
         f"{'side by side on one GPU' if runner is run_together else 'one after the other'}; "

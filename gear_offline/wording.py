@@ -20,6 +20,11 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def strategies_text(count: int) -> str:
+    """Return ``"1 strategy"`` or ``"8 strategies"``."""
+    return "1 strategy" if count == 1 else f"{count:,} strategies"
+
+
 def size_text(count: int) -> str:
     """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
     value, unit = float(count), 0

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
-from gear_offline.significance import holm, paired
+from benchmarks.study_page import refreshed
+from gear_offline.significance import holm, limits_text, paired
 from gear_offline.strategies_curves import cell
-from gear_offline.strategies_learning import compare_rows
+from gear_offline.strategies_learning import compare_rows, limits_of
 from gear_offline.strategies_learning_text import findings_lines, verdict_text
 from gear_offline.strategies_page import render
 from gear_offline.strategies_svg import STYLE
@@ -122,6 +123,39 @@ def test_a_strategy_that_lost_seeds_is_named_beside_the_others() -> None:
     assert findings_lines(training) == [
         "Final return against base: higher with good; too few seeds to say of noise."
     ]
+
+
+def test_limits_are_of_the_pairs_that_are_complete() -> None:
+    rows = rows_of(PLAYED)
+    compare_rows(rows, MARKS, None)
+    assert limits_of(rows) == limits_text(4, 2)
+    for row in (rows[0], rows[2]):  # of the other strategy two pairs are left
+        del row["runs"][2:]
+    compare_rows(rows, MARKS, None)
+    assert limits_of(rows) == limits_text(2, 2)
+    rows[0]["runs"] = []
+    compare_rows(rows, MARKS, None)
+    assert limits_of(rows).startswith("Nothing is compared")
+    assert limits_of(rows[:1]).startswith("One strategy")
+
+
+def test_a_single_strategy_is_told_as_one() -> None:
+    study = json.loads(STUDY.read_text())["hopper"]
+    study["strategies"], trained = study["strategies"][:1], study["training"]
+    trained["strategies"], trained["seeds"] = trained["strategies"][:1], [0]
+    text = render(study)
+    assert "<h1>What 1 strategy draws and learns from hopper-replay</h1>" in text
+    assert "1 strategy, 1 seed each: 1 run of" in text
+
+
+def test_the_dashed_line_is_the_baselines_or_is_not_there() -> None:
+    study = json.loads(STUDY.read_text())["hopper"]
+    assert render(study).count('y1="0" y2="26"') == 8
+    for one in study["training"]["strategies"][0]["runs"]:
+        del one["points"][-1]
+    text = render(refreshed(study))
+    assert 'y1="0" y2="26"' not in text and "dashed line" not in text
+    assert 'd="M"' not in text, "an empty curve is no path"
 
 
 class Tables(HTMLParser):
