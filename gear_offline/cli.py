@@ -330,7 +330,10 @@ def bench(
     from gear_offline.bench import BENCHES, print_document, run_bench
 
     if name == "list":
-        print_names(list(BENCHES.items()), width=12)
+        if as_json:
+            _print_json([{"name": key, "description": text} for key, text in BENCHES.items()])
+        else:
+            print_names(list(BENCHES.items()), width=12)
         return
     document = run_bench(name, quick=quick, sizes=sizes or ())
     if os.environ.get("RANK", "0") != "0":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -42,6 +43,17 @@ def test_a_narrow_terminal_gets_whole_words(
     found = [line for line in lines if not line.startswith(" ")]
     assert [line.split()[0] for line in found] == [name for name, _ in rows]
     assert " ".join(" ".join(lines).split()) == " ".join(f"{name} {text}" for name, text in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"), [(["recipes", "ls"], RECIPES), (["bench", "list"], [*BENCHES.items()])]
+)
+def test_lists_as_json(
+    words: list[str], rows: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == [{"name": name, "description": text} for name, text in rows]
 
 
 def test_texts_stand_in_a_column_beside_their_names(

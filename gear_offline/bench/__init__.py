@@ -18,6 +18,7 @@ from rich.console import Console
 
 from gear_offline.errors import InputError
 from gear_offline.split_table import SplitTable
+from gear_offline.strict_yaml import whole_number
 from gear_offline.system_calls import usable_cores
 
 BENCHES = {
@@ -40,6 +41,7 @@ BENCHES = {
     "beside": "training steps a second with evaluations beside training, in place and without",
     "loader": "batches a second, against plain NumPy, d3rlpy, TorchRL and the original procedure",
 }
+MOST = 10**15  # of a size
 _PACKAGES = (
     "gear-offline",
     "numpy",
@@ -111,15 +113,16 @@ def _sizes(name: str, run: Callable[..., object], texts: Sequence[str]) -> dict[
         try:
             if key not in known:
                 raise ValueError(key)
-            numbers = [int(float(part)) for part in value.split(",") if part]
-            if any(number < 1 for number in numbers):
+            numbers = [whole_number(float(part)) for part in value.split(",") if part]
+            if not numbers or not all(type(n) is int and 1 <= n <= MOST for n in numbers):
                 raise ValueError(value)
             found[key] = numbers if "Sequence" in str(parameters[key].annotation) else numbers[0]
-        except (ValueError, OverflowError, IndexError) as error:
+        except (ValueError, OverflowError) as error:
+            remedy = f"give NAME=1e6,1e9 with NAME of {', '.join(known)}"
             raise InputError(
                 "BENCH_SIZE",
                 f"{text!r} is no size of benchmark {name!r}",
-                remedy=f"give NAME=1e6,1e9 with NAME of {', '.join(known) or 'none: it has none'}",
+                remedy=remedy if known else "leave it out, the benchmark has no sizes",
             ) from error
     return found
 
