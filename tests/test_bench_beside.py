@@ -1,0 +1,18 @@
+"""The runs of `bench beside`; measuring takes minutes."""
+
+from __future__ import annotations
+
+import pytest
+
+from gear_offline.bench.beside import STEPS_ON, WAYS, _options
+from gear_offline.recipe import load_recipe
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("device", list(STEPS_ON))
+@pytest.mark.parametrize("part", [1, 4])
+def test_its_recipes_are_valid(name: str, device: str, part: int) -> None:
+    """The warm-up of the paper's recipe is longer than all that a CPU trains here."""
+    steps = STEPS_ON[device] // part
+    recipe = load_recipe("paper", [*_options("nowhere", device, steps), *WAYS[name]])
+    assert recipe.train.steps == steps and recipe.train.evaluate_every == steps // 4
