@@ -16,7 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from gear_offline.errors import InputError
+from gear_offline.command import INTERRUPTED_BY_USER
+from gear_offline.errors import GearError, InputError
 from gear_offline.split_table import SplitTable
 from gear_offline.strict_yaml import whole_number
 from gear_offline.system_calls import usable_cores
@@ -98,7 +99,15 @@ def run_bench(name: str, *, quick: bool = False, sizes: Sequence[str] = ()) -> d
     module = import_module(f"gear_offline.bench.{name}")
     given = _sizes(name, module.run, sizes)
     with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
-        document: dict[str, Any] = module.run(quick=quick, **given)
+        try:
+            document: dict[str, Any] = module.run(quick=quick, **given)
+        except GearError as error:
+            if error.exit_code != INTERRUPTED_BY_USER:
+                raise
+            # its remedy names a run directory that is gone by now
+            raise type(error)(
+                error.code, "stopped, nothing is kept", where=f"bench {name}"
+            ) from error
     command = " ".join(["gear-offline bench", name, *sizes, *(["--quick"] if quick else [])])
     return {"benchmark": name, "command": command, "machine": machine(), **document}
 
