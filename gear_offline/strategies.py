@@ -229,7 +229,7 @@ class Tally:
             "segments_per_second": draws / self._seconds,
             **self._predictions(shown),
             "returns": _shares(self._returns, self._episodes.astype(np.float64)),
-            "ages": [float(part.sum() / draws) for part in np.array_split(self._started, AGES)],
+            "ages": [float(share) for share in _parts(self._started, AGES) / draws],
             "coverage": [list(point) for point in self._curve],
         }
 
@@ -272,6 +272,19 @@ class Tally:
             home = homes[torch.from_numpy(row)]
             moved += int(assigner.moved(assigner.assign(home, home), home, home)[0])
         return moved / (batches * count)
+
+
+def _parts(counts: Int64Array, parts: int) -> Float64Array:
+    """Return the sums of (N,) `counts` over parts of equal width, (parts,).
+
+    An entry that lies on an edge is divided: parts of whole entries would differ in width, which
+    shows where entries are few.
+    """
+    below = np.concatenate([[0], np.cumsum(counts)])
+    edges = np.arange(parts + 1) * counts.size
+    whole, rest = np.divmod(edges, parts)
+    cut = np.append(counts, 0)[whole] * (rest / parts)
+    return np.diff(below[whole] + cut)
 
 
 def _repeats(values: Int64Array) -> int:

@@ -26,7 +26,7 @@ from gear_offline.selection import (
     option_names,
     selection_names,
 )
-from gear_offline.strategies import compare, row_bytes, write_comparison
+from gear_offline.strategies import _parts, compare, row_bytes, write_comparison
 from gear_offline.strategies_candidates import parse_candidates
 from gear_offline.strategies_page import render
 from gear_offline.strategies_text import COLUMNS, print_comparison
@@ -108,6 +108,16 @@ def test_figures_are_those_of_counting_one_by_one(
     batches, starts_seen, steps_seen = zip(*row["coverage"], strict=True)
     assert list(batches) == sorted(set(batches))
     assert list(starts_seen) == sorted(starts_seen) and list(steps_seen) == sorted(steps_seen)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 20, 30, 41])
+def test_starts_that_are_drawn_alike_have_equal_shares_of_all_twentieths(steps: int) -> None:
+    """Parts of whole steps made one half of a table of 30 steps look drawn twice as often."""
+    parts = _parts(np.full(steps, 3), 20)
+    np.testing.assert_allclose(parts, 3 * steps / 20)
+    counts = np.random.default_rng(steps).integers(0, 9, steps)
+    fine = np.repeat(counts / 20, 20).reshape(20, steps).sum(axis=1)
+    np.testing.assert_allclose(_parts(counts, 20), fine)
 
 
 def test_effective_starts(document: dict[str, Any]) -> None:
