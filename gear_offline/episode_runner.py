@@ -220,8 +220,8 @@ def run_episodes(
     Raises
     ------
     InputError
-        ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_SPACE``, or ``POLICY_NONFINITE`` when an action is
-        NaN or infinite.
+        ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_SPACE``, ``POLICY_NONFINITE`` when an action is NaN
+        or infinite, ``ENVIRONMENT_NONFINITE`` when a reward or an observation is.
     UnavailableError
         ``ENVIRONMENT_PACKAGE``.
     """
@@ -286,7 +286,7 @@ class _Run:
     def step(self) -> None:
         """One step of every slot that still plays."""
         active = np.flatnonzero(self.playing >= 0)
-        actions = self.bounded(self.policy.act(self.observations[active], active))
+        actions = self.bounded(self.policy.act(self.observations[active], active), active)
         rewards = np.zeros(active.size, dtype=np.float64)
         ended = []
         for row, slot in enumerate(active.tolist()):
@@ -299,14 +299,28 @@ class _Run:
             if terminated or truncated or self.lengths[episode] >= self.max_steps:
                 self.terminated[episode] = terminated
                 ended.append(slot)
+        if not np.isfinite(rewards).all():
+            raise self.broken("a reward")
         self.policy.observe_reward(rewards, active)
         if ended:
             self.on_episode(len(ended))
             self.begin(ended)
 
-    def bounded(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return finite `actions`, clipped to the bounds of a Box."""
+    def broken(self, what: str) -> InputError:
+        """Return the error for an environment that gives what no policy can act on."""
+        spec = self.environments[0].spec
+        return InputError(
+            "ENVIRONMENT_NONFINITE",
+            f"the environment gave {what} that is NaN or infinite",
+            where="" if spec is None else spec.id,
+            remedy="its simulation has broken down, or its reward has no value there: mend it",
+        )
+
+    def bounded(self, actions: npt.NDArray[Any], active: Int64Array) -> npt.NDArray[Any]:
+        """Return finite `actions` of the `active` slots, clipped to the bounds of a Box."""
         if not np.isfinite(actions).all():
+            if not np.isfinite(self.observations[active]).all():
+                raise self.broken("an observation")
             raise InputError(
                 "POLICY_NONFINITE",
                 "the policy returned an action that is NaN or infinite",

@@ -38,13 +38,29 @@ class Endless(Counted):
         return np.zeros(2), 1.0, False, False, {}
 
 
+class Broken(Counted):
+    """Pays NaN on the last step."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        seen, reward, ended, cut, facts = super().step(action)
+        return seen, np.nan if ended else reward, ended, cut, facts
+
+
+class Blind(Counted):
+    """Shows NaN after the first step."""
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return np.full(2, np.nan), *rest
+
+
 class Nested(Counted):
     """Observations that no Decision Transformer of ours reads."""
 
     observation_space = gymnasium.spaces.Dict({"a": Counted.observation_space})  # type: ignore[assignment]
 
 
-for made in (Counted, Endless, Nested):
+for made in (Counted, Endless, Broken, Blind, Nested):
     gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=cast(Any, made))
 
 

@@ -122,6 +122,22 @@ def test_action_that_is_not_a_number_is_refused() -> None:
     assert caught.value.code == "POLICY_NONFINITE"
 
 
+@pytest.mark.parametrize(("name", "what"), [("Broken", "a reward"), ("Blind", "an observation")])
+def test_what_an_environment_gives_that_is_not_a_number_is_not_the_policys_fault(
+    name: str, what: str
+) -> None:
+    with pytest.raises(InputError, match=f"the environment gave {what} .* NaN") as caught:
+        run_episodes(
+            Remembering(np.ones((4, 3))),
+            environment_id=f"GearTest/{name}-v0",
+            seeds=[2],
+            targets=[0.0],
+            environments=1,
+        )
+    assert caught.value.code == "ENVIRONMENT_NONFINITE"
+    assert caught.value.where == f"GearTest/{name}-v0"
+
+
 def test_environment_that_cannot_be_made_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
