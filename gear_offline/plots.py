@@ -67,8 +67,9 @@ def _written(figure: Figure, height: float, text: str, *, size: float, **style: 
     """Write a line that fits the width: smaller where it is long, and cut amid where very long."""
     line, most = figure.text(0.013, height, text, fontsize=size, **style), len(text)
     while line.get_window_extent().width > TEXT_SHARE * figure.bbox.width:
-        if line.get_fontsize() > LEAST_SIZE:
-            line.set_fontsize(max(0.96 * line.get_fontsize(), LEAST_SIZE))
+        if size > LEAST_SIZE:
+            size = max(0.96 * size, LEAST_SIZE)
+            line.set_fontsize(size)
             continue
         most -= 2  # at the smallest size: more and more amid it is left out
         line.set_text(f"{text[: most // 3]}...{text[most // 3 - most + 3 :]}")

@@ -50,8 +50,8 @@ class Blind(Counted):
     """Shows NaN after the first step."""
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        _, *rest = super().step(action)
-        return np.full(2, np.nan), *rest
+        _, reward, ended, cut, facts = super().step(action)
+        return np.full(2, np.nan), reward, ended, cut, facts
 
 
 class Nested(Counted):

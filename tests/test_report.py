@@ -201,7 +201,7 @@ def test_titles_fit_the_width(letters: int) -> None:
     titles(figure, "W" * letters, f"{'name' * letters}: 3 runs")
     for line in figure.texts:
         box = line.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and line.get_fontsize() >= 7
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and float(line.get_fontsize()) >= 7
     assert figure.texts[1].get_text().endswith(": 3 runs")
 
 
