@@ -17,7 +17,9 @@ def strategies(
     ] = None,
     strategies: Annotated[
         str | None,
-        typer.Option(help="Comma-separated, options after colons: uniform_steps,top_k:k=50."),
+        typer.Option(
+            help="Comma-separated, options after colons: uniform_steps,top_k:k=50; or a YAML file."
+        ),
     ] = None,
     train: Annotated[
         bool, typer.Option("--train", help="Train each strategy as well, and compare the scores.")
