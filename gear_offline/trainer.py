@@ -7,13 +7,13 @@ What one step does is in `gear_offline.learner`, what happens between steps in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gear_offline.checkpoint import newest_checkpoint
+from gear_offline.checkpoint import newest_checkpoint, read_state
 from gear_offline.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.data_parallel import check_micro_batches
 from gear_offline.dataset import Dataset, open_dataset
@@ -181,9 +181,10 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
         ``RUN_RECIPE``; ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_READ`` or ``CHECKPOINT_VERSION`` where
         that says how many steps are done.
     """
-    before, saved = path / "recipe.yaml", list_checkpoints(path / "checkpoints")
-    if saved and before.exists():
-        check_same_run(load_recipe(before), recipe, path)
+    saved = list_checkpoints(path / "checkpoints")
+    before = _begun_with(path, [place for _, place in saved])
+    if before is not None:
+        check_same_run(before, recipe, path)
     if not saved or saved[-1][0] <= recipe.train.steps:
         return
     # Only here, where the run would be refused, shards are read for that: before training goes on
@@ -199,6 +200,15 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
         )
 
 
+def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
+    """Return the recipe of a run: of its newest checkpoint, since recipe.yaml may be edited."""
+    for place in reversed(checkpoints):
+        with suppress(InputError, KeyError, TypeError):  # a damaged one is passed over
+            return Recipe.parse(read_state(place)["recipe"], where=str(place))
+    begun = path / "recipe.yaml"
+    return load_recipe(begun) if checkpoints and begun.exists() else None
+
+
 def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
     """Refuse to resume a run with a recipe that would have made another run: ``RUN_RECIPE``."""
     old, new = _leaves(before.to_dict()), _leaves(now.to_dict())
@@ -207,13 +217,23 @@ def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
         free.remove("train.steps")  # the learning rates of the steps done depend on it
     for key in sorted({*old, *new} - free):
         if old.get(key) != new.get(key):
+            remedy = f"resume as it began: gear-offline train {path} --resume"
+            if _says(path / "recipe.yaml", key, new.get(key)):
+                remedy = f"undo that in {path / 'recipe.yaml'}"
             raise InputError(
                 "RUN_RECIPE",
                 f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
                 where=str(path),
-                remedy=f"resume as it began: gear-offline train {path} --resume, "
-                "or train into another directory",
+                remedy=f"{remedy}, or train into another directory",
             )
+
+
+def _says(file: Path, key: str, value: Any) -> bool:
+    """Return whether a recipe's file gives an option that value."""
+    try:
+        return bool(_leaves(load_recipe(file).to_dict()).get(key) == value)
+    except InputError:
+        return False
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -182,6 +182,24 @@ def test_resuming_with_another_recipe_names_the_change(
     assert caught.value.code == "RUN_RECIPE"
 
 
+def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Path) -> None:
+    """`recipe.yaml` is text in the user's hands; checkpoints say how the run began."""
+    run = tmp_path / "run"
+    with interrupted_in(4), pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(data), out=run, quiet=True)
+    file = run / "recipe.yaml"
+    begun = file.read_text()
+    file.write_text(begun.replace("dropout: 0.1", "dropout: 0.2"))
+    assert file.read_text() != begun
+    with pytest.raises(InputError, match=r"model\.dropout was 0\.1 .* is 0\.2 now") as caught:
+        train(load_recipe(file), out=run, resume=True, quiet=True)
+    assert caught.value.code == "RUN_RECIPE"
+    assert caught.value.remedy.startswith(f"undo that in {file}")
+    train(tiny_recipe(data), out=run, resume=True, quiet=True)
+    assert file.read_text() == begun
+    assert learnt(run) == learnt(whole)
+
+
 def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> None:
     assert "train.steps" in RESUMABLE
     run = tmp_path / "run"
