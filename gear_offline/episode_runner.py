@@ -169,13 +169,19 @@ def space_sizes(environment: gymnasium.Env[Any, Any]) -> tuple[int, int, bool]:
     ------
     InputError
         ``ENVIRONMENT_SPACE`` unless observations are one flat Box or frames, and actions Box or
-        Discrete.
+        Discrete from 0 on.
     """
     seen, acted = environment.observation_space, environment.action_space
     if isinstance(seen, gymnasium.spaces.Box) and (len(seen.shape) == 1 or is_frame(seen)):
         if isinstance(acted, gymnasium.spaces.Box) and len(acted.shape) == 1:
             return prod(seen.shape), int(acted.shape[0]), False
         if isinstance(acted, gymnasium.spaces.Discrete):
+            if int(acted.start) != 0:  # a model's first choice is 0
+                raise InputError(
+                    "ENVIRONMENT_SPACE",
+                    f"actions {acted} do not start at 0",
+                    remedy="wrap the environment",
+                )
             return prod(seen.shape), int(acted.n), True
     raise InputError(
         "ENVIRONMENT_SPACE",

@@ -164,6 +164,16 @@ def test_environment_that_cannot_be_made_is_one_clear_error(
     assert "long advice" not in str(missing.value)
 
 
+def test_discrete_actions_that_do_not_start_at_0_are_refused() -> None:
+    """A model's choices are counted from 0."""
+    environment = gymnasium.make("CartPole-v1")
+    assert space_sizes(environment) == (4, 2, True)
+    environment.action_space = gymnasium.spaces.Discrete(2, start=1)
+    with pytest.raises(InputError, match="do not start at 0") as caught:
+        space_sizes(environment)
+    assert caught.value.code == "ENVIRONMENT_SPACE"
+
+
 def test_importing_the_runner_loads_no_torch() -> None:
     code = "import sys, gear_offline.episode_runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
