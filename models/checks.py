@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from gear_offline.errors import InputError
 
-__all__ = ["check_actions", "check_observations", "check_timesteps", "trainable_parameters"]
+__all__ = [
+    *("check_actions", "check_observations", "check_rewards", "check_timesteps"),
+    "trainable_parameters",
+]
 
 UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient from the action loss
 TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
@@ -71,6 +74,23 @@ def check_observations(observations: npt.ArrayLike) -> None:
         raise InputError(
             "POLICY_INPUT",
             f"observation {row} holds NaN, an infinity or a value too large for float32",
+            remedy="look at the environment: its simulation has probably diverged",
+        )
+
+
+def check_rewards(rewards: npt.NDArray[np.float64]) -> None:
+    """Refuse rewards, (n,), after which nothing sensible could be asked of an environment.
+
+    Raises
+    ------
+    InputError
+        ``POLICY_INPUT`` for NaN and infinities.
+    """
+    if not np.isfinite(rewards).all():
+        row = int(np.argmin(np.isfinite(rewards)))
+        raise InputError(
+            "POLICY_INPUT",
+            f"reward {row} is {rewards[row]}",
             remedy="look at the environment: its simulation has probably diverged",
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.fields import STD_FLOOR
-from gear_offline.models.checks import check_observations
+from gear_offline.models.checks import check_observations, check_rewards
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.wording import count_text
 
@@ -236,9 +236,16 @@ class Policy:
             (n,) rewards of the step that `act` chose.
         indices
             As in `act`.
+
+        Raises
+        ------
+        InputError
+            ``POLICY_INPUT`` for rewards that are not finite, or environments that there are not.
         """
         chosen = self._chosen(indices)
-        self._targets[chosen] -= np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
+        given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
+        check_rewards(given)
+        self._targets[chosen] -= given
         self._waiting[chosen] = False
 
     def _chosen(self, indices: npt.ArrayLike | None) -> npt.NDArray[np.int64]:

@@ -257,3 +257,15 @@ def test_observations_that_are_not_finite_are_refused(value: float) -> None:
         policy.act(seen)
     assert caught.value.code == "POLICY_INPUT"
     assert np.isfinite(policy.act(np.zeros((2, MEAN.size)))).all(), "nothing of it is remembered"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rewards_that_are_not_finite_are_refused(value: float) -> None:
+    """What is asked next would be NaN: discrete actions would be drawn from it unseen."""
+    policy = make_policy()
+    policy.reset([0, 1], 5.0)
+    policy.act(np.zeros((2, MEAN.size)))
+    with pytest.raises(InputError, match="reward 1 is") as caught:
+        policy.observe_reward([1.0, value])
+    assert caught.value.code == "POLICY_INPUT"
+    assert policy.targets.tolist() == [5.0, 5.0], "nothing of it is remembered"
