@@ -141,7 +141,7 @@ def reference_scores(name: str) -> ReferenceScores | None:
     pair = _families().get(name)
     if pair:
         return ReferenceScores(name=name, minimum=pair[0], maximum=pair[1])
-    gymnasium = re.fullmatch(r"([A-Za-z0-9]+?)(?:Sparse)?-v([0-9]+)", name)
+    gymnasium = re.fullmatch(r"([A-Za-z0-9]+)-v[0-9]+", name)
     known = _GYMNASIUM_FAMILIES.get(gymnasium.group(1)) if gymnasium else None
     if known is None:
         return None
