@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from gear_offline import GearLoader, open_dataset
-from gear_offline.models.checks import check_timesteps, trainable_parameters
+from gear_offline.models.checks import beyond_tanh, check_timesteps, trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
@@ -111,7 +111,9 @@ class SavePosition(TrainerCallback):
         """The `Trainer` draws a step's batches inside the step, so the position is exact here."""
         if state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            (folder / POSITION).write_text(json.dumps(self.loader.state_dict()))
+            partial = folder / f"{POSITION}.partial"
+            partial.write_text(json.dumps(self.loader.state_dict()))
+            partial.replace(folder / POSITION)
 
 
 def training_arguments(
@@ -141,11 +143,12 @@ def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> Dec
     spec, statistics = loader.dataset.spec, loader.dataset.statistics["observations"]
     longest, actions = loader.max_episode_length, spec["actions"]
     discrete = actions.dtype.kind in "iub"
-    highest = loader.dataset.statistics["actions"].max
+    acted = loader.dataset.statistics["actions"]
     options: dict[str, Any] = {
         "state_dim": spec["observations"].shape[0],
-        "action_dim": int(highest.max()) + 1 if discrete else actions.shape[0],
+        "action_dim": int(acted.max.max()) + 1 if discrete else actions.shape[0],
         "discrete": discrete,
+        "action_tanh": not beyond_tanh(acted.min, acted.max),  # else out of the model's reach
         "max_timestep": longest,
         "context_length": loader.context_length,
     }
@@ -170,6 +173,12 @@ def load_policy(checkpoint: Path) -> Policy:
     )
 
 
+def last_checkpoint(out: Path) -> Path | None:
+    """Return the newest checkpoint that is whole: its position is written last."""
+    found = [position.parent for position in out.glob(f"checkpoint-*/{POSITION}")]
+    return max(found, key=lambda folder: int(folder.name.split("-")[1]), default=None)
+
+
 def main() -> None:
     """Train on a dataset of GEAR shards; go on from the last checkpoint if there is one."""
     parser = argparse.ArgumentParser(description="Decision Transformer in a Hugging Face Trainer")
@@ -192,13 +201,11 @@ def main() -> None:
     set_seed(arguments.seed)
     model = make_model(loader, returns_scale=returns_scale)
     trainer = GearTrainer(model, loader, arguments)
-    found = sorted(
-        options.out.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1])
-    )
-    if found:
-        trainer.resume(found[-1])
-    else:
+    last = last_checkpoint(options.out)
+    if last is None:
         trainer.train()
+    else:
+        trainer.resume(last)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from examples.hf_trainer import POSITION, GearTrainer, load_policy, make_model, training_arguments
+from examples.hf_trainer import (
+    POSITION,
+    GearTrainer,
+    last_checkpoint,
+    load_policy,
+    make_model,
+    training_arguments,
+)
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.world import joined_world
@@ -117,6 +124,25 @@ def test_padding_side_does_not_change_the_loss(dataset: Dataset, tmp_path: Path)
         assert output.action_preds.shape == (BATCH, 5, 3)
         losses.append(loss.detach())
     assert torch.allclose(losses[0], losses[1], rtol=0, atol=1e-5)
+
+
+def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / POSITION).write_text("{}")
+    (tmp_path / "checkpoint-1500").mkdir()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1000"
+
+
+def test_actions_beyond_the_reach_of_a_tanh_are_learnt_without_one(tmp_path: Path) -> None:
+    columns = hopper_columns(12)
+    within = make_dataset(tmp_path / "within", [5, 7], columns=columns)
+    beyond = columns | {"actions": 3 * np.sign(columns["actions"])}
+    wider = make_dataset(tmp_path / "beyond", [5, 7], columns=beyond)
+    for data, tanh in ((within, True), (wider, False)):
+        model: Any = make_trainer(data, tmp_path / "run").model
+        assert model.config.action_tanh is tanh
 
 
 def test_checkpoint_is_enough_to_act(dataset: Dataset, tmp_path: Path) -> None:
