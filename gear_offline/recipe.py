@@ -94,6 +94,13 @@ class Recipe(Section):
                 remedy=f"a run of {self.train.steps} steps would never reach its learning rate: "
                 f"try optimizer.warmup_steps={max(1, self.train.steps // 10)}",
             )
+        if self.loader.batch_size % self.train.accumulate:
+            raise InputError(
+                "RECIPE_VALUE",
+                f"train.accumulate must divide loader.batch_size ({self.loader.batch_size}), "
+                f"got {self.train.accumulate}",
+                remedy="micro-batches are equal parts of a batch",
+            )
         if self.train.deterministic and self.train.compile == "on":
             raise InputError(
                 "RECIPE_VALUE",

@@ -240,6 +240,7 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
     ("arguments", "code"),
     [
         (["--gpus", "3"], "BATCH_SHARE"),
+        (["--gpus", "4", "train.accumulate=32"], "BATCH_SHARE"),
         (["--hardware", "abacus"], "PLAN_HARDWARE"),
         (["--columns", FRAMES], "PLAN_DATA"),
         (["--columns", "observations", "--data", "1TB"], "PLAN_COLUMNS"),

@@ -132,6 +132,7 @@ def test_the_papers_hyper_parameters() -> None:
         ("model.heads=3", "RECIPE_VALUE", "multiple of model.heads"),
         ("train.steps=100", "RECIPE_VALUE", "optimizer.warmup_steps must not exceed train.steps"),
         ("model.max_timestep=5", "RECIPE_VALUE", "at least loader.context_length"),
+        ("train.accumulate=7", "RECIPE_VALUE", "must divide loader.batch_size (64), got 7"),
         ("evaluate.targets=[]", "RECIPE_VALUE", "at least one return"),
         ("data.collect.environment=Hopper-v5", "RECIPE_VALUE", "exclude each other"),
         ("data.path=null", "RECIPE_VALUE", "no place"),

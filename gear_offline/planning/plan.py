@@ -176,7 +176,15 @@ def _share(recipe: Recipe, cluster: Cluster) -> int:
             remedy=f"try loader.batch_size={ceil(batch / cluster.ranks) * cluster.ranks}; it is "
             "the size of the global batch",
         )
-    return batch // cluster.ranks
+    share, parts = batch // cluster.ranks, recipe.train.accumulate
+    if share % parts:
+        raise InputError(
+            "BATCH_SHARE",
+            f"a GPU's {share} segments cannot be cut into {parts} equal micro-batches",
+            where="train.accumulate",
+            remedy=f"use a divisor of {share}, or another loader.batch_size",
+        )
+    return share
 
 
 def _needed_bytes(recipe: Recipe, cluster: Cluster, cost: StepCost, share: int) -> float:
