@@ -209,6 +209,7 @@ def evaluate(
         check_new_file(Path(out))
     folder = find_checkpoint(run, checkpoint)
     parts = load_policy_parts(folder)
+    step = read_state(folder)["step"]  # now: a run in training may remove it before the end
     recipe = parts.recipe
     settings, where = recipe.evaluate, resolve_device(device)
     environment_id = _chosen(
@@ -234,7 +235,7 @@ def evaluate(
         )
     home = run_of(folder)
     shown = typed_run(run, home)
-    report = replace(report, run=home.name, step=read_state(folder)["step"], device=str(where))
+    report = replace(report, run=home.name, step=step, device=str(where))
     try:  # what was played must not be lost because it cannot be written or drawn
         if out is not None:
             report.write(Path(out))

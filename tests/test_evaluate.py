@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,20 @@ def test_results_that_cannot_be_kept_are_still_returned(
     monkeypatch.setattr("gear_offline.evaluation_report.EvaluationReport.write", refuse)
     report = evaluate(run, episodes=1)
     assert report.results and "could not be kept" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run")
+
+    def played(*arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(run / "checkpoints" / "step-00000020")
+        return evaluate_policy(*arguments, **options)
+
+    monkeypatch.setattr("gear_offline.evaluate.evaluate_policy", played)
+    assert evaluate(run, episodes=1, quiet=True).step == 20
+    assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 
 
 def test_a_run_of_nearly_that_name_is_offered(
