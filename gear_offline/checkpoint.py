@@ -135,7 +135,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint(path: Path, *, training: bool = True, shards: bool = True) -> Checkpoint:
-    """Read a checkpoint directory and verify every byte of it.
+    """Read a checkpoint directory and verify every byte of what is read.
 
     Files are read once into memory; what was verified is what is used.
 
@@ -214,6 +214,7 @@ def newest_checkpoint(
     say: Callable[[str], None],
     *,
     below: int | None = None,
+    training: bool = True,
     shards: bool = True,
     verify: bool = False,
 ) -> Checkpoint | None:
@@ -225,7 +226,7 @@ def newest_checkpoint(
         Is told of each damaged checkpoint that was passed over.
     below
         Pass over those of this step and later ones.
-    shards
+    training, shards
         As in `read_checkpoint`.
     verify
         Compare shards that are left unread with their digests too.
@@ -240,7 +241,7 @@ def newest_checkpoint(
         if below is not None and step >= below:
             continue
         try:
-            checkpoint = read_checkpoint(path, shards=shards)
+            checkpoint = read_checkpoint(path, training=training, shards=shards)
             if verify and checkpoint.shards is not None:
                 verify_shards(path, checkpoint.shards)
             return checkpoint
@@ -293,12 +294,13 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
     """
     path = given_path(run_or_checkpoint, "CHECKPOINT_MISSING", where="run_or_checkpoint")
     if (path / "checkpoints").is_dir() and not (path / STATE).exists():
-        newest = newest_checkpoint(path / "checkpoints", lambda message: None)
+        folder = path / "checkpoints"
+        newest = newest_checkpoint(folder, lambda message: None, training=False)
         if newest is None:
             raise InputError("CHECKPOINT_MISSING", "the run has no checkpoint yet", where=str(path))
     else:
         path = find_checkpoint(path) if path.is_file() else path.resolve()
-        newest = read_checkpoint(path)
+        newest = read_checkpoint(path, training=False)
     return policy_parts(newest, task)
 
 

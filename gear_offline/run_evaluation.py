@@ -103,7 +103,7 @@ def _play(
     from gear_offline.task_policy import task_policy
 
     where = resolve_device(device)
-    model = restore_model(read_checkpoint(folder.resolve()))
+    model = restore_model(read_checkpoint(folder.resolve(), training=False))
 
     def policy_of(name: str) -> Policy:
         policy = task_policy(model, name, recipe, where)

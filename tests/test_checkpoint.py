@@ -301,6 +301,15 @@ def test_a_run_that_was_copied_with_its_links_followed(
     assert find_checkpoint(folder.parent, "best") == folder / checkpoint_name(3)
 
 
+def test_acting_reads_no_moments(tmp_path: Path, model: DecisionTransformer) -> None:
+    """They are two thirds of a checkpoint."""
+    path = save_checkpoint(tmp_path / "checkpoints", model, state(5))
+    (path / "training.safetensors").unlink()
+    for place in (tmp_path, path):
+        assert load_policy_parts(place).recipe == RECIPE
+    assert code_of(path) == "CHECKPOINT_DAMAGED"
+
+
 def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTransformer) -> None:
     path = save_checkpoint(tmp_path, model, state(5))
     for name in (".partial-step-00000009", ".removed-step-00000004"):
