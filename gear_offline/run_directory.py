@@ -85,8 +85,9 @@ def run_in(recipe: str | Path) -> Path | None:
     """Return the run directory that a recipe was named by: itself, or its ``recipe.yaml``."""
     place = Path(recipe)
     folder = place.parent if place.name == "recipe.yaml" and place.is_file() else place
-    held = (folder / "recipe.yaml").is_file() and (folder / "metrics.jsonl").is_file()
-    return folder if held else None
+    # One that was killed at once has no metrics yet, one that was copied may have no hidden files.
+    marks = any((folder / name).is_file() for name in ("metrics.jsonl", LOCK))
+    return folder if marks and (folder / "recipe.yaml").is_file() else None
 
 
 class RunDirectory(HeldDirectory):

@@ -117,8 +117,9 @@ def test_the_overview_names_every_command_in_whole_words(
     assert "convert" in listed and "..." not in listed
 
 
+@pytest.mark.parametrize("mark", ["metrics.jsonl", ".lock"])  # a kill or a copy leaves one
 def test_a_run_that_is_named_is_resumed_where_it_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
 ) -> None:
     asked: list[Path | None] = []
 
@@ -130,7 +131,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
     run = tmp_path / "mine"
     run.mkdir()
     (run / "recipe.yaml").write_text("base: smoke\n")
-    (run / "metrics.jsonl").touch()
+    (run / mark).touch()
     for words in (
         [str(run), "--resume"],
         [str(run / "recipe.yaml"), "--resume"],
