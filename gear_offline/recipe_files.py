@@ -126,6 +126,7 @@ def read_merged(
     chain[0][1].setdefault("description", "")  # what a base says is of the base
     for _, content in reversed(chain):
         merged = _merge(merged, _with_options(content))
+    _drop_options(merged, overrides)
     for override in overrides:
         _apply(merged, override)
     return merged, where
@@ -202,6 +203,17 @@ def _with_options(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def _drop_options(merged: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Take out the options of a strategy in whose place `overrides` name another."""
+    section = merged.get("selection")
+    pairs = (override.partition("=") for override in overrides)
+    named = [text for key, _, text in pairs if key.strip() == "selection.strategy"]
+    if named and isinstance(section, dict):
+        strategy = parse_yaml(named[-1], where="override selection.strategy")
+        if strategy != section.get("strategy"):
+            merged["selection"] = {**section, "options": {}}
+
+
 def _merge(base: Mapping[str, Any], top: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return `base` with the options of `top` laid over it, section by section."""
     merged = dict(base)
@@ -235,6 +247,7 @@ def _apply(merged: dict[str, Any], override: str) -> None:
         below = place.get(part)
         place[part] = dict(below) if isinstance(below, dict) else {}
         place = place[part]
-    if isinstance(value, dict) and isinstance(place.get(path[-1]), dict):
-        value = _merge(place[path[-1]], value, key.strip() + ".")
+    dotted, below = ".".join(path), place.get(path[-1])
+    if isinstance(value, dict) and isinstance(below, dict) and dotted not in _REPLACED_WHOLE:
+        value = _merge(below, value, f"{dotted}.")
     place[path[-1]] = value

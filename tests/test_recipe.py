@@ -393,6 +393,14 @@ def test_options_may_stand_beside_their_strategy(tmp_path: Path) -> None:
     assert validate_recipe(base, ["selection.k=7"]).selection.options == {"k": 7}
     child = write(tmp_path / "two.yaml", "base: one.yaml\nselection: {strategy: return_weighted}")
     assert load_recipe(child).selection.options == {}, "another strategy starts without options"
+    for overrides, options in (
+        (["selection.strategy=return_weighted"], {}),
+        (["selection.percent=3", "selection.strategy=top_percent"], {"percent": 3}),
+        (["selection.strategy=top_k"], {"k": 5}),
+        (["selection.options={}"], {}),
+        (["selection.options={unit: steps}"], {"unit": "steps"}),
+    ):
+        assert load_recipe(base, overrides).selection.options == options, overrides
     mixed = "selection: {strategy: top_percent, percent: 20, options: {of: episodes}}"
     found = load_recipe(write(tmp_path / "three.yaml", f"base: paper\n{mixed}"))
     assert found.selection.options == {"of": "episodes", "percent": 20}
