@@ -85,9 +85,16 @@ def run_in(recipe: str | Path) -> Path | None:
     """Return the run directory that a recipe was named by: itself, or its ``recipe.yaml``."""
     place = Path(recipe)
     folder = place.parent if place.name == "recipe.yaml" and place.is_file() else place
+    return folder if is_run(folder) else None
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a directory is a run's, and not one in which somebody keeps a recipe."""
+    if not (folder / "recipe.yaml").is_file():
+        return False
     # One that was killed at once has no metrics yet, one that was copied may have no hidden files.
-    marks = any((folder / name).is_file() for name in ("metrics.jsonl", LOCK))
-    return folder if marks and (folder / "recipe.yaml").is_file() else None
+    marked = any((folder / name).is_file() for name in (LOCK, "metrics.jsonl"))
+    return marked or bool(list_checkpoints(folder / "checkpoints"))
 
 
 class RunDirectory(HeldDirectory):
@@ -141,17 +148,16 @@ class RunDirectory(HeldDirectory):
                 remedy="give another place with --out",
             )
         content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        content -= {LOCK, ".recipe.yaml.partial"}
-        if not content or (not resume and self.is_false_start):
+        if not content - {LOCK, ".recipe.yaml.partial"}:
             return
-        if not self.recipe_path.is_file():
+        if not is_run(self.path):
             raise InputError(
                 "RUN_DIRECTORY",
                 "the directory is not empty and holds no run",
                 where=str(self.path),
                 remedy="train into another directory: --out",
             )
-        if not resume:
+        if not resume and not self.is_false_start:
             raise InputError(
                 "RUN_EXISTS",
                 "there is a run already",

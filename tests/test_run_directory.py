@@ -67,6 +67,17 @@ def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["thesis.txt"]
 
 
+def test_a_folder_with_a_recipe_of_the_users_is_no_run(tmp_path: Path) -> None:
+    """Its recipe was replaced, and its plots were removed as those of a false start."""
+    (tmp_path / "recipe.yaml").write_text("base: paper  # mine")
+    (tmp_path / "plots").mkdir()
+    assert code_of(tmp_path, resume=False) == "RUN_DIRECTORY"
+    assert code_of(tmp_path, resume=True) == "RUN_DIRECTORY"
+    assert sorted(os.listdir(tmp_path)) == ["plots", "recipe.yaml"]
+    (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert code_of(tmp_path, resume=True) == "", "a copy without hidden files"
+
+
 def test_one_writer_also_across_processes(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "a"):
         assert code_of(tmp_path / "a", resume=True) == "RUN_LOCKED"
