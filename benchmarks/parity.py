@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +36,7 @@ from transformers import DecisionTransformerModel
 from gear_offline.bench import machine
 from gear_offline.dataset import Dataset, open_dataset
 from gear_offline.evaluate import evaluate_policy
+from gear_offline.evaluation_report import mean_interval
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
@@ -45,8 +45,6 @@ from gear_offline.models.policy import Policy
 RELEASED, OURS = "released", "gear_offline"
 COLOURS = {RELEASED: "#D55E00", OURS: "#0072B2"}
 PROBE_SEED, PROBE_WINDOWS, PROBES = 987654321, 256, 20
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +254,7 @@ def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike) -> dict[str, Any]:
     found["difference"] = float(difference.mean())
     if not several:
         return found | {"interval": None, "within_seed_noise": None}
-    quantile = T_QUANTILES[min(a.size - 1, len(T_QUANTILES)) - 1]
-    half = quantile * float(difference.std(ddof=1)) / math.sqrt(a.size)
-    low, high = found["difference"] - half, found["difference"] + half
+    low, high = mean_interval(difference)
     return found | {"interval": [low, high], "within_seed_noise": bool(low <= 0.0 <= high)}
 
 

@@ -87,6 +87,11 @@ def test_verdict_tells_noise_from_a_difference() -> None:
     # by hand: differences 0.1, -0.1, 0.05 have mean 1/60 and deviation 0.10408; t(2) = 4.303
     assert low == pytest.approx(1 / 60 - 4.303 * 0.104083 / 3**0.5, rel=1e-4)
     assert high == pytest.approx(1 / 60 + 4.303 * 0.104083 / 3**0.5, rel=1e-4)
+    # 30 pairs: t(29) = 2.04523; the quantile of 10 degrees of freedom was taken from 12 pairs on
+    many = np.tile([0.0, 2.0], 15)
+    low, high = compare(many, np.zeros(30))["interval"]
+    half = 2.04523 * (30 / 29) ** 0.5 / 30**0.5
+    assert (low, high) == pytest.approx((1 - half, 1 + half), rel=1e-5)
 
 
 def test_plot_is_written(tmp_path: Path) -> None:
