@@ -35,6 +35,7 @@ class TrainingDisplay(BarDisplay):
         super().__init__(name, *columns, total=steps, done=done, quiet=quiet)
         self._steps, self._first = steps, done
         self._started = self._drawn = self._printed = time.monotonic()
+        self._busy_seconds = 0.0  # when it was last drawn: evaluations apart
         self._done = done
         self._loss: float | None = None
         self._score: str | None = None
@@ -46,20 +47,20 @@ class TrainingDisplay(BarDisplay):
             return
         now = time.monotonic()
         if now - self._drawn >= REDRAW_SECONDS:
-            self._drawn, self._done = now, done
-            self._bar.update(self._task, completed=done, facts=self._facts(done))
+            self._mark(done, now)
+            self._bar.update(self._task, completed=done, facts=self._facts())
 
     def log(self, done: int, loss: float) -> None:
         """Take the mean loss of the last steps; print a plain line when it is time."""
         self._loss = loss
         now = time.monotonic()
         last = done >= self._steps
+        self._mark(done, now)
         if self._bar is not None:
-            self._drawn, self._done = now, done
-            self._bar.update(self._task, completed=done, facts=self._facts(done))
+            self._bar.update(self._task, completed=done, facts=self._facts())
         elif last or now - self._printed >= PLAIN_INTERVAL_SECONDS:
             self._printed = now
-            say(f"step {done:,} of {self._steps:,}  {self._facts(done)}", quiet=self._quiet)
+            say(f"step {done:,} of {self._steps:,}  {self._facts()}", quiet=self._quiet)
 
     def evaluating(self, seconds: float | None = None) -> None:
         """Note that an evaluation begins, or that it took `seconds`."""
@@ -73,11 +74,14 @@ class TrainingDisplay(BarDisplay):
         """Show the last evaluation."""
         self._score = text
         if self._bar is not None:  # no step may follow
-            self._bar.update(self._task, facts=self._facts(self._done, self._drawn))
+            self._bar.update(self._task, facts=self._facts())
 
-    def _facts(self, done: int, at: float | None = None) -> str:
-        now = time.monotonic() if at is None else at
-        busy = now - self._started - self._paused_seconds
+    def _mark(self, done: int, now: float) -> None:
+        self._drawn, self._done = now, done
+        self._busy_seconds = now - self._started - self._paused_seconds
+
+    def _facts(self) -> str:
+        done, busy = self._done, self._busy_seconds
         rate = (done - self._first) / busy if busy > 0 else 0.0
         facts = [f"{rate:,.1f} steps/s"] if done > self._first else []
         if self._loss is not None:

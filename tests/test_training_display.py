@@ -7,6 +7,7 @@ import pty
 import signal
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +63,26 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> N
     assert "return 41" in said
     assert ("\u2501" in said) == (columns >= 80)
     assert "\x1b[1A" not in said, "all on one line"
+
+
+def test_an_evaluation_after_the_last_step_leaves_the_speed_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its seconds were taken off those of the steps before it: 0.0 steps/s, or far too many."""
+    clock = [0.0]
+    monkeypatch.setattr("gear_offline.training_display.time.monotonic", lambda: clock[0])
+    display = TrainingDisplay("tiny", steps=100, done=0, quiet=True)
+    said = []
+    display._bar = SimpleNamespace(update=lambda _, **new: said.append(new.get("facts")))  # type: ignore[assignment]
+    display._task = None  # type: ignore[assignment]
+    clock[0] = 10.0
+    display.log(100, 0.5)
+    display.evaluating()
+    clock[0] = 16.0
+    display.evaluating(6.0)
+    display.score("return 41")
+    assert said[0] == "loss 0.5  10.0 steps/s"
+    assert said[-1] == "loss 0.5  10.0 steps/s  return 41"
 
 
 def test_the_first_signal_is_a_request_the_second_is_final() -> None:
