@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline.split_table import SplitTable
+from gear_offline.wording import count_text
 
 Row = Mapping[str, Any]
 LABEL_WIDTH = 26
@@ -112,9 +113,11 @@ def facts_line(document: Row) -> str:
     data = document["data"]
     trained = "" if "training" in document else "; nothing was trained"
     return (
-        f"{data['episodes']:,} episodes, {data['steps']:,} steps, mean return of a step's episode "
-        f"{short(data['mean_return'])}. {document['batches']:,} batches of "
-        f"{document['batch_size']:,} windows of {document['context_length']} steps a strategy, "
+        f"{count_text(data['episodes'], 'episode')}, {count_text(data['steps'], 'step')}, mean "
+        f"return of a step's episode {short(data['mean_return'])}. "
+        f"{count_text(document['batches'], 'batch', 'batches')} of "
+        f"{count_text(document['batch_size'], 'window')} of "
+        f"{count_text(document['context_length'], 'step')} a strategy, "
         f"seed {document['seed']}{trained}. {document['machine']['cpu']}, "
         f"{document['machine']['date']}."
     )

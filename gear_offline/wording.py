@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def count_text(count: int, noun: str) -> str:
+def count_text(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count and its noun, e.g. ``"1 episode"`` or ``"2,000 episodes"``.
 
     Parameters
@@ -15,14 +15,16 @@ def count_text(count: int, noun: str) -> str:
     count
         How many.
     noun
-        The singular; its plural must end in ``s``.
+        The singular.
+    plural
+        Default: the singular and an ``s``.
     """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def strategies_text(count: int) -> str:
     """Return ``"1 strategy"`` or ``"8 strategies"``."""
-    return "1 strategy" if count == 1 else f"{count:,} strategies"
+    return count_text(count, "strategy", "strategies")
 
 
 def size_text(count: int) -> str:

@@ -143,7 +143,10 @@ def test_a_single_strategy_is_told_as_one() -> None:
     study = json.loads(STUDY.read_text())["hopper"]
     study["strategies"], trained = study["strategies"][:1], study["training"]
     trained["strategies"], trained["seeds"] = trained["strategies"][:1], [0]
+    study["data"] |= {"episodes": 1, "steps": 7}
+    study |= {"batches": 1, "batch_size": 1, "context_length": 1}
     text = render(study)
+    assert "1 episode, 7 steps, mean" in text and "1 batch of 1 window of 1 step a strategy" in text
     assert "<h1>What 1 strategy draws and learns from hopper-replay</h1>" in text
     assert "1 strategy, 1 seed each: 1 run of" in text
 
