@@ -164,8 +164,9 @@ class LeadingRun(Run):
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         now, held = time.perf_counter(), self.saves.held_seconds
-        self.evaluations.step_seconds = values["step_seconds"]
-        values = {**values, "save_wait_share": (held - self._held) / (now - self._logged)}
+        if "step_seconds" in values:
+            self.evaluations.step_seconds = values["step_seconds"]
+            values = {**values, "save_wait_share": (held - self._held) / (now - self._logged)}
         for steps, seconds in self.evaluations.staleness[self._stale :][-1:]:
             values |= {"evaluation_stale_steps": steps, "evaluation_stale_seconds": seconds}
         self._logged, self._held = now, held

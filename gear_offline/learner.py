@@ -128,7 +128,7 @@ class Learner:
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
-        self._rate = self._busy_seconds = self._wait_seconds = self._began = 0.0
+        self._busy_seconds = self._wait_seconds = self._began = 0.0
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
 
     def _launched_gradients(self) -> GradientPass:
@@ -192,7 +192,6 @@ class Learner:
         """End it: update the weights by the gradients that they have."""
         if self.optimizer.is_on_device:
             self.optimizer.finish(self.step, loss, self._window, self._filled)
-            self._rate = self.optimizer.rate(self.step)
             self._filled += 1
         else:
             norm = self.optimizer.clip()
@@ -201,7 +200,7 @@ class Learner:
             self._filled += 1
             if self.device.type == "cpu":
                 self._check()
-            self._rate = self.optimizer.update(self.step)
+            self.optimizer.update(self.step)
         self.step += 1
         self._timed += 1
         self._busy_seconds += time.perf_counter() - self._began
@@ -234,7 +233,6 @@ class Learner:
     def count_replay(self) -> None:
         """Count a captured step that was launched."""
         self.loader.skip()
-        self._rate = self.optimizer.rate(self.step)
         self.step += 1
         self._filled += 1
         self._timed += 1
@@ -289,7 +287,10 @@ class Learner:
         )
 
     def report(self) -> dict[str, float]:
-        """Return means over the steps since the last report, and begin anew."""
+        """Return means over the steps since the last report, and begin anew.
+
+        Without rates where another process did all of them, before the run was resumed.
+        """
         began = time.perf_counter()
         self._check()
         window = self._window[: self._filled].clone()
@@ -298,17 +299,16 @@ class Learner:
         busy = self._busy_seconds + time.perf_counter() - began
         if self._captured is not None and self._timed:
             self._wait_seconds = self._timed * self._captured.wait_seconds()
-        steps = max(self._timed, 1)  # fewer than the window has when the run was resumed in it
         loss, norm = (float(v) for v in np.mean(values, axis=0))
-        found = {
-            "loss": loss,
-            "gradient_norm": norm,
-            "learning_rate": self._rate,
-            "step_seconds": busy / steps,
-            "data_wait_share": self._wait_seconds / busy,
-            "samples_per_second": steps * self.recipe.loader.batch_size / busy,
-            **self.meter.add(steps, busy),
-        }
+        rate = self.optimizer.rate(self.step - 1)
+        found = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        if steps := self._timed:  # fewer than the window has when the run was resumed in it
+            found |= {
+                "step_seconds": busy / steps,
+                "data_wait_share": self._wait_seconds / busy,
+                "samples_per_second": steps * self.recipe.loader.batch_size / busy,
+                **self.meter.add(steps, busy),
+            }
         self._all_busy_seconds += busy
         self._all_wait_seconds += self._wait_seconds
         self._filled = self._timed = 0

@@ -214,6 +214,20 @@ def test_a_run_can_be_made_longer(whole: Path, data: Path, tmp_path: Path) -> No
         train(tiny_recipe(data, *falling), out=tmp_path / "b", resume=True, quiet=True)
 
 
+def test_a_run_that_ends_where_it_was_stopped_has_no_rates_of_its_own(
+    data: Path, tmp_path: Path
+) -> None:
+    """The last line had a learning rate of 0 and a rate of samples that nobody reached."""
+    run = tmp_path / "run"
+    with interrupted_in(8), pytest.raises(TrainingInterrupted):
+        train(tiny_recipe(data), out=run, quiet=True)
+    train(tiny_recipe(data, "train.steps=8"), out=run, resume=True, quiet=True)
+    before, last = read_records(run / "metrics.jsonl")[-2:]
+    assert (before["step"], last["step"]) == (6, 8) and last["loss"] > 0
+    assert before["learning_rate"] == last["learning_rate"] == 1e-2
+    assert last.keys() == {"step", "loss", "gradient_norm", "learning_rate"}
+
+
 def test_steps_of_a_damaged_checkpoint_are_not_done(data: Path, tmp_path: Path) -> None:
     """Fewer steps than it has may be asked for, if those of the newest whole one are no more."""
     run = tmp_path / "run"
