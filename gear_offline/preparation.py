@@ -176,7 +176,8 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
         ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``,
         ``REFERENCE_UNKNOWN``, ``NONFINITE``, ``COLUMN_KIND``.
     UnavailableError
-        ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made.
+        ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made;
+        ``DEVICE`` when evaluations are asked for on one that is not here.
     """
     from gear_offline.episode_runner import make_environment, space_sizes
     from gear_offline.evaluate import resolve_reference
@@ -231,8 +232,20 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     resolved = recipe.replace(**changes)
     if environment is not None and resolved.evaluate.episodes > 0:
         resolve_reference(environment, resolved.evaluate.reference)  # now, not after 10,000 steps
+        _check_evaluation_device(resolved.evaluate.device)
     _check(resolved, dataset, sizes)
     return resolved, sizes
+
+
+def _check_evaluation_device(device: str) -> None:
+    from gear_offline.loaders.options import resolve_device
+
+    try:
+        resolve_device(device)
+    except UnavailableError as error:
+        raise UnavailableError(
+            error.code, error.what, where="evaluate.device", remedy="use evaluate.device=auto"
+        ) from error
 
 
 def _reference(dataset: Dataset) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 from gear_offline.checkpoint import load_policy_parts
 from gear_offline.convert import convert
 from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.metrics import read_records
 from gear_offline.preparation import prepare_dataset, resolve
 from gear_offline.recipe import load_recipe
@@ -23,6 +23,7 @@ from tests.training_support import (
     STATE_DIM,
     STEP_LIMIT,
     register_environment,
+    tiny_data,
     tiny_recipe,
 )
 
@@ -152,6 +153,19 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
         found = refused(open_dataset(tmp_path / str(number)), "evaluate.episodes=0")
         assert found == "COLUMN_KIND"
+
+
+def test_evaluations_on_a_device_that_is_not_here_are_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run on the CPU came to its first evaluation, and ended there with an error of torch's."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = tiny_data(tmp_path / "data")
+    recipe = tiny_recipe(data, "evaluate.device=cuda")
+    with pytest.raises(UnavailableError, match=r"\(evaluate\.device\)") as caught:
+        train(recipe, out=tmp_path / "run", quiet=True)
+    assert caught.value.code == "DEVICE" and not (tmp_path / "run").exists()
+    resolve(recipe.replace(evaluate__episodes=0), open_dataset(data), quiet=True)
 
 
 def test_a_dataset_made_of_something_else_is_not_taken(
