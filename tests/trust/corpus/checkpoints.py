@@ -15,7 +15,7 @@ from tests.trust.corpus.case import FIXTURES, Case, Make
 
 CHECKPOINT = "run/checkpoints/step-00000003"
 DAMAGED = "CHECKPOINT_DAMAGED"
-FILES = ("config.json", "model.safetensors", "training.safetensors")
+FILES, MOMENTS = ("config.json", "model.safetensors"), "training.safetensors"
 
 
 def case(
@@ -123,19 +123,25 @@ def tensor(document: dict[str, Any]) -> dict[str, Any]:
 PICKLE = b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR."
 KEYS = ("step", "loader", "normalisation", "recipe", "files", "seconds")
 
+WAYS: tuple[tuple[str, Callable[[str], Make]], ...] = (
+    ("missing", lambda name: instead(name, lambda p: None)),
+    ("empty", lambda name: raw(name, lambda r: b"")),
+    ("cut", lambda name: raw(name, lambda r: r[:-1])),
+    ("longer", lambda name: raw(name, lambda r: r + b"\n")),
+    ("pickle", lambda name: raw(name, lambda r: PICKLE)),
+    ("pickle-forged", lambda name: forged(name, lambda r: PICKLE)),
+    ("pipe", lambda name: instead(name, os.mkfifo)),
+    ("device", lambda name: instead(name, lambda p: p.symlink_to("/dev/zero"))),
+)
+
 CASES: tuple[Case, ...] = (
     # The good one is read whole: what fails then is its environment, which no package offers.
     case("good", "ENVIRONMENT_UNKNOWN", good, says="GearOfflineTiny-v0"),
-    *(case(f"{name}-missing", DAMAGED, instead(name, lambda p: None)) for name in FILES),
-    *(case(f"{name}-empty", DAMAGED, raw(name, lambda r: b"")) for name in FILES),
-    *(case(f"{name}-cut", DAMAGED, raw(name, lambda r: r[:-1])) for name in FILES),
-    *(case(f"{name}-longer", DAMAGED, raw(name, lambda r: r + b"\n")) for name in FILES),
-    *(case(f"{name}-pickle", DAMAGED, raw(name, lambda r: PICKLE)) for name in FILES),
-    *(case(f"{name}-pickle-forged", DAMAGED, forged(name, lambda r: PICKLE)) for name in FILES),
-    *(case(f"{name}-pipe", DAMAGED, instead(name, os.mkfifo)) for name in FILES),
+    *(case(f"{name}-{kind}", DAMAGED, make(name)) for name in FILES for kind, make in WAYS),
+    # Who acts needs no moments, and does not read them whatever they are.
     *(
-        case(f"{name}-device", DAMAGED, instead(name, lambda p: p.symlink_to("/dev/zero")))
-        for name in FILES
+        case(f"{MOMENTS}-{kind}", "ENVIRONMENT_UNKNOWN", make(MOMENTS), says="GearOfflineTiny-v0")
+        for kind, make in WAYS
     ),
     case("state-missing", "CHECKPOINT_MISSING", instead("state.json", lambda p: None)),
     case("state-empty", DAMAGED, raw("state.json", lambda r: b"")),
