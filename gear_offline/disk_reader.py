@@ -136,10 +136,12 @@ class DiskReader:
         self._release()
 
     def check(self, *, ahead: bool = False) -> None:
-        """Raise as `take` does if there is no going on, if wanted with what is read `ahead`."""
+        """Raise as `take` does if there is no going on, if wanted with what is read `ahead`.
+
+        Without the lock: Ctrl-C may come between taking it and the block that gives it back.
+        """
         if not self._is_copy():
-            with self._changed:
-                self._raise()
+            self._raise()
         elif ahead:
             raise GearError(
                 "LOADER_CLOSED",

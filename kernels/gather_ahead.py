@@ -6,6 +6,7 @@ whoever asks for batches only takes them.  It knows nothing of the loader, which
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -25,6 +26,8 @@ class GatherAhead:
 
     def __init__(self, fill: Fill) -> None:
         self._fill = fill
+        # Ctrl-C while the pool starts its thread makes it forget this one, and start another.
+        self._one_by_one = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="gear-gather")
         self._next: tuple[int, int, Future[Windows]] | None = None
 
@@ -50,7 +53,11 @@ class GatherAhead:
 
     def _begin(self, first_step: int, steps: int) -> None:
         """Have steps gathered, after what is being gathered now."""
-        self._next = (first_step, steps, self._pool.submit(self._fill, first_step, steps))
+        self._next = (first_step, steps, self._pool.submit(self._alone, first_step, steps))
+
+    def _alone(self, first_step: int, steps: int) -> Windows:
+        with self._one_by_one:
+            return self._fill(first_step, steps)
 
     def close(self) -> None:
         """Wait for the thread; what makes `fill` return is the caller's."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_ctrl_c_while_waiting_for_the_disk(
     assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0)), "it goes on"
     loader.close()
     timer.join()
+
+
+def test_asking_whether_the_loader_goes_on_takes_no_lock(dataset: Dataset) -> None:
+    """Ctrl-C between taking it and the block that gives it back stopped the reading threads."""
+    with on_disk(dataset, **OPTIONS) as loader, ThreadPoolExecutor(1) as pool:
+        assert loader.disk is not None
+        reader = loader.disk._reader
+        with reader._changed:
+            pool.submit(reader.check, ahead=True).result(10)
 
 
 def test_a_forked_process_is_told_that_the_threads_stayed_behind(dataset: Dataset) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,3 +99,23 @@ def test_an_interrupted_wait_goes_on(
     recorder.gate.set()
     found: Any = ahead.take(3, 2)
     assert found == (3, 2) and recorder.calls.count((3, 2)) == 1
+
+
+def test_two_threads_of_the_pool_do_not_gather_at_once() -> None:
+    """Ctrl-C while the pool starts its thread leaves it with another one besides."""
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def fill(first_step: int, steps: int) -> Any:
+        under_way.append(first_step)
+        most.append(len(under_way))
+        time.sleep(0.05)
+        under_way.pop()
+        return first_step, steps
+
+    ahead = GatherAhead(fill)
+    ahead._pool._max_workers = 2
+    for step in (0, 10, 20):
+        ahead.take(step, 1)
+    ahead.close()
+    assert set(most) == {1}
