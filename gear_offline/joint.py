@@ -10,10 +10,12 @@ Shape legend: T tasks, E episodes of all, N steps of all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -212,11 +214,14 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
     Raises
     ------
     InputError
-        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_MISSING``, ``COLUMN_KIND``.
+        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_MISSING``, ``COLUMN_KIND``; ``TASK_NAMES``,
+        ``DATASET_KIND``, ``TASK_SCALE``.
     """
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
         raise InputError("TASK_NAMES", f"tasks need names of their own, got {names}")
+    for task in tasks:
+        _check_task(task)
     for task in tasks:  # refuses what does not fit a batch, and frames that shall be normalised
         standard_fields(task.dataset, normalize_states=normalize_states)
     parts = [task.dataset for task in tasks]
@@ -265,13 +270,30 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
     )
 
 
+def _check_task(task: Task) -> None:
+    if not isinstance(task.dataset, Dataset) or isinstance(task.dataset, JointDataset):
+        kind = type(task.dataset).__name__
+        raise InputError(
+            "DATASET_KIND",
+            f"task {task.name!r}: a {kind} is not one dataset",
+            remedy="give what gear_offline.open_dataset(PATH) returns; of joint ones their tasks",
+        )
+    scale = task.returns_scale
+    if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
+        raise InputError(
+            "TASK_SCALE",
+            f"task {task.name!r}: returns_scale={scale!r} is not usable",
+            remedy="use a positive number",
+        )
+
+
 def _source(tasks: Sequence[Task], normalized: bool) -> SourceRecord:
     """Say what the joint table is made of: its digest in a loader's state depends on it."""
     made = [
         {
             "name": task.name,
             "dataset": digest(task.dataset.manifest.encode()),
-            "returns_scale": task.returns_scale,
+            "returns_scale": np.asarray(task.returns_scale).item(),  # also of NumPy's numbers
         }
         for task in tasks
     ]

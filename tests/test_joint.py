@@ -254,6 +254,14 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: join_datasets(twice)) == "TASK_NAMES"
     loader: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
     joint = join(parts)
+    for other in (joint, str(parts["hop"].path)):  # scales within a joint one were lost
+        tasks = [Task(name="a", dataset=other)]  # type: ignore[arg-type]
+        assert failing_code(partial(join_datasets, tasks)) == "DATASET_KIND"
+    numpy_ = [Task(name="a", dataset=parts["hop"], returns_scale=np.float32(4))]  # type: ignore[arg-type]
+    assert join_datasets(numpy_).returns_scales[0] == 4
+    for scale in (0.0, -3.0, float("nan"), "ten"):
+        tasks = [Task(name="a", dataset=parts["hop"], returns_scale=scale)]  # type: ignore[arg-type]
+        assert failing_code(partial(join_datasets, tasks)) == "TASK_SCALE"
     assert failing_code(lambda: GearLoader(joint, normalize_states=True, **loader)) == (
         "LOADER_OPTION"
     )
