@@ -203,6 +203,8 @@ def test_seeds_and_steps_differ() -> None:
         ({"step": 2**63}, "SELECTION_RANGE"),
         ({"count": 0}, "SELECTION_RANGE"),
         ({"seed": 1.5}, "SELECTION_RANGE"),
+        ({"step": "3"}, "SELECTION_RANGE"),
+        ({"step": None}, "SELECTION_RANGE"),
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
@@ -216,6 +218,9 @@ def test_out_of_range_arguments(name: str, change: dict[str, Any], code: str) ->
 def test_unknown_name_options_and_empty_tables() -> None:
     with pytest.raises(InputError, match="did you mean 'uniform_steps'") as caught:
         make_selection("uniform_step", index_of([3]))
+    assert caught.value.code == "SELECTION_UNKNOWN"
+    with pytest.raises(InputError, match="no selection strategy None") as caught:
+        make_selection(None, index_of([3]))  # type: ignore[arg-type]
     assert caught.value.code == "SELECTION_UNKNOWN"
     with pytest.raises(InputError, match="temperature") as caught:
         make_selection("uniform_steps", index_of([3]), temperature=2)

@@ -278,9 +278,9 @@ def make_selection(
     >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
     ([0, 0, 0], [0.143, 0.143, 0.143])
     """
-    factory = _FACTORIES.get(name)
+    factory = _FACTORIES.get(name) if isinstance(name, str) else None
     if factory is None:
-        near = difflib.get_close_matches(name, _FACTORIES, n=1)
+        near = difflib.get_close_matches(str(name), _FACTORIES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(
             "SELECTION_UNKNOWN",
@@ -343,10 +343,12 @@ def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
 
     `seed` below 2**64, `first_step` and what follows from `steps` below 2**63, `count` segments.
     """
+    numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
+    last = operator.index(first_step) + operator.index(steps) if numbers else 0
     for what, value, low, high in (
         ("seed", seed, 0, 1 << 64),
         ("step", first_step, 0, 1 << 63),
-        ("last step", first_step + steps, 0, 1 << 63),
+        ("last step", last, 0, 1 << 63),
         ("steps", steps, 0, 1 << 32),
         ("batch size", count, 1, (1 << 32) + 1),
     ):
