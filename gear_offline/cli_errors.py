@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from contextlib import suppress
+from typing import Any
 
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 from gear_offline.wording import printable
@@ -26,11 +27,7 @@ def tell(error: Exception, debug: bool) -> int:
         print(message(), file=sys.stderr)
         return 2
     if message is not None:  # typer's usage errors, whichever click it carries
-        context = getattr(error, "ctx", None)
-        command = "gear-offline" if context is None else context.command_path
-        dashed = re.search(r"--([a-z_]+\.[a-z_.]+)", message())
-        cure = f"write {dashed[1]}=VALUE without dashes" if dashed else f"see {command} --help"
-        show("USAGE", f"{message().removesuffix('.')}; {cure}")
+        show("USAGE", f"{message().removesuffix('.')}; {_cure(error, message())}")
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)
@@ -41,6 +38,30 @@ def tell(error: Exception, debug: bool) -> int:
     else:
         show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
+
+
+def _cure(error: Exception, message: str) -> str:
+    """Return what to do about a usage error of typer's."""
+    context: Any = getattr(error, "ctx", None)
+    if context is None:
+        return "see gear-offline --help"
+    dashed = re.search(r"No such option: --([A-Za-z_.-]+)", message)
+    if dashed and any(parameter.name == "overrides" for parameter in context.command.params):
+        name = _option_of_recipes(dashed[1].replace("-", "_"))
+        if name is not None:
+            return f"write {name}=VALUE without dashes"
+    return f"see {context.command_path} --help"
+
+
+def _option_of_recipes(asked: str) -> str | None:
+    """Return the recipe's option that is asked for by its last word, or as it is written there."""
+    from gear_offline.recipe import Recipe
+    from gear_offline.recipe_errors import dotted_fields
+
+    if "." in asked:
+        return asked
+    found = [name for name in dotted_fields(Recipe) if name.rpartition(".")[2] == asked]
+    return min(found, key=lambda name: name.count("."), default=None)
 
 
 def _tell_system_error(error: OSError) -> None:

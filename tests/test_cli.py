@@ -98,6 +98,10 @@ def test_wrong_usage_is_one_line_and_exit_2(
     ("words", "said"),
     [
         (["train", "smoke", "--train.steps=5"], "; write train.steps=VALUE without dashes\n"),
+        (["train", "smoke", "--steps", "5"], "; write train.steps=VALUE without dashes\n"),
+        (["sweep", "smoke", "--batch-size=5"], "; write loader.batch_size=VALUE without dashes\n"),
+        (["train", "smoke", "--stepz"], "; see gear-offline train --help\n"),
+        (["inspect", "--steps"], "; see gear-offline inspect --help\n"),
         (["recipes", "show"], "command 'show'; see gear-offline recipes --help\n"),
         (["train", "--nope"], "; see gear-offline train --help\n"),
     ],
