@@ -49,7 +49,7 @@ class Arena:
         """Return bytes ``[begin, end)`` of a block, of unspecified content, for each of `ends`.
 
         Begins are multiples of 64, and so are addresses.  A tensor is a storage of its own, as
-        `torch.save` asks for where dtypes differ; it keeps the whole block.
+        saving by torch asks for where dtypes differ; it keeps the whole block.
         """
         nbytes = max(end for _, end in ends)
         if self.pin:

@@ -28,7 +28,7 @@ from gear_offline.loaders.options import check_options, check_state, no_engine, 
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
-from gear_offline.loaders.workers import pickled, worker_batches
+from gear_offline.loaders.workers import sendable, worker_batches
 from gear_offline.node_table import shared_table
 from gear_offline.placement_plan import Placement
 from gear_offline.schema import Int64Array
@@ -272,7 +272,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled; see `loaders.workers`."""
-        return pickled(self)
+        return sendable(self)
 
     @property
     def step(self) -> int:

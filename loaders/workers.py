@@ -49,7 +49,7 @@ def _every(loader: GearLoader, first: int, stride: int) -> Iterator[Batch]:
         step += stride
 
 
-def pickled(loader: GearLoader) -> dict[str, Any]:
+def sendable(loader: GearLoader) -> dict[str, Any]:
     """Return what another process gets of a loader: without the batches that are made already.
 
     They are views of one block, and pickle would copy the whole block for each.
