@@ -66,12 +66,14 @@ def titles(figure: Figure, title: str, subtitle: str) -> None:
 def _written(figure: Figure, height: float, text: str, *, size: float, **style: Any) -> None:
     """Write a line that fits the width: smaller where it is long, and cut amid where very long."""
     line, most = figure.text(0.013, height, text, fontsize=size, **style), len(text)
-    while line.get_window_extent().width > TEXT_SHARE * figure.bbox.width:
+    room = TEXT_SHARE * figure.bbox.width
+    while (width := line.get_window_extent().width) > room:
         if size > LEAST_SIZE:
-            size = max(0.96 * size, LEAST_SIZE)
+            size = max(min(0.98, room / width) * size, LEAST_SIZE)
             line.set_fontsize(size)
             continue
-        most -= 2  # at the smallest size: more and more amid it is left out
+        # at the smallest size: more and more amid it is left out
+        most = min(most - 2, int(most * room / width))
         line.set_text(f"{text[: most // 3]}...{text[most // 3 - most + 3 :]}")
 
 
