@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import resource
 import sys
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from gear_offline.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.read_queue import Int64Array, ReadQueue
 from gear_offline.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
-from gear_offline.system_calls import drop_pages, expect_random_reads
+from gear_offline.system_calls import drop_pages, expect_random_reads, most_open
 
 DIRECT_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
 MAX_OPEN = 512  # shards kept open; beyond that each read opens its shard
@@ -227,8 +226,7 @@ class ShardFiles:
         self._direct = direct
         with dataset.opened() as directory:
             self._directory = os.dup(directory)
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._keep = len(self._shards) <= min(MAX_OPEN, most // 4)
+        self._keep = len(self._shards) <= most_open(MAX_OPEN)
         self._open: dict[int, DiskFile] = {}
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close_all, self._directory, self._open)

@@ -1,9 +1,11 @@
-"""Calls that Linux has and other systems lack, macOS for one, and what does instead."""
+"""What the system tells and takes, where Linux and others, macOS for one, have other calls."""
 
 from __future__ import annotations
 
 import os
+import resource
 import sys
+from pathlib import Path
 
 
 def usable_cores() -> int:
@@ -34,3 +36,20 @@ def sync_data(handle: int) -> None:
         os.fdatasync(handle)
     else:
         os.fsync(handle)
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had, 0 where nobody tells."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS, which counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not getrusage: its maximum survives exec, so it would be the parent's.
+    lines = status.read_text().splitlines()
+    found = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return next(found, 0)
+
+
+def most_open(most: int) -> int:
+    """Return how many files to keep open: `most`, or a quarter of what the process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if limit < 0 else max(1, min(most, limit // 4))

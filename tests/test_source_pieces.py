@@ -341,7 +341,7 @@ def test_a_folder_of_more_files_than_may_be_open(
 ) -> None:
     limits = (descriptors, descriptors)
     monkeypatch.setattr(gear_offline.sources.folder, "MOST_OPEN", most)
-    monkeypatch.setattr("gear_offline.sources.folder.resource.getrlimit", lambda _: limits)
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     for number in range(5):
         write(tmp_path / f"{number}.h5", flagged(6, number) | {"rewards": np.ones((6, 1))})
     with open_source(tmp_path) as source:

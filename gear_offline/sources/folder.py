@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from gear_offline.sources.generic import open_hdf5
 from gear_offline.sources.hdf5 import Hdf5Rows
 from gear_offline.sources.hdf5_guard import source_read_error
 from gear_offline.sources.pieces import PieceSource, join_sources
+from gear_offline.system_calls import most_open
 
 SUFFIXES = (".hdf5", ".h5")
 MOST_OPEN = 512  # files at a time, and a quarter of the descriptors that the process may have
@@ -45,8 +45,7 @@ class _Pool:
         self._open: OrderedDict[Path, Hdf5Rows] = OrderedDict()
         self._sizes: dict[Path, int] = {}
         self._bytes = 0
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = MOST_OPEN if limit < 0 else max(1, min(MOST_OPEN, limit // 4))
+        self._most = most_open(MOST_OPEN)
 
     def get(self, path: Path, size: int, open_file: Callable[[], Hdf5Rows]) -> Hdf5Rows:
         """Return the open file of `size` bytes."""
