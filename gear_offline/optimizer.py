@@ -171,14 +171,13 @@ class Optimizer:
         assert self._device_adamw is not None, "made with captured=True"
         self._device_adamw.send_addresses()
 
-    def update(self, step: int) -> float:
-        """Apply the gradients of step `step` (counted from 0) and return its learning rate."""
+    def update(self, step: int) -> None:
+        """Apply the gradients of step `step`, counted from 0."""
         rate = self.rate(step)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
         self.refresh()
-        return rate
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from gear_offline.errors import InputError
 
 __all__ = [
-    *("beyond_tanh", "check_actions", "check_observations", "check_rewards", "check_timesteps"),
+    "beyond_tanh",
+    "check_actions",
+    "check_observations",
+    "check_rewards",
+    "check_timesteps",
     "trainable_parameters",
 ]
 

@@ -34,19 +34,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "gzip": {"compression": "gzip"},
 }
 _PEAK = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import gear_offline.sources.generic
 from gear_offline.convert import convert
-# Not getrusage: its maximum survives exec, so it would be the parent's.
-def peak():
-    if not Path("/proc/self/status").exists():  # macOS, which counts bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-before = peak()
+from gear_offline.system_calls import peak_bytes
+before = peak_bytes()
 convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
-print(json.dumps([before, peak()]))
+print(json.dumps([before, peak_bytes()]))
 """
 
 

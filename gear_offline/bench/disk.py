@@ -24,7 +24,6 @@ are the medians of the rounds' ratios.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -53,6 +52,7 @@ from gear_offline.host_memory import pages
 from gear_offline.huge_memory import huge_memory
 from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
+from gear_offline.system_calls import peak_bytes
 from gear_offline.window_reader import ReadBuffer
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
@@ -187,16 +187,6 @@ def _together(work: Callable[[int], None], threads: int) -> float:
     return time.perf_counter() - began
 
 
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of macOS, which counts bytes
-    for line in status.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
     """Measure in a process of its own: a line of JSON for each line that is asked.
 
@@ -208,7 +198,7 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
         print(json.dumps(document), file=answers, flush=True)
 
     if not arguments:
-        answer(peak_bytes=_peak_bytes())
+        answer(peak_bytes=peak_bytes())
         return
     loader = GearLoader(
         arguments[0],
@@ -244,7 +234,7 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
             processor=(time.process_time() - worked)
             / max(after.read_bytes - before.read_bytes, 1)
             * (1 << 30),
-            peak_bytes=_peak_bytes(),
+            peak_bytes=peak_bytes(),
         )
     loader.close()
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.data_parallel import check_parts
 from gear_offline.errors import InputError
 from gear_offline.peer_placement import PEER, plan_node
 from gear_offline.placement import HBM
@@ -176,14 +177,8 @@ def _share(recipe: Recipe, cluster: Cluster) -> int:
             remedy=f"try loader.batch_size={ceil(batch / cluster.ranks) * cluster.ranks}; it is "
             "the size of the global batch",
         )
-    share, parts = batch // cluster.ranks, recipe.train.accumulate
-    if share % parts:
-        raise InputError(
-            "BATCH_SHARE",
-            f"a GPU's {share} segments cannot be cut into {parts} equal micro-batches",
-            where="train.accumulate",
-            remedy=f"use a divisor of {share}, or another loader.batch_size",
-        )
+    share = batch // cluster.ranks
+    check_parts(share, recipe.train.accumulate, whose="a GPU's")
     return share
 
 

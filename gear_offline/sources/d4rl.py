@@ -121,9 +121,8 @@ def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatS
     layout = find_columns(rows, REQUIRED, OPTIONAL)
     family, evidence = detect_family(rows, layout, name, attributes.get("env_id"))
     own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
-    other = next((flag for flag in TIME_FLAGS if flag in layout.columns), "timeouts")
-    if other != "timeouts":
-        own = f"terminals|{other}"
+    if foreign := _foreign_flag(layout):
+        own = f"terminals|{foreign}"
     dataset = dataset_of_file(name)
     if environment:
         reference = environment if reference_scores(environment) else None
@@ -166,16 +165,20 @@ def gymnasium_id(value: Any) -> str | None:
     return str(value) if found else None
 
 
+def _foreign_flag(layout: Layout) -> str | None:
+    """Return the time flag that there is in place of D4RL's own, if there is one."""
+    flag = next((flag for flag in TIME_FLAGS if flag in layout.columns), "timeouts")
+    return None if flag == "timeouts" else flag
+
+
 def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tuple[Family, str]:
     """Return the family and what told it: the name, then ``env_id``, then the content.
 
     A Gymnasium id says that the file was collected with today's flags, which need no repair: only
     D4RL's own files give terminals another meaning.  So does a time flag that D4RL has not.
     """
-    if "timeouts" not in layout.columns:
-        for flag in TIME_FLAGS:
-            if flag in layout.columns:
-                return _BY_NAME["d4rl"], f"a column {flag}, which no file of D4RL has"
+    if foreign := _foreign_flag(layout):
+        return _BY_NAME["d4rl"], f"a column {foreign}, which no file of D4RL has"
     for text, evidence in ((Path(name).stem, "name"), (str(env_id or ""), "env_id")):
         for family in FAMILIES:
             if text and re.search(family.pattern, text.lower()):
