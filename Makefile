@@ -29,13 +29,15 @@ demo:
 
 # What users import, as the package's docstring lists it; the parts behind it are read in their
 # sources.  Last, what public classes inherit: pdoc shows it only from modules that it is given.
-API = gear_offline $(addprefix gear_offline.,sources convert inspection manifest statistics collect \
-	selection laws.options loaders.feedback loaders.device_batches loaders.device_feedback \
-	table placement host_memory host_table joint world data_ranks exchange \
-	models.decision_transformer models.loss models.checks models.policy \
-	recipe trainer checkpoint evaluate scores sweep sweep_points \
-	strategies planning.hardware planning.workload planning.plan cli \
-	dataset_facts dataset_episodes closing)
+API = gear_offline $(addprefix gear_offline., \
+	sources convert dataset.inspection dataset.manifest dataset.statistics collect \
+	sampling.selection sampling.options loaders.feedback loaders.device_batches \
+	loaders.device_feedback tables.table tables.placement tables.host_memory tables.host_table \
+	tables.joint distributed.world distributed.data_ranks distributed.exchange \
+	models.decision_transformer models.loss models.checks models.policy config.recipe runs.trainer \
+	training.checkpoint evaluation.evaluate dataset.scores sweep.sweep sweep.points \
+	analysis.strategies planning.hardware planning.workload planning.plan cli.main \
+	dataset.dataset_facts dataset.dataset_episodes core.closing)
 api: export PDOC_ALLOW_EXEC = 1
 api:
 	@.ci/setup docs

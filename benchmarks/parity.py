@@ -34,9 +34,9 @@ from torch import Tensor
 from transformers import DecisionTransformerModel
 
 from gear_offline.bench import machine
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.evaluate import evaluate_policy
-from gear_offline.evaluation_report import mean_interval
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.evaluation.evaluate import evaluate_policy
+from gear_offline.evaluation.results import mean_interval
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model

@@ -43,15 +43,15 @@ from benchmarks.parity import (
     run,
 )
 from gear_offline.bench import machine
-from gear_offline.checkpoint import load_policy_parts
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.evaluate import evaluate_policy
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.run_directory import write_whole
-from gear_offline.sweep import run_sweep
-from gear_offline.trainer import train
+from gear_offline.runs.directory import write_whole
+from gear_offline.runs.trainer import train
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.training.checkpoint import load_policy_parts
 
 SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
 

@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gear_offline.run_directory import write_whole
-from gear_offline.significance import holm, permutation_test
-from gear_offline.strategies_learning import compare_rows, limits_of
-from gear_offline.strategies_learning_text import (
+from gear_offline.analysis.learning import compare_rows, limits_of
+from gear_offline.analysis.learning_text import (
     columns_of,
     failed_runs,
     interval,
@@ -31,8 +29,10 @@ from gear_offline.strategies_learning_text import (
     training_line,
     verdict_text,
 )
-from gear_offline.strategies_page import render
-from gear_offline.strategies_text import short
+from gear_offline.analysis.page import render
+from gear_offline.analysis.significance import holm, permutation_test
+from gear_offline.analysis.text import short
+from gear_offline.runs.directory import write_whole
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "studies" / "sampling-on-replay-data.md"

@@ -39,11 +39,11 @@ from transformers import (
 )
 
 from gear_offline import GearLoader, open_dataset
+from gear_offline.distributed.world import joined_world
 from gear_offline.models.checks import beyond_tanh, check_timesteps, trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
-from gear_offline.world import joined_world
 
 POSITION = "loader.json"
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gear_offline as go
-from gear_offline.evaluate import evaluate_policy
+from gear_offline.evaluation.evaluate import evaluate_policy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,22 +7,22 @@ torch nor cupy.  Functions that bear their module's name are imported from it
 What else is public, by module:
 
 - Data: `gear_offline.sources`, `gear_offline.convert`, `gear_offline.collect`,
-  `gear_offline.inspection`, `gear_offline.manifest`, `gear_offline.statistics`,
-  `gear_offline.joint` (several datasets as one), `gear_offline.scores`.
-- Batches: `gear_offline.selection` and `gear_offline.laws.options` (strategies, your own too),
+  `dataset.inspection`, `dataset.manifest`, `dataset.statistics`,
+  `gear_offline.tables.joint` (several datasets as one), `gear_offline.dataset.scores`.
+- Batches: `sampling.selection` and `sampling.options` (strategies, your own too),
   `gear_offline.loaders.feedback` (losses for those that learn from them),
   `gear_offline.loaders.device_batches` and `gear_offline.loaders.device_feedback` (CUDA graphs).
-- Where rows lie: `gear_offline.table`, `gear_offline.placement`, `gear_offline.host_memory`,
-  `gear_offline.host_table`.
+- Where rows lie: `tables.table`, `tables.placement`, `tables.host_memory`,
+  `gear_offline.tables.host_table`.
 - Model: `gear_offline.models.decision_transformer`, `gear_offline.models.loss`,
   `gear_offline.models.checks`, `gear_offline.models.policy`.
-- Runs: `gear_offline.recipe` (docs/recipes.md lists the options), `gear_offline.trainer`,
-  `gear_offline.checkpoint`, `gear_offline.evaluate`, `gear_offline.sweep`,
-  `gear_offline.sweep_points`, `gear_offline.strategies` (what strategies draw), `gear_offline.cli`.
-- Several processes: `gear_offline.world`, `gear_offline.data_ranks`, `gear_offline.exchange`,
+- Runs: `config.recipe` (docs/recipes.md lists the options), `runs.trainer`,
+  `training.checkpoint`, `evaluation.evaluate`, `sweep.sweep`,
+  `sweep.points`, `analysis.strategies` (what strategies draw), `cli.main`.
+- Several processes: `distributed.world`, `distributed.data_ranks`, `distributed.exchange`,
   `gear_offline.planning.plan`, `gear_offline.planning.workload`, `gear_offline.planning.hardware`.
-- Bases: `gear_offline.dataset_facts` and `gear_offline.dataset_episodes` of `Dataset`,
-  `gear_offline.closing` of what a ``with`` block closes.
+- Bases: `dataset.dataset_facts` and `dataset.dataset_episodes` of `Dataset`,
+  `gear_offline.core.closing` of what a ``with`` block closes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes
 if TYPE_CHECKING:
     from typing import Any
 
-    from gear_offline.checkpoint import load_policy as load_policy
-    from gear_offline.dataset import Dataset as Dataset
-    from gear_offline.dataset import open_dataset as open_dataset
+    from gear_offline.config.recipe import load_recipe as load_recipe
+    from gear_offline.dataset.dataset import Dataset as Dataset
+    from gear_offline.dataset.dataset import open_dataset as open_dataset
+    from gear_offline.dataset.schema import ColumnSpec as ColumnSpec
+    from gear_offline.dataset.schema import EpisodeIndex as EpisodeIndex
+    from gear_offline.dataset.schema import TableSpec as TableSpec
+    from gear_offline.dataset.scores import normalized_score as normalized_score
+    from gear_offline.dataset.scores import reference_scores as reference_scores
     from gear_offline.errors import GearError as GearError
     from gear_offline.errors import InputError as InputError
     from gear_offline.errors import UnavailableError as UnavailableError
@@ -43,51 +48,46 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import (
         DecisionTransformer as DecisionTransformer,
     )
-    from gear_offline.recipe import load_recipe as load_recipe
-    from gear_offline.schema import ColumnSpec as ColumnSpec
-    from gear_offline.schema import EpisodeIndex as EpisodeIndex
-    from gear_offline.schema import TableSpec as TableSpec
-    from gear_offline.scores import normalized_score as normalized_score
-    from gear_offline.scores import reference_scores as reference_scores
-    from gear_offline.selection import make_selection as make_selection
+    from gear_offline.runs.trainer import train as train
+    from gear_offline.sampling.selection import make_selection as make_selection
     from gear_offline.sources import from_arrays as from_arrays
     from gear_offline.sources import from_episodes as from_episodes
     from gear_offline.sources import join_sources as join_sources
     from gear_offline.sources import open_source as open_source
     from gear_offline.sources import pick_episodes as pick_episodes
-    from gear_offline.trainer import train as train
+    from gear_offline.training.checkpoint import load_policy as load_policy
 
 _HOMES = {
     "Batch": "gear_offline.loaders.batch",
-    "ColumnSpec": "gear_offline.schema",
-    "Dataset": "gear_offline.dataset",
+    "ColumnSpec": "gear_offline.dataset.schema",
+    "Dataset": "gear_offline.dataset.dataset",
     "DecisionTransformer": "gear_offline.models.decision_transformer",
-    "EpisodeIndex": "gear_offline.schema",
+    "EpisodeIndex": "gear_offline.dataset.schema",
     "GearError": "gear_offline.errors",
     "GearLoader": "gear_offline.loaders.loader",
     "InputError": "gear_offline.errors",
-    "TableSpec": "gear_offline.schema",
+    "TableSpec": "gear_offline.dataset.schema",
     "UnavailableError": "gear_offline.errors",
     "export_hdf5": "gear_offline.export",
     "from_arrays": "gear_offline.sources",
     "from_episodes": "gear_offline.sources",
     "join_sources": "gear_offline.sources",
-    "load_policy": "gear_offline.checkpoint",
-    "load_recipe": "gear_offline.recipe",
-    "make_selection": "gear_offline.selection",
-    "normalized_score": "gear_offline.scores",
-    "open_dataset": "gear_offline.dataset",
+    "load_policy": "gear_offline.training.checkpoint",
+    "load_recipe": "gear_offline.config.recipe",
+    "make_selection": "gear_offline.sampling.selection",
+    "normalized_score": "gear_offline.dataset.scores",
+    "open_dataset": "gear_offline.dataset.dataset",
     "open_source": "gear_offline.sources",
     "pick_episodes": "gear_offline.sources",
-    "reference_scores": "gear_offline.scores",
-    "train": "gear_offline.trainer",
+    "reference_scores": "gear_offline.dataset.scores",
+    "train": "gear_offline.runs.trainer",
 }
 
 _IN_MODULES = {
     "collect": "gear_offline.collect",
     "convert": "gear_offline.convert",
-    "evaluate": "gear_offline.evaluate",
-    "inspect": "gear_offline.inspection",
+    "evaluate": "gear_offline.evaluation.evaluate",
+    "inspect": "gear_offline.dataset.inspection",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -2,6 +2,6 @@
 
 import sys
 
-from gear_offline.command import main
+from gear_offline.cli.command import main
 
 sys.exit(main())

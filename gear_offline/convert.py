@@ -17,18 +17,23 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.environment_ids import check_environment_id, unregistered
-from gear_offline.errors import InputError
-from gear_offline.interruption import StopRequest
-from gear_offline.manifest import (
+from gear_offline.core.interruption import StopRequest
+from gear_offline.core.progress import progress, say
+from gear_offline.core.staging import staging
+from gear_offline.dataset.manifest import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     Manifest,
     SourceRecord,
 )
-from gear_offline.progress import progress, say
-from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.shard_job import (
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.shards import RESERVED_NAMES, digest, open_directory
+from gear_offline.dataset.source_facts import small_facts
+from gear_offline.dataset.statistics import Moments, distribution
+from gear_offline.errors import InputError
+from gear_offline.evaluation.environment_ids import check_environment_id, unregistered
+from gear_offline.sources.base import Source, SourceInfo
+from gear_offline.sources.shard_job import (
     REWARDS,
     Advance,
     Settings,
@@ -36,13 +41,8 @@ from gear_offline.shard_job import (
     ShardResult,
     write_shard,
 )
-from gear_offline.shard_workers import write_shards
-from gear_offline.shards import RESERVED_NAMES, digest, open_directory
-from gear_offline.source_digests import digested
-from gear_offline.source_facts import small_facts
-from gear_offline.sources.base import Source, SourceInfo
-from gear_offline.staging import staging
-from gear_offline.statistics import Moments, distribution
+from gear_offline.sources.shard_workers import write_shards
+from gear_offline.sources.source_digests import digested
 
 __all__ = ["convert"]
 
@@ -181,7 +181,7 @@ def convert(
             os.close(handle)
         place.publish()
     if not quiet:
-        from gear_offline.inspection import print_summary
+        from gear_offline.dataset.inspection import print_summary
 
         print_summary(manifest)
     return manifest
@@ -308,7 +308,7 @@ def plan_shards(
 def _reference_scores(
     info: SourceInfo, *, environment: str | None, reference: str | None
 ) -> Mapping[str, Any] | None:
-    from gear_offline.scores import reference_scores
+    from gear_offline.dataset.scores import reference_scores
 
     if reference is not None and reference_scores(reference) is None:
         raise InputError(

@@ -23,13 +23,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline import cli
-from gear_offline.command import INTERRUPTED_BY_USER, handle_interrupts
+from gear_offline.cli import main as cli
+from gear_offline.cli.command import INTERRUPTED_BY_USER, handle_interrupts
+from gear_offline.core.staging import check_new_folder
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import GearError, InputError
-from gear_offline.manifest import Manifest
-from gear_offline.plots import short
-from gear_offline.scores import ReferenceScores, normalized_score
-from gear_offline.staging import check_new_folder
+from gear_offline.runs.plots import short
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +176,8 @@ class Demo:
 
     def finish(self) -> None:
         """Show the table, write the report, say where to go next, and check the result."""
-        from gear_offline.evaluate import random_return
-        from gear_offline.report import write_report
+        from gear_offline.evaluation.evaluate import random_return
+        from gear_offline.runs.report import write_report
 
         settings = self.settings
         document = json.loads((self.run / "evaluation.json").read_text())

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gear_offline
+from gear_offline.core.wording import count_text
 from gear_offline.probes import (
     PROBE_SECONDS,
     PROBES,
@@ -30,7 +31,6 @@ from gear_offline.probes import (
     probe,
     rdma_devices,
 )
-from gear_offline.wording import count_text
 
 CORE_PACKAGES = (
     "numpy",

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 import gear_offline
-from gear_offline.dataset import Dataset
+from gear_offline.core.progress import progress, say
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.progress import progress, say
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
 from gear_offline.sources.shards import DatasetSource
-from gear_offline.wording import count_text
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
@@ -79,7 +79,7 @@ def export_hdf5(
     ...     print(sorted(file), file["observations"].shape)
     ['actions', 'observations', 'rewards', 'terminals', 'timeouts'] (12, 3)
     """
-    from gear_offline.hdf5_writer import Hdf5Writer
+    from gear_offline.core.hdf5_writer import Hdf5Writer
 
     path = Path(path)
     with ExitStack() as stack:

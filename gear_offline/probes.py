@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gear_offline.system_calls import usable_cores
+from gear_offline.core.system_calls import usable_cores
 
 PROBE_SECONDS = 90.0
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -74,8 +74,8 @@ print(json.dumps({}))
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import numpy as np
-from gear_offline.host_memory import PAGE_BYTES, HostBlock
-from gear_offline.page_filling import fill_pages
+from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
+from gear_offline.tables.page_filling import fill_pages
 block = HostBlock.create(PAGE_BYTES)
 rows = block.allocate((PAGE_BYTES,), np.dtype(np.uint8))
 with fill_pages([rows]) as filler:

@@ -165,7 +165,7 @@ class DeviceAdamW:
         Of the pieces, and what is done with others' parts around the update; ``None``: all of it is
         done here.
     betas, weight_decay, clip_norm
-        As `gear_offline.recipe.OptimizerSettings`.
+        As `gear_offline.config.recipe.OptimizerSettings`.
 
     Attributes
     ----------

@@ -20,8 +20,8 @@ import torch
 
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding, Windows, filled
-from gear_offline.placement import PlacedTable
-from gear_offline.selection import Segments
+from gear_offline.sampling.selection import Segments
+from gear_offline.tables.placement import PlacedTable
 
 LEAST_BYTES = 512 << 10  # of a whole window
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: rows are never written again

@@ -1,6 +1,6 @@
 """The GPU's loader: one launch from (seed, step) to finished batches, wherever the rows lie.
 
-The CPU twin is `gear_offline.selection` with `gear_offline.kernels.gather`; both give the same
+The CPU twin is `sampling.selection` with `kernels.gather`; both give the same
 bits.  Nothing here waits for the GPU.
 
 Shape legend: B segments a step, K steps of a window, E episodes.
@@ -31,9 +31,9 @@ from gear_offline.kernels.rules import (
     index_of,
     law_number,
 )
-from gear_offline.placement import PlacedStore, PlacedTable
-from gear_offline.selection import Segments, Selection, check_range
-from gear_offline.table import Store
+from gear_offline.sampling.selection import Segments, Selection, check_range
+from gear_offline.tables.placement import PlacedStore, PlacedTable
+from gear_offline.tables.table import Store
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.fields import Field, convert
 from gear_offline.kernels.arena import Arena, carve
-from gear_offline.selection import Segments
-from gear_offline.table import Store, Table
+from gear_offline.sampling.selection import Segments
+from gear_offline.tables.fields import Field, convert
+from gear_offline.tables.table import Store, Table
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.rules import RULE
-from gear_offline.table import Store
+from gear_offline.tables.table import Store
 
 MAX_STORES: Final = 24
 COPY_PIECE_BYTES: Final = 4096  # of a task: one warp with 8 loads of 16 bytes a lane

@@ -1,6 +1,6 @@
 """Priorities in GPU memory: masses, their sums, updates from losses, importance weights.
 
-The CPU twin is `gear_offline.laws.sum_tree.SumTree` with `gear_offline.laws.prioritized`; masses,
+The CPU twin is `sampling.sum_tree.SumTree` with `sampling.prioritized`; masses,
 sums and draws are the same bits.  Nothing here waits for the GPU but `state` and `total`.
 
 Shape legend: N steps (items), E episodes, B segments of a batch.
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.tree_job import (
@@ -31,8 +32,7 @@ from gear_offline.kernels.tree_job import (
     job_of,
     level_sizes,
 )
-from gear_offline.pinning import format_bytes
-from gear_offline.schema import EpisodeIndex
+from gear_offline.tables.pinning import format_bytes
 
 THREADS, BLOCK = 256, 1024
 SMALL = 8192  # updates that one block does in one launch
@@ -48,7 +48,7 @@ class DevicePriorities:
     index
         Whose N steps have the masses.
     mass_of_code
-        (CODES,) uint64, as `gear_offline.laws.prioritized.Prioritized`.
+        (CODES,) uint64, as `gear_offline.sampling.prioritized.Prioritized`.
     device
         The GPU.
     first
@@ -183,7 +183,7 @@ class DevicePriorities:
         counter
             (1,) int64 on the GPU: one more than the batch's step.
         beta, beta_steps
-            As `gear_offline.laws.prioritized.Prioritized`.
+            As `gear_offline.sampling.prioritized.Prioritized`.
         out
             (B,) float32 on the GPU.
         """

@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import numpy as np
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.tree_job import TREE
-from gear_offline.laws.implementations import D3rlpy, MinDecisionTransformer
-from gear_offline.laws.mixture import Mixture
-from gear_offline.laws.ordered import FirstInFirstOut, LastInFirstOut, ShuffledEpochs
-from gear_offline.laws.prioritized import Prioritized
-from gear_offline.laws.uniform import UniformEpisodes, UniformSteps
-from gear_offline.laws.weighted import StratifiedReturn, WeightedEpisodes
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Selection
+from gear_offline.sampling.implementations import D3rlpy, MinDecisionTransformer
+from gear_offline.sampling.mixture import Mixture
+from gear_offline.sampling.ordered import FirstInFirstOut, LastInFirstOut, ShuffledEpochs
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import Selection
+from gear_offline.sampling.uniform import UniformEpisodes, UniformSteps
+from gear_offline.sampling.weighted import StratifiedReturn, WeightedEpisodes
 
 MakeTree = Callable[[Prioritized], Any]  # returns a `TREE` row of the law's masses
 

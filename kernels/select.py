@@ -14,8 +14,8 @@ from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.cuda_module import Parameters, load
 from gear_offline.kernels.job import describe_job
 from gear_offline.kernels.rules import D3RLPY, MIN_DT, describe_rule, law_number
-from gear_offline.laws.prioritized import numbered
-from gear_offline.selection import Segments, Selection, check_range
+from gear_offline.sampling.prioritized import numbered
+from gear_offline.sampling.selection import Segments, Selection, check_range
 
 THREADS = 256
 BLOCKS_PER_SM = 8

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gear_offline.fields import EXTRA
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.selection import learner_of
+from gear_offline.sampling.selection import learner_of
+from gear_offline.tables.fields import EXTRA
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine, StaticFill

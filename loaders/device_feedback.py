@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError
-from gear_offline.laws.mixture import prioritized_parts
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches
 from gear_offline.loaders.feedback import SegmentFeedback
+from gear_offline.sampling.mixture import prioritized_parts
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader

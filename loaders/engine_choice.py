@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from gear_offline.core.progress import say
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding, Windows
-from gear_offline.laws.mixture import prioritized_parts
-from gear_offline.placement_plan import Placement
-from gear_offline.progress import say
-from gear_offline.selection import Segments
-from gear_offline.shared_tables import current_tables
-from gear_offline.table import Table
-from gear_offline.world import World
+from gear_offline.sampling.mixture import prioritized_parts
+from gear_offline.sampling.selection import Segments
+from gear_offline.tables.disk_gather import Stream
+from gear_offline.tables.placement_plan import Placement
+from gear_offline.tables.shared_tables import current_tables
+from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import PlacedTable
+    from gear_offline.tables.placement import PlacedTable
 
 Engine = Literal["auto", "on", "off"]
 
@@ -47,7 +47,7 @@ def make_engine(
     """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
     from gear_offline.kernels.engine import DeviceEngine
     from gear_offline.kernels.rules import law_number
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     weights = getattr(stream.selection, "episode_weight", None)
     if weights is not None and len(weights) != table.episodes.episodes:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.loss import segment_losses
-from gear_offline.selection import LearnsFromLosses, Selection, learner_of
+from gear_offline.sampling.selection import LearnsFromLosses, Selection, learner_of
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader

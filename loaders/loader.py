@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gear_offline.closing import Closing
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.kernels.disk_gather import Stream
+from gear_offline.core.closing import Closing
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import Int64Array
+from gear_offline.dataset.shards import digest
+from gear_offline.distributed.world import World
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.laws.options import plain
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
@@ -29,18 +30,23 @@ from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.loaders.workers import sendable, worker_batches
-from gear_offline.node_table import shared_table
-from gear_offline.placement_plan import Placement
-from gear_offline.schema import Int64Array
-from gear_offline.selection import Segments, Selection, check_range, learner_of, selection_for
-from gear_offline.shards import digest
-from gear_offline.table import Layout, Mode
-from gear_offline.world import World
+from gear_offline.sampling.options import plain
+from gear_offline.sampling.selection import (
+    Segments,
+    Selection,
+    check_range,
+    learner_of,
+    selection_for,
+)
+from gear_offline.tables.disk_gather import Stream
+from gear_offline.tables.node_table import shared_table
+from gear_offline.tables.placement_plan import Placement
+from gear_offline.tables.table import Layout, Mode
 
 if TYPE_CHECKING:
+    from gear_offline.distributed.sharding import NodeShare
     from gear_offline.kernels.engine import DeviceEngine
     from gear_offline.loaders.sharded import ShardedBatches
-    from gear_offline.sharding import NodeShare
 
 STATE_FORMAT = 1
 BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
@@ -72,7 +78,7 @@ class GearLoader(Closing, Iterator[Batch]):
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
     gamma, returns_scale, normalize_states, layout, mode, extra_columns
-        As `gear_offline.table.build_table`.
+        As `gear_offline.tables.table.build_table`.
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
@@ -85,7 +91,7 @@ class GearLoader(Closing, Iterator[Batch]):
         and copied on the current stream.  ``"auto"``: on where that is possible, else off, and a
         line on stderr says why.  The batches are the same bits.
     placement, hbm_budget
-        As `gear_offline.placement.place_table`, for the engine.  ``"disk"``: the rows stay in the
+        As `tables.placement.place_table`, for the engine.  ``"disk"``: the rows stay in the
         shards and are read ahead of use, whatever the device.  ``"auto"`` does that too where the
         table does not fit host memory, and a line on stderr says so.
     host_budget
@@ -95,7 +101,7 @@ class GearLoader(Closing, Iterator[Batch]):
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        With ``"shard"``, how rows travel: the mode of `gear_offline.exchange.open_exchange`.
+        With ``"shard"``, how rows travel: the mode of `distributed.exchange.open_exchange`.
     world
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
@@ -115,7 +121,7 @@ class GearLoader(Closing, Iterator[Batch]):
     ------
     InputError
         ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*``; those of
-        `gear_offline.table.build_table` and `open_dataset`.
+        `gear_offline.tables.table.build_table` and `open_dataset`.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
         ``ENGINE_OFF``, ``ENGINE_SELECTION``, ``CUPY_*``, ``CUDA_RUNTIME``, ``GPU_TOO_OLD``.

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.laws.options import plain
-from gear_offline.table import Table
-from gear_offline.world import World
+from gear_offline.sampling.options import plain
+from gear_offline.tables.table import Table
 
 MAX_FRAME_STACK = 64
 
@@ -89,7 +89,9 @@ def check_options(
         if chosen not in ("auto", "on", "off"):
             raise bad_option(name, chosen, "'auto', 'on' or 'off'")
     if world is not None and not isinstance(world, World):
-        raise bad_option("world", world, "a gear_offline.world.World, or None for one process")
+        raise bad_option(
+            "world", world, "a gear_offline.distributed.world.World, or None for one process"
+        )
     if isinstance(extra_columns, str):
         raise bad_option("extra_columns", extra_columns, f"a list: [{extra_columns!r}]")
     if not isinstance(extra_columns, Iterable):

@@ -20,15 +20,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
+from gear_offline.distributed.sharding import NodeShare
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
-from gear_offline.fields import convert
 from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
-from gear_offline.selection import Segments, Selection, learner_of
-from gear_offline.sharding import NodeShare
-from gear_offline.table import Table
-from gear_offline.world import World
+from gear_offline.sampling.selection import Segments, Selection, learner_of
+from gear_offline.tables.fields import convert
+from gear_offline.tables.table import Table
 
 Int64Array = npt.NDArray[np.int64]
 AHEAD = 2  # blocks whose rows may be on their way

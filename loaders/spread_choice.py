@@ -5,18 +5,18 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from gear_offline.dataset import Dataset
+from gear_offline.core.progress import say
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.host_memory import RESERVE_BYTES, available_bytes
-from gear_offline.host_table import table_bytes
-from gear_offline.kernels.disk_gather import Stream
 from gear_offline.kernels.gather import Padding
-from gear_offline.pinning import format_bytes
-from gear_offline.progress import say
-from gear_offline.selection import Selection
-from gear_offline.sharding import NodeShare, shard_weights, share_shards, take_share
-from gear_offline.table import Table
-from gear_offline.world import World
+from gear_offline.sampling.selection import Selection
+from gear_offline.tables.disk_gather import Stream
+from gear_offline.tables.host_memory import RESERVE_BYTES, available_bytes
+from gear_offline.tables.host_table import table_bytes
+from gear_offline.tables.pinning import format_bytes
+from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     from gear_offline.loaders.sharded import LocalGather, ShardedBatches
@@ -45,7 +45,7 @@ def choose_share(
         ``"replicate"``, ``"shard"``, or ``"auto"``: spread over nodes if there are several and one
         of them has too little memory for all.
     mode, rows
-        As `gear_offline.table.build_table`.
+        As `gear_offline.tables.table.build_table`.
     selection
         Nodes get equal shares of its probability if it says how often episodes are drawn, else of
         steps.
@@ -102,8 +102,8 @@ def open_spread(
     padding: Padding,
 ) -> ShardedBatches:
     """Open the exchange between the ranks, and return what makes this rank's batches."""
-    from gear_offline.exchange import open_exchange
-    from gear_offline.exchange.contract import TIMEOUT
+    from gear_offline.distributed.exchange import open_exchange
+    from gear_offline.distributed.exchange.contract import TIMEOUT
     from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 
     shelf = shelf_of(table, share, world.nodes[world.rank])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.joint import JointDataset
+from gear_offline.tables.joint import JointDataset
 
 
 def task_bounds(dataset: Dataset, device: torch.device, *, normalized: bool) -> Tensor | None:

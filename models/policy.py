@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.wording import count_text
 from gear_offline.errors import InputError
-from gear_offline.fields import STD_FLOOR
 from gear_offline.models.checks import check_observations, check_rewards
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.wording import count_text
+from gear_offline.tables.fields import STD_FLOOR
 
 __all__ = ["Policy"]
 

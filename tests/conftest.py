@@ -36,5 +36,5 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_reports() -> Iterator[None]:
     """Leave out reports of single runs, which with their plots take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
+        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         yield

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gear_offline import staging
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
+from gear_offline.core import staging
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline import disk_sizes, window_reader
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.tables import disk_sizes, window_reader
 from tests.support import hopper_columns, make_dataset
 
 LENGTHS = [30, 1, 7, 55, 20, 3] * 8

@@ -17,14 +17,15 @@ from typing import Any
 import typer
 
 import gear_offline
-from gear_offline import bench, cli_values
-from gear_offline.cli import app
+from gear_offline import bench
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.cli import values as cli_values
+from gear_offline.cli.main import app
 from gear_offline.collect.request import requested_mix
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.planning.hardware import load_hardware
 from gear_offline.planning.workload import make_workload
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.sweep_points import parse_points, parse_seeds
+from gear_offline.sweep.points import parse_points, parse_seeds
 from tests.docs_support import ROOT
 
 SOURCES = {

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.distributed.exchange import Piece, Shelf
 from gear_offline.errors import GearError
-from gear_offline.exchange import Piece, Shelf
 from tests.exchange_team import SECRET, Failure, Player, ReadRow, World, reads_of
 
 Steps = Sequence[Sequence[ReadRow]]
@@ -222,9 +222,9 @@ def posted_by_objects(player: Player, world: World, steps: Steps, rows: int) -> 
     """As `run_steps`, with the poster that needs nothing but pyverbs' own objects."""
     from importlib import import_module
 
-    from gear_offline.exchange.work_requests import ObjectPoster
+    from gear_offline.distributed.exchange.work_requests import ObjectPoster
 
-    verbs: Any = import_module("gear_offline.exchange.verbs")
+    verbs: Any = import_module("gear_offline.distributed.exchange.verbs")
     kept, verbs.make_poster = verbs.make_poster, ObjectPoster
     try:
         return run_steps(player, world, steps, rows)

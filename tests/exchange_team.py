@@ -25,9 +25,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.distributed.exchange import (
+    Exchange,
+    FolderRendezvous,
+    Piece,
+    Reads,
+    Shelf,
+    open_exchange,
+)
+from gear_offline.distributed.exchange.mesh import THREAD_NAME
 from gear_offline.errors import GearError
-from gear_offline.exchange import Exchange, FolderRendezvous, Piece, Reads, Shelf, open_exchange
-from gear_offline.exchange.mesh import THREAD_NAME
 
 SECRET = b"a secret of sixteen or more bytes"
 INTERFACE_VARIABLE = "GEAR_OFFLINE_RDMA_INTERFACE"

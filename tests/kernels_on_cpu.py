@@ -27,8 +27,8 @@ from gear_offline.kernels import adamw, engine, priorities, select
 from gear_offline.kernels.job import JOB
 from gear_offline.kernels.rules import RULE
 from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
-from gear_offline.placement import PlacedStore, PlacedTable
-from gear_offline.table import Table
+from gear_offline.tables.placement import PlacedStore, PlacedTable
+from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror")

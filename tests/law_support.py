@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gear_offline.laws.base import Facts
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.sampling.base import Facts
+from gear_offline.sampling.selection import Segments
 
 CONTEXT = 4
 MIXED: list[dict[str, Any]] = [

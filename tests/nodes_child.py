@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gear_offline.cli import main
-from gear_offline.learner import Learner
+from gear_offline.cli.main import main
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.training.learner import Learner
 from tests.one_process import row_digests
 
 

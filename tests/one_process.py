@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gear_offline.exchange.contract import Destination, Reads, Shelf
+from gear_offline.distributed.exchange.contract import Destination, Reads, Shelf
 from gear_offline.loaders.batch import Batch
 
 

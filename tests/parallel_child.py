@@ -8,9 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
-from gear_offline.learner import Learner
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.config.recipe import load_recipe
+from gear_offline.runs.trainer import train
+from gear_offline.training.learner import Learner
 
 
 def main(recipe: str, out: str, steps: str, kill_at: str) -> None:

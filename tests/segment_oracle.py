@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 
 Array = npt.NDArray[Any]
 

@@ -19,13 +19,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from gear_offline import trainer
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.sharded_checkpoint import finish_shards, load_shards, pieces_to_save, write_shard
-from gear_offline.world import World, open_world
+from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import World, open_world
+from gear_offline.runs import trainer
+from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
+from gear_offline.training.sharded_checkpoint import (
+    finish_shards,
+    load_shards,
+    pieces_to_save,
+    write_shard,
+)
 
 # what FSDP2 collects weights with; older torch does not have the first
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -200,7 +205,7 @@ def three(world: World, recipe: str, out: Path) -> None:
     """Go on from two ranks' shards, first as if ranks did not see one folder."""
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr("gear_offline.run_state.os.access", lambda *_: False)
+            patched.setattr("gear_offline.runs.state.os.access", lambda *_: False)
         train(recipe, out, "train.steps=10")
     assert not list((out / "checkpoints" / checkpoint_name(10)).glob("shard-*"))
     train(recipe, out, "train.steps=12", "train.save=sync")
@@ -208,7 +213,7 @@ def three(world: World, recipe: str, out: Path) -> None:
 
 def main(recipe: str, out: str, folder: str) -> None:
     with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gear_offline.trainer.open_world", lambda *_, **__: nullcontext(world))
+        patched.setattr("gear_offline.runs.trainer.open_world", lambda *_, **__: nullcontext(world))
         pieces(world, Path(folder))
         (two if world.size == 2 else three)(world, recipe, Path(out))
 

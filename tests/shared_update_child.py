@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from gear_offline import captured_part, captured_step, learner, rank_update
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.training import captured_part, captured_step, learner, rank_update
 from tests.kernels_on_cpu import ThreadedKernels, on_cpu
 from tests.training_support import register_environment, tiny_recipe
 
@@ -101,7 +101,9 @@ def main(kernels: str, data: str, *runs: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(rank_update, "LEAST_LEFT", 1))
-        stack.enter_context(mock.patch("gear_offline.report.write_report", lambda run, **_: run))
+        stack.enter_context(
+            mock.patch("gear_offline.runs.report.write_report", lambda run, **_: run)
+        )
         if device == "cpu":
             without_gpu(stack, kernels)
         for run in runs:

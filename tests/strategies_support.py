@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gear_offline.dataset import open_dataset
-from gear_offline.preparation import resolve
-from gear_offline.recipe import Recipe
-from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.strategies_plan import TrainingPlan, make_plan
-from gear_offline.strategies_train import train_strategies
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.analysis.plan import TrainingPlan, make_plan
+from gear_offline.analysis.train import train_strategies
+from gear_offline.config.recipe import Recipe
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.runs.preparation import resolve
 from tests.training_support import tiny_recipe
 
 NAMES = "top_k:k=2,uniform_episodes"

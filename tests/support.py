@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import GearError
-from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -167,8 +167,8 @@ def failing_code(call: Callable[[], object]) -> str:
 
 def userfaultfd_is_allowed() -> bool:
     """Whether pages of shared memory can be made of their bytes here."""
-    from gear_offline.host_memory import PAGE_BYTES, HostBlock
-    from gear_offline.page_filling import PageFiller
+    from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
+    from gear_offline.tables.page_filling import PageFiller
 
     block = HostBlock.create(PAGE_BYTES)
     try:

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from gear_offline.errors import GearError
-from gear_offline.preparation import prepare_dataset
-from gear_offline.sweep_display import SweepDisplay
-from gear_offline.sweep_points import SweepPoint
-from gear_offline.sweep_turns import Turns
+from gear_offline.runs.preparation import prepare_dataset
+from gear_offline.sweep.display import SweepDisplay
+from gear_offline.sweep.points import SweepPoint
+from gear_offline.sweep.turns import Turns
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.joint import JointDataset, Task, join_datasets
-from gear_offline.learner import Learner
-from gear_offline.preparation import prepare_dataset, resolve
-from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.tables.joint import JointDataset, Task, join_datasets
+from gear_offline.training.learner import Learner
 from tests.support import hopper_columns, make_dataset
 
 SIZES = {"hop": (11, 3), "walk": (17, 6), "point": (2, 1)}

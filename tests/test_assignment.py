@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.assignment import ANYWHERE, Assigner
 from gear_offline.errors import InputError
 
 

@@ -11,17 +11,17 @@ import h5py
 import numpy as np
 import pytest
 
-import gear_offline.hdf5_writer as writer_module
-from gear_offline.atari import is_atari
+import gear_offline.core.hdf5_writer as writer_module
 from gear_offline.collect import collect
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
-from gear_offline.environment_ids import unregistered
-from gear_offline.episode_runner import make_environment, space_sizes
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import UnavailableError
-from gear_offline.preparation import prepare_dataset
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.evaluation.atari import is_atari
+from gear_offline.evaluation.environment_ids import unregistered
+from gear_offline.evaluation.episode_runner import make_environment, space_sizes
+from gear_offline.runs.preparation import prepare_dataset
+from gear_offline.runs.trainer import train
 from tests.image_support import ENVIRONMENT, SIZE, STEP_LIMIT, BandEnvironment, register_environment
 
 needs_atari = pytest.mark.skipif(

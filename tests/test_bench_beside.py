@@ -6,8 +6,8 @@ import pytest
 
 from gear_offline.bench import run_bench
 from gear_offline.bench.beside import STEPS_ON, WAYS, _options
-from gear_offline.recipe import load_recipe
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.config.recipe import load_recipe
+from gear_offline.runs.training_run import TrainingInterrupted
 
 
 @pytest.mark.parametrize("name", list(WAYS))

@@ -10,7 +10,7 @@ import pytest
 
 from gear_offline.bench import disk as bench
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
 
 
 @pytest.mark.parametrize("kind", bench.KINDS)

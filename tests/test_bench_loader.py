@@ -13,7 +13,7 @@ import torch
 from gear_offline.bench import loader as bench
 from gear_offline.bench import loader_peers as peers
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.table import returns_to_go
+from gear_offline.tables.table import returns_to_go
 from tests.support import make_dataset
 
 LENGTHS = [30, 1, 7, 55, 20, 3]

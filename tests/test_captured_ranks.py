@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gear_offline.data_parallel import GradientPass, micro_batches
+from gear_offline.distributed.roll_call import RollCall
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.graph_watch import wait_for_steps
 from gear_offline.loaders.batch import Batch
-from gear_offline.parallel import Parallel
-from gear_offline.rank_gradients import RankGradients, cut
-from gear_offline.rank_update import LINE
-from gear_offline.roll_call import RollCall
-from gear_offline.world import World
+from gear_offline.training.data_parallel import GradientPass, micro_batches
+from gear_offline.training.graph_watch import wait_for_steps
+from gear_offline.training.parallel import Parallel
+from gear_offline.training.rank_gradients import RankGradients, cut
+from gear_offline.training.rank_update import LINE
 from tests.ranks_support import launch
 from tests.support import make_dataset
 from tests.test_large_training import gradients, make_batch, trained
@@ -94,8 +94,8 @@ def test_gradients_are_those_of_the_global_batch(
             assert not any((g.data_ptr() - start) % (LINE * g.element_size()) for g in gradients)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", limit)
-        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", min(limit, 200))
+        patch.setattr("gear_offline.training.rank_gradients.BUCKET_BYTES", limit)
+        patch.setattr("gear_offline.training.rank_gradients.LAST_BYTES", min(limit, 200))
         wire.run(work)
     for mean in losses.mean(1):
         torch.testing.assert_close(mean, whole.detach(), rtol=0.02, atol=1e-3 * half)
@@ -151,8 +151,8 @@ def test_ranks_send_alike_whatever_the_order_of_their_gradients(nodes: int, buck
             ranks.exchange(in_order(found[rank], order.tolist()), batch_of(torch.ones(1, 2)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", 100)
-        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", 1)
+        patch.setattr("gear_offline.training.rank_gradients.BUCKET_BYTES", 100)
+        patch.setattr("gear_offline.training.rank_gradients.LAST_BYTES", 1)
         wire.run(work)
     lengths = [[length for length, _ in launched] for launched in wire.launched]
     assert lengths[0] == lengths[1] == lengths[2] and len(lengths[0]) == 4 * (1 + buckets)
@@ -181,8 +181,8 @@ def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
             torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.rank_gradients.BUCKET_BYTES", 2048)
-        patch.setattr("gear_offline.rank_gradients.LAST_BYTES", 512)
+        patch.setattr("gear_offline.training.rank_gradients.BUCKET_BYTES", 2048)
+        patch.setattr("gear_offline.training.rank_gradients.LAST_BYTES", 512)
         wire.run(work)
     torch.testing.assert_close(losses.mean(), whole)
     assert len(wire.launched[0]) > 2 * (1 + 3), "several buckets a pass"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gear_offline.captured_part import WARM_UPS, _own_stream, warm_up
-from gear_offline.captured_step import CapturedStep, why_not_captured
+from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
-from gear_offline.recipe import load_recipe
-from gear_offline.world import World
+from gear_offline.training.captured_part import WARM_UPS, _own_stream, warm_up
+from gear_offline.training.captured_step import CapturedStep, why_not_captured
 
 
 class Stream:

@@ -16,7 +16,10 @@ import torch
 from transformers import DecisionTransformerModel
 
 import gear_offline
-from gear_offline.checkpoint import (
+from gear_offline.config.recipe import load_recipe
+from gear_offline.errors import InputError
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.training.checkpoint import (
     TrainingState,
     load_policy_parts,
     newest_checkpoint,
@@ -24,16 +27,13 @@ from gear_offline.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from gear_offline.checkpoint_folder import (
+from gear_offline.training.checkpoint_folder import (
     checkpoint_name,
     find_checkpoint,
     list_checkpoints,
     prune,
     sweep,
 )
-from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.recipe import load_recipe
 from tests.damage import DAMAGE, damage
 from tests.support import failing_code
 
@@ -163,7 +163,7 @@ def test_a_newer_format_is_named(
     tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.checkpoint_saving.FORMAT_VERSION", 3)
+        patched.setattr("gear_offline.training.checkpoint_saving.FORMAT_VERSION", 3)
         path = save_checkpoint(tmp_path, model, state(5))
     assert code_of(path) == "CHECKPOINT_VERSION"
     with pytest.raises(InputError, match="format version 3") as caught:
@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     save_checkpoint(tmp_path, model, state(5))
-    monkeypatch.setattr(f"gear_offline.checkpoint_saving.{name}", refuse)
+    monkeypatch.setattr(f"gear_offline.training.checkpoint_saving.{name}", refuse)
     assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_SPACE"
     assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from gear_offline import checkpoint_saving, checkpoint_writer
-from gear_offline.checkpoint import TrainingState, read_checkpoint
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.checkpoint_saving import write_checkpoint
-from gear_offline.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.snapshot import Snapshot
-from gear_offline.tensor_file import write_tensors
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.training import checkpoint_saving, checkpoint_writer
+from gear_offline.training.checkpoint import TrainingState, read_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint_saving import write_checkpoint
+from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.training.metrics import read_records
+from gear_offline.training.snapshot import Snapshot
+from gear_offline.training.tensor_file import write_tensors
 from tests.support import failing_code
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
@@ -139,7 +139,7 @@ def test_an_error_of_the_writer_ends_the_training(
 def test_both_ways_save_the_same_and_tell_how_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     data, write = tiny_data(tmp_path), write_checkpoint
 
     def slowly(*arguments: Any, **options: Any) -> Path:
@@ -160,7 +160,7 @@ def test_both_ways_save_the_same_and_tell_how_long(
 
 
 def test_the_last_save_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     write = write_checkpoint
 
     def slowly(*arguments: Any, **options: Any) -> Path:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from gear_offline import evaluation_beside, shard_workers, sweep_processes
 from gear_offline.collect.rollout import EpisodePlan
 from gear_offline.collect.workers import Crew
-from gear_offline.processes import interrupts_kept_from_children
-from gear_offline.sources import confined
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.core.processes import interrupts_kept_from_children
+from gear_offline.evaluation import beside as evaluation_beside
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sources import confined, shard_workers
+from gear_offline.sweep import processes as sweep_processes
 
 
 class Started(OSError):

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from gear_offline import cli
-from gear_offline.cli_values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
+from gear_offline.cli import main as cli
+from gear_offline.cli.values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
+from gear_offline.core.progress import progress
 from gear_offline.errors import InputError
-from gear_offline.progress import progress
 from tests.hdf5_files import write
 from tests.support import failing_code
 
@@ -131,7 +131,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
         asked.append(out)
         return tmp_path
 
-    monkeypatch.setattr("gear_offline.trainer.train", train)
+    monkeypatch.setattr("gear_offline.runs.trainer.train", train)
     run = tmp_path / "mine"
     run.mkdir()
     (run / "recipe.yaml").write_text("base: smoke\n")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from gear_offline import cli
-from gear_offline.cli_examples import EXAMPLES
-from gear_offline.recipe import list_recipes
-from gear_offline.scores import dataset_names
+from gear_offline.cli import main as cli
+from gear_offline.cli.examples import EXAMPLES
+from gear_offline.config.recipe import list_recipes
+from gear_offline.dataset.scores import dataset_names
 from tests.docs_checks import command_findings
 
 

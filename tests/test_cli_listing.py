@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from gear_offline import cli
 from gear_offline.bench import BENCHES
-from gear_offline.recipe import list_recipes
+from gear_offline.cli import main as cli
+from gear_offline.config.recipe import list_recipes
 
 RECIPES = [(item.name, item.description) for item in list_recipes()]
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gear_offline.hdf5_writer as writer_module
+import gear_offline.core.hdf5_writer as writer_module
 from gear_offline.collect.rollout import Episode
 from gear_offline.collect.writer import D4rlWriter
 from gear_offline.errors import InputError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline import command
+from gear_offline.cli import command
 from gear_offline.demo import main as demo
 
 ROOT = Path(__file__).parents[1]
@@ -32,8 +32,8 @@ sys.argv = ["gear-offline", "recipes", "ls"]
 # Afterwards a command is interrupted as Python's programs are, to put away what it holds.
 WHILE_WORKING = """
 import os, signal, sys
-from gear_offline import cli
-from gear_offline.command import main
+from gear_offline.cli import main as cli
+from gear_offline.cli.command import main
 class Given:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -50,15 +50,15 @@ sys.exit(main())
 WHILE_COMPILING = """
 import sys
 from types import ModuleType
-from gear_offline.command import main
+from gear_offline.cli.command import main
 def run():
     try:
         exec("raise KeyboardInterrupt")
     except KeyboardInterrupt:
         print("told", file=sys.stderr)
         return 130
-sys.modules["gear_offline.cli"] = ModuleType("gear_offline.cli")
-sys.modules["gear_offline.cli"].main = run
+sys.modules["gear_offline.cli.main"] = ModuleType("gear_offline.cli.main")
+sys.modules["gear_offline.cli.main"].main = run
 """
 
 
@@ -72,7 +72,10 @@ def ended(script: str) -> tuple[int, str]:
     ("start", "module"),
     [
         ("runpy.run_module('gear_offline', run_name='__main__')", "typer"),
-        ("from gear_offline.command import main; sys.exit(main())", "gear_offline.recipe"),
+        (
+            "from gear_offline.cli.command import main; sys.exit(main())",
+            "gear_offline.config.recipe",
+        ),
     ],
 )
 def test_while_modules_load(start: str, module: str) -> None:
@@ -97,7 +100,7 @@ def test_while_a_command_works(work: str) -> None:
 def test_an_ignored_interrupt_stays_ignored() -> None:
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     script = WHILE_LOADING.format(module="typer") + ignored
-    script += "from gear_offline.command import main; sys.exit(main())"
+    script += "from gear_offline.cli.command import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "smoke" in done.stdout
@@ -106,11 +109,11 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
 def test_little_is_loaded_before_interrupts_are_handled() -> None:
     """As in an environment whose start-up loads nothing: each module is time for a traceback."""
     script = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); before = set(sys.modules)\n"
-    script += "import gear_offline.command\nprint(*sorted(set(sys.modules) - before))"
+    script += "import gear_offline.cli.command\nprint(*sorted(set(sys.modules) - before))"
     words = [sys.executable, "-S", "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= {
-        *("gear_offline", "gear_offline.command"),
+        *("gear_offline", "gear_offline.cli.command"),
         *("__future__", "_signal", "atexit"),
     }
 
@@ -122,7 +125,7 @@ def test_the_exit_code_is_130_where_python_would_end_by_the_signal() -> None:
 def test_the_installed_command_begins_there() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     scripts = tomllib.loads(text)["project"]["scripts"]
-    assert scripts == {"gear-offline": "gear_offline.command:main"}
+    assert scripts == {"gear-offline": "gear_offline.cli.command:main"}
 
 
 def test_the_demo_ends_with_the_same_code(
@@ -131,7 +134,7 @@ def test_the_demo_ends_with_the_same_code(
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gear_offline.cli.app", interrupted)
+    monkeypatch.setattr("gear_offline.cli.main.app", interrupted)
     assert demo(["--out", str(tmp_path / "demo")]) == 130
     first, second = capsys.readouterr().err.splitlines()
     assert first == "error[INTERRUPTED]: stopped by the user"
@@ -141,7 +144,7 @@ def test_the_demo_ends_with_the_same_code(
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_error(closed: str, tmp_path: Path) -> None:
     # what is opened next would get the stream's number, and what is printed to it
-    script = "from gear_offline.command import main; import sys; code = main()\n"
+    script = "from gear_offline.cli.command import main; import sys; code = main()\n"
     script += f"open({str(tmp_path / 'code')!r}, 'w').write(str(code)); sys.exit(code)"
     words = [sys.executable, "-c", script, "recipes", "ls"]
     shell = ["sh", "-c", f'"$@" {closed}', "sh", *words]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import load_policy_parts, read_checkpoint
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.config.recipe import load_recipe
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint import load_policy_parts, read_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.support import failing_code
 from tests.training_support import register_environment
 
@@ -63,7 +63,7 @@ def test_the_version_1_policy_still_acts_the_same() -> None:
 
 
 def test_the_version_1_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     monkeypatch.chdir(tmp_path)
     register_environment()
     shutil.copytree(RUN, "run")

@@ -19,14 +19,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline import shard_job
 from gear_offline.convert import convert, plan_shards
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.dataset.shards import EPISODE_COLUMNS
 from gear_offline.errors import InputError
-from gear_offline.manifest import Manifest
-from gear_offline.schema import EpisodeIndex
-from gear_offline.shard_workers import _processes
-from gear_offline.shards import EPISODE_COLUMNS
+from gear_offline.sources import shard_job
+from gear_offline.sources.shard_workers import _processes
 from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
 
 LENGTHS = [4, 3, 5, 1, 7]
@@ -293,8 +293,8 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     source = write_hdf5(tmp_path / "a.hdf5", episodes=400, length=500)
     script = (
         "import os, signal, sys, threading\n"
-        "from gear_offline.cli import main\n"
-        "import gear_offline.shard_job as job\n"
+        "from gear_offline.cli.main import main\n"
+        "import gear_offline.sources.shard_job as job\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "before, calls = job._read_rows, []\n"
         "def slow(*a):\n"

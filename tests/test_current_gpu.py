@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
-from gear_offline.recipe import load_recipe
-from gear_offline.sweep_points import name_points
-from gear_offline.sweep_turns import Turns
-from gear_offline.trainer import _torch_settings
-from gear_offline.world import current
+from gear_offline.runs.trainer import _torch_settings
+from gear_offline.sweep.points import name_points
+from gear_offline.sweep.turns import Turns
 
 SECOND = torch.device("cuda:1")
 

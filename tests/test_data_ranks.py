@@ -12,11 +12,11 @@ import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.model_parallel import read_bytes
-from gear_offline.data_ranks import data_world
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.data_ranks import data_world
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.world import World
 from tests.ranks_support import launch
 from tests.support import make_dataset
 

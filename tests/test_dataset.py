@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-import gear_offline.dataset_episodes
-from gear_offline.checkpoint import load_policy
+import gear_offline.dataset.dataset_episodes
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset, verify_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset, verify_dataset
+from gear_offline.dataset.inspection import inspect
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
+from gear_offline.dataset.shards import EPISODE_COLUMNS
 from gear_offline.errors import InputError
-from gear_offline.evaluate import evaluate
-from gear_offline.inspection import inspect
-from gear_offline.manifest import MANIFEST_NAME, Manifest
-from gear_offline.shards import EPISODE_COLUMNS
+from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.sources import open_source
+from gear_offline.training.checkpoint import load_policy
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [5, 1, 9, 3, 3, 20, 2]
@@ -256,7 +256,7 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         )
 
     for run_bytes in (1, 200, 1 << 20):
-        monkeypatch.setattr(gear_offline.dataset_episodes, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(gear_offline.dataset.dataset_episodes, "RUN_BYTES", run_bytes)
         assert len(dataset) == 5 and len(list(dataset)) == 5
         assert all(same(found, n, list(whole)) for n, found in enumerate(dataset))
         assert same(dataset[-1], 4, list(whole)) and same(dataset[np.int64(2)], 2, list(whole))

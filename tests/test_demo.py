@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from gear_offline import demo as demo_module
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
 from gear_offline.demo import (
     HOPPER,
@@ -24,7 +25,6 @@ from gear_offline.demo import (
     results_table,
 )
 from gear_offline.errors import GearError
-from gear_offline.recipe import load_recipe
 
 PENDULUM = DemoSettings(
     environment="Pendulum-v1",

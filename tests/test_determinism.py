@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.determinism import deterministic
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import TrainingInterrupted, train
+from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.determinism import deterministic
 from tests.support import make_dataset
 from tests.test_parallel_training import RECIPE, trained
 from tests.test_resume import interrupted_in
@@ -46,7 +46,7 @@ def test_torch_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     recipe = tiny_recipe(tiny_data(tmp_path), "train.deterministic=true")
     whole = train(recipe, out=tmp_path / "whole", quiet=True)
     for stop in (4, 12):

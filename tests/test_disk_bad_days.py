@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.read_queue import Int64Array, ReadQueue
-from gear_offline.window_reader import WindowReader
+from gear_offline.tables.read_queue import Int64Array, ReadQueue
+from gear_offline.tables.window_reader import WindowReader
 from tests import disk_support
 from tests.disk_support import LENGTHS, OPTIONS, on_disk
 from tests.support import failing_code, make_dataset

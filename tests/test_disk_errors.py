@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from gear_offline.checkpoint_folder import list_checkpoints
 from gear_offline.errors import GearError
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.support import write_hdf5
 from tests.training_support import learnt, tiny_recipe
 
@@ -28,7 +28,7 @@ NOBODY = 65534
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gear_offline.report.write_report", lambda run: run)
+        patched.setattr("gear_offline.runs.report.write_report", lambda run: run)
         run = train(tiny_recipe(data), out=tmp_path_factory.mktemp("runs") / "whole", quiet=True)
     return learnt(run)
 
@@ -60,7 +60,7 @@ def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
     number: int,
     code: str,
 ) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     run = tmp_path / "run"
     train(tiny_recipe(data, "train.steps=7"), out=run, quiet=True)
     before = [step for step, _ in list_checkpoints(run / "checkpoints")]
@@ -80,11 +80,11 @@ def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
 FULL = """
 import sys
 from pathlib import Path
-import gear_offline.report
+import gear_offline.runs.report
 from gear_offline.errors import GearError
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
 from tests.training_support import register_environment, tiny_recipe
-gear_offline.report.write_report = lambda run, **_: run
+gear_offline.runs.report.write_report = lambda run, **_: run
 register_environment()
 try:
     train(tiny_recipe(Path(sys.argv[1])), out=Path(sys.argv[2]), quiet=True)
@@ -111,7 +111,7 @@ def test_a_real_limit_inside_a_checkpoint(data: Path, tmp_path: Path) -> None:
 AS_NOBODY = f"""
 import json, os, sys
 os.chdir(sys.argv[1])
-from gear_offline import cli
+from gear_offline.cli import main as cli
 for arguments in json.loads(sys.argv[2]):
     assert cli.main(arguments) == 0  # what is imported late is imported now
 if os.geteuid() == 0:

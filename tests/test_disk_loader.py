@@ -17,12 +17,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gear_offline import disk_files, disk_sizes, window_reader
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import disk_choice
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.world import World
+from gear_offline.tables import disk_files, disk_sizes, window_reader
 from tests import disk_support
 from tests.disk_support import OPTIONS, least_budget, on_disk
 from tests.support import failing_code, make_dataset

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline import disk_sizes
-from gear_offline.disk_sizes import gap_steps, share_out
 from gear_offline.errors import InputError
+from gear_offline.tables import disk_sizes
+from gear_offline.tables.disk_sizes import gap_steps, share_out
 
 ROW, SPAN = 7056, 20
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.cli import main
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.cli.main import main
+from gear_offline.config.recipe import RecipeEntry, list_recipes, load_recipe
 from gear_offline.convert import convert
-from gear_offline.recipe import RecipeEntry, list_recipes, load_recipe
-from gear_offline.strategies_candidates import parse_candidates
 from tests.docs_checks import (
     OTHERS,
     PythonBlock,
@@ -282,9 +282,13 @@ def test_a_wrong_mention_is_found(code: str) -> None:
 
 def test_wrong_names_of_files_options_and_modules_are_found() -> None:
     assert file_findings(["tests/test_none.py", "nowhere.py", "docs/none.md", "kernels/none/"])
-    assert file_findings(["mine.yaml", "report.md", "gear_offline/cli.py", "cli.py"]) == []
-    assert name_findings(["gear_offline.none", "gear_offline.table.bild", "gear_offline.Batch.x"])
-    assert name_findings(["gear_offline.table.build_table", "gear_offline.Batch.states"]) == []
+    assert file_findings(["mine.yaml", "report.md", "gear_offline/cli/main.py", "cli.py"]) == []
+    assert name_findings(
+        ["gear_offline.none", "gear_offline.tables.table.bild", "gear_offline.Batch.x"]
+    )
+    assert (
+        name_findings(["gear_offline.tables.table.build_table", "gear_offline.Batch.states"]) == []
+    )
     assert option_findings(["train.step", "loader.non", "train.graph=perhaps"])
     assert option_findings(["train.steps=5000", "loader.engine", "model.loss", "x.y"]) == []
 
@@ -292,7 +296,7 @@ def test_wrong_names_of_files_options_and_modules_are_found() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from gear_offline.table import bild_table",
+        "from gear_offline.tables.table import bild_table",
         "import gear_offline as go\ngo.open_datasets('x')",
         "import gear_offline as go\ngo.GearLoader('x', batch_sise=3)",
         "import gear_offline as go\nl = go.GearLoader('x', batch_size=3)\nl.device_bathces()",

@@ -13,13 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gear_offline.exchange
+import gear_offline.distributed.exchange
 import gear_offline.loaders.loader as loader_module
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.exchange.contract import Shelf
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.exchange.contract import Shelf
+from gear_offline.distributed.world import World
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.world import World
 from tests.one_process import OneProcess, global_digest, row_digests
 from tests.support import make_dataset
 
@@ -85,7 +85,7 @@ def open_ranks(
             return OneProcess(rank, shelves)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gear_offline.exchange, "open_exchange", open_exchange)
+            patch.setattr(gear_offline.distributed.exchange, "open_exchange", open_exchange)
             # Ranks of one node would share a table in memory, by words between processes.
             patch.setattr(World, "gather", lambda self, value: [value] * self.size)
             patch.setattr("gear_offline.loaders.loader.shared_table", private_table)
@@ -95,7 +95,7 @@ def open_ranks(
 
 
 def private_table(world: World, dataset: Dataset, **options: Any) -> Any:
-    from gear_offline.table import build_table
+    from gear_offline.tables.table import build_table
 
     return build_table(dataset, **options)
 

@@ -16,8 +16,8 @@ from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders import device_batches
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import Segments, make_selection
-from gear_offline.table import Table, build_table
+from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.tables.table import Table, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.segment_oracle import MemoryTable
@@ -145,7 +145,7 @@ def test_stacks_of_frames(
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_every_dtype_is_cast_as_on_the_cpu(dtype: str, padding: Padding) -> None:
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     table = odd_table(dtype)
     segments = make_selection("uniform_steps", table.episodes).select(seed=3, step=9, count=257)

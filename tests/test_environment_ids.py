@@ -10,12 +10,12 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 from gear_offline.collect import collect
-from gear_offline.dataset import open_dataset
-from gear_offline.environment_ids import say_version, versioned_id
-from gear_offline.evaluate import evaluate
-from gear_offline.preparation import resolve
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.evaluation.environment_ids import say_version, versioned_id
+from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.preparation import resolve
+from gear_offline.runs.trainer import train
 from gear_offline.sources import open_source
-from gear_offline.trainer import train
 from tests.support import failing_code, make_dataset
 from tests.training_support import TinyEnvironment, tiny_recipe
 

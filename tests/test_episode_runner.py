@@ -11,9 +11,9 @@ import gymnasium
 import numpy as np
 import pytest
 
-from gear_offline.episode_runner import make_environment, run_episodes, space_sizes
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluate import (
+from gear_offline.evaluation.episode_runner import make_environment, run_episodes, space_sizes
+from gear_offline.evaluation.evaluate import (
     evaluate_policy,
 )
 from tests.evaluation_support import Constant, Remembering
@@ -175,5 +175,5 @@ def test_discrete_actions_that_do_not_start_at_0_are_refused() -> None:
 
 
 def test_importing_the_runner_loads_no_torch() -> None:
-    code = "import sys, gear_offline.episode_runner; sys.exit('torch' in sys.modules)"
+    code = "import sys, gear_offline.evaluation.episode_runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

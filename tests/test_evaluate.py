@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import TrainingState, save_checkpoint
-from gear_offline.checkpoint_folder import find_checkpoint, typed_run
+from gear_offline.config.recipe import Recipe
 from gear_offline.errors import InputError
-from gear_offline.evaluate import (
+from gear_offline.evaluation.evaluate import (
     check_sizes,
     evaluate,
     evaluate_policy,
@@ -26,10 +25,11 @@ from gear_offline.evaluate import (
     random_return,
     resolve_reference,
 )
-from gear_offline.evaluation_report import mean_interval, student_t_quantile
+from gear_offline.evaluation.results import mean_interval, student_t_quantile
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
-from gear_offline.recipe import Recipe
+from gear_offline.training.checkpoint import TrainingState, save_checkpoint
+from gear_offline.training.checkpoint_folder import find_checkpoint, typed_run
 from tests.evaluation_support import Constant
 from tests.support import failing_code
 
@@ -352,7 +352,7 @@ def test_an_asked_for_file_that_cannot_be_written_is_an_error(
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("gear_offline.evaluation_report.EvaluationReport.write", refuse)
+    monkeypatch.setattr("gear_offline.evaluation.results.EvaluationReport.write", refuse)
     call = lambda: evaluate(run, episodes=1, out=tmp_path / "a.json", quiet=True)  # noqa: E731
     assert failing_code(call) == "OUTPUT_SPACE"
     assert "asked return" in capfd.readouterr().err, "what was played is shown"
@@ -391,7 +391,7 @@ def test_results_that_cannot_be_kept_are_still_returned(
     def refuse(*_: Any) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("gear_offline.evaluation_report.EvaluationReport.write", refuse)
+    monkeypatch.setattr("gear_offline.evaluation.results.EvaluationReport.write", refuse)
     report = evaluate(run, episodes=1)
     assert report.results and "could not be kept" in capfd.readouterr().err
 
@@ -405,7 +405,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_played_to_the_end(
         shutil.rmtree(run / "checkpoints" / "step-00000020")
         return evaluate_policy(*arguments, **options)
 
-    monkeypatch.setattr("gear_offline.evaluate.evaluate_policy", played)
+    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_policy", played)
     assert evaluate(run, episodes=1, quiet=True).step == 20
     assert json.loads((run / "evaluation.json").read_text())["step"] == 20
 

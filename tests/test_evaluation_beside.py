@@ -20,16 +20,17 @@ import gymnasium
 import pytest
 import torch
 
-from gear_offline import evaluation_beside, evaluation_choice
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.evaluation_beside import EvaluationsBeside
-from gear_offline.evaluation_choice import EvaluationChoice, choose_evaluation
-from gear_offline.evaluation_worker import PlayRequest
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
-from gear_offline.trainer import TrainingInterrupted, train
-from gear_offline.world import World
+from gear_offline.evaluation import beside as evaluation_beside
+from gear_offline.evaluation import choice as evaluation_choice
+from gear_offline.evaluation.beside import EvaluationsBeside
+from gear_offline.evaluation.choice import EvaluationChoice, choose_evaluation
+from gear_offline.evaluation.worker import PlayRequest
+from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
 from tests.support import failing_code
 from tests.test_resume import interrupted_in
 from tests.training_support import (
@@ -50,7 +51,7 @@ CPU = torch.device("cpu")
 def importable(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     """Register the environment so that other processes can make it; no plots."""
     register_importable()
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_its_code(
     def refuse(*_: Any, **__: Any) -> None:
         raise GearError("POLICY_NONFINITE", "an action that is NaN")
 
-    monkeypatch.setattr("gear_offline.evaluate.evaluate_policy", refuse)
+    monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_policy", refuse)
     recipe = tiny_recipe(data, "evaluate.beside=on")
     code = failing_code(lambda: train(recipe, out=tmp_path / "run", quiet=True))
     assert code == "POLICY_NONFINITE"
@@ -299,7 +300,7 @@ def test_a_policy_can_act_elsewhere_in_place(
 ) -> None:
     """As on a GPU with evaluate.device=cpu: the copy that acts is the model."""
     monkeypatch.setattr(
-        "gear_offline.run_evaluations.same_device", lambda one, other: False, raising=True
+        "gear_offline.runs.evaluations.same_device", lambda one, other: False, raising=True
     )
     run = train(tiny_recipe(data, "evaluate.beside=off"), out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
@@ -372,7 +373,7 @@ def test_cores_that_could_not_keep_up_leave_evaluations_in_place(
     monkeypatch.setattr(Learner, "prepare_policy", lambda self: collected.append(self.step))
     for seconds, workers in ((1e9, 0), (1e-9, 1)):
         FakeWorker.made.clear()
-        monkeypatch.setattr("gear_offline.leading_run.choose_evaluation", undecided(seconds))
+        monkeypatch.setattr("gear_offline.runs.leading_run.choose_evaluation", undecided(seconds))
         run = train(tiny_recipe(data), out=tmp_path / str(workers))
         assert played(run) == played(in_place) and len(fake.made) == workers
         said = capfd.readouterr().err.count("evaluate.beside=on insists")

@@ -21,9 +21,9 @@ from examples.hf_trainer import (
     make_model,
     training_arguments,
 )
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.world import joined_world
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.world import joined_world
 from tests.ranks_support import launch
 from tests.support import hopper_columns, make_dataset
 

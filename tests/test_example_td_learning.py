@@ -14,7 +14,7 @@ import torch
 import gear_offline as go
 from examples.td_learning import Greedy, Learner, main, stream, transitions
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from tests.support import ArraySource
 
 # Episodes: terminated, cut, terminated after one step, cut after one step, cut.

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gear_offline.distributed.exchange.channel import Channel, Party, Refused, accept, connect
+from gear_offline.distributed.exchange.mesh import THREAD_NAME, Mesh, check_secret
+from gear_offline.distributed.exchange.rendezvous import FolderRendezvous
 from gear_offline.errors import GearError
-from gear_offline.exchange.channel import Channel, Party, Refused, accept, connect
-from gear_offline.exchange.mesh import THREAD_NAME, Mesh, check_secret
-from gear_offline.exchange.rendezvous import FolderRendezvous
 from tests.exchange_team import SECRET
 
 OTHER = b"another secret of enough length"

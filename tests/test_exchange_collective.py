@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gear_offline.exchange.collective import CollectiveExchange, _Step
-from gear_offline.exchange.contract import Ledger
+from gear_offline.distributed.exchange.collective import CollectiveExchange, _Step
+from gear_offline.distributed.exchange.contract import Ledger
 from tests import exchange_plays as plays
 from tests.exchange_team import Team
 from tests.test_exchange import EVERYONE, RANKS, ROWS, SMALL, TWO

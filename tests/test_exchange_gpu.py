@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from gear_offline.exchange.gpu_memory import export_dma_buf
+from gear_offline.distributed.exchange.gpu_memory import export_dma_buf
 from tests import exchange_plays as plays
 from tests.exchange_team import ReadRow, Team, World
 from tests.test_exchange import right

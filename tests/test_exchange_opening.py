@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gear_offline.distributed.exchange import Shelf, open_exchange
+from gear_offline.distributed.exchange.addresses import address_of
+from gear_offline.distributed.exchange.memory import RowMemory
+from gear_offline.distributed.exchange.rdma_device import find_port
+from gear_offline.distributed.exchange.verbs_library import load_verbs
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.exchange import Shelf, open_exchange
-from gear_offline.exchange.addresses import address_of
-from gear_offline.exchange.memory import RowMemory
-from gear_offline.exchange.rdma_device import find_port
-from gear_offline.exchange.verbs_library import load_verbs
 from tests.exchange_team import SECRET, Player, Team, World
 
 ONE = World(lengths=(3,), row_bytes=(4,), holdings=(((0,),), ()))
@@ -76,8 +76,8 @@ def reason(player: Player, world: World) -> str:
     from contextlib import redirect_stderr
     from importlib import import_module
 
-    opening: Any = import_module("gear_offline.exchange.opening")
-    library: Any = import_module("gear_offline.exchange.verbs_library")
+    opening: Any = import_module("gear_offline.distributed.exchange.opening")
+    library: Any = import_module("gear_offline.distributed.exchange.verbs_library")
     library.load_verbs = lambda: None
     told = io.StringIO()
     with redirect_stderr(told):

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from gear_offline.bench.exchange import chain_call, step_call
 from gear_offline.bench.null_provider import NullProvider
-from gear_offline.errors import GearError
-from gear_offline.exchange.contract import Destination, Piece, Reads, Shelf
-from gear_offline.exchange.directory import Directory, Notice, own_notice
-from gear_offline.exchange.endpoint import RETRIES, Region, retry_exponent
-from gear_offline.exchange.step_requests import fill_requests
-from gear_offline.exchange.work_requests import (
+from gear_offline.distributed.exchange.contract import Destination, Piece, Reads, Shelf
+from gear_offline.distributed.exchange.directory import Directory, Notice, own_notice
+from gear_offline.distributed.exchange.endpoint import RETRIES, Region, retry_exponent
+from gear_offline.distributed.exchange.step_requests import fill_requests
+from gear_offline.distributed.exchange.work_requests import (
     RDMA_READ,
     ROW_BYTES,
     SIGNALED,
     Chain,
     find_marker,
 )
+from gear_offline.errors import GearError
 
 Request = tuple[int, int, int, int, int, int, int, int]
 

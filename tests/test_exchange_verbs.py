@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gear_offline.exchange import Shelf, open_exchange
+from gear_offline.distributed.exchange import Shelf, open_exchange
 from tests import exchange_plays as plays
 from tests.exchange_team import INTERFACE_VARIABLE, Failure, ReadRow, Team
 from tests.test_exchange import EVERYONE, ROWS, SMALL, TWO, right

@@ -11,7 +11,7 @@ import pytest
 
 import gear_offline.export
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.export import export_hdf5
 from gear_offline.sources import from_episodes, open_source, pick_episodes

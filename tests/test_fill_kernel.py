@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, torch_dtype
 from gear_offline.kernels.guide import guide
 from gear_offline.kernels.job import JOB, TYPES, describe_job, describe_store
 from gear_offline.kernels.philox import draws
 from gear_offline.kernels.rules import CHOSEN, WEIGHTED_EPISODES, law_number
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Facts, Segments, WeightedEpisodes, make_selection
-from gear_offline.table import Store, Table, build_table
+from gear_offline.sampling.selection import Facts, Segments, WeightedEpisodes, make_selection
+from gear_offline.tables.table import Store, Table, build_table
 from tests.segment_oracle import MemoryTable
 
 ROOT = Path(__file__).resolve().parents[1]

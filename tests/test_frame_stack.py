@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.host_table import host_table
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import Segments, make_selection
-from gear_offline.table import build_table
+from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.tables.host_table import host_table
+from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.segment_oracle import MemoryTable
 from tests.support import failing_code, make_dataset

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.fields import Field, TableSource
 from gear_offline.kernels import gather as module
 from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
 from gear_offline.kernels.gather import CpuGather, Windows
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments
-from gear_offline.table import Store, Table, build_table
+from gear_offline.sampling.selection import Segments
+from gear_offline.tables.fields import Field, TableSource
+from gear_offline.tables.table import Store, Table, build_table
 from tests.segment_oracle import Array, MemoryTable, expect, oracle_window, same_bits
 
 NUMERIC = [np.float16, np.float32, np.float64, np.int8, np.int64, np.uint8, np.uint16, np.bool_]

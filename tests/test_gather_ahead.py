@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gear_offline.kernels.gather_ahead import GatherAhead
+from gear_offline.tables.gather_ahead import GatherAhead
 
 
 class Recorder:

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gear_offline import host_memory as module
 from gear_offline.errors import GearError
-from gear_offline.host_memory import HostBlock, HostHandle, available_bytes
+from gear_offline.tables import host_memory as module
+from gear_offline.tables.host_memory import HostBlock, HostHandle, available_bytes
 from tests.support import failing_code
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ F4 = np.dtype(np.float32)
 CREATE = """
 import json, sys, time
 import numpy as np
-from gear_offline.host_memory import HostBlock
+from gear_offline.tables.host_memory import HostBlock
 block = HostBlock.create(1 << 20)
 rows = block.allocate((1000, 4), np.dtype(np.float32))
 rows[:] = np.arange(4000).reshape(1000, 4)
@@ -38,7 +38,7 @@ sys.stdin.readline()
 ATTACH = """
 import json, sys
 import numpy as np
-from gear_offline.host_memory import HostBlock, HostHandle
+from gear_offline.tables.host_memory import HostBlock, HostHandle
 block = HostBlock.attach(HostHandle.from_json(json.loads(sys.argv[1])))
 rows = block.allocate((1000, 4), np.dtype(np.float32))
 print(float(rows.sum()))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline.huge_memory import HUGE_BYTES, huge_memory
+from gear_offline.tables.huge_memory import HUGE_BYTES, huge_memory
 
 
 @given(nbytes=st.one_of(st.integers(0, 10_000), st.integers(HUGE_BYTES - 2, 3 * HUGE_BYTES)))

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import load_policy_parts
-from gear_offline.checkpoint_folder import remove_checkpoint
-from gear_offline.dataset import Dataset
+from gear_offline.config.recipe import Recipe
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.evaluate import check_sizes, evaluate
+from gear_offline.evaluation.evaluate import check_sizes, evaluate
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.metrics import read_records
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
-from gear_offline.preparation import resolve
-from gear_offline.recipe import Recipe
-from gear_offline.trainer import train
+from gear_offline.runs.preparation import resolve
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint import load_policy_parts
+from gear_offline.training.checkpoint_folder import remove_checkpoint
+from gear_offline.training.metrics import read_records
 from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.support import failing_code
 from tests.training_support import tiny_recipe

@@ -13,16 +13,16 @@ import pytest
 from rich.console import Console
 
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
-from gear_offline.errors import InputError
-from gear_offline.inspection import (
+from gear_offline.core.wording import count_text, size_text
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.inspection import (
     bar_text,
     inspect,
     number_text,
     print_inspection,
     print_summary,
 )
-from gear_offline.wording import count_text, size_text
+from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 

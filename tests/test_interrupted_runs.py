@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline import sweep
-from gear_offline.cli import main
-from gear_offline.sweep_modes import Choice
-from gear_offline.sweep_results import steps_done
+from gear_offline.cli.main import main
+from gear_offline.sweep import sweep
+from gear_offline.sweep.modes import Choice
+from gear_offline.sweep.results import steps_done
 from tests.training_support import tiny_recipe
 
 LONG = ("train.steps=1000000", "evaluate.episodes=0", "train.checkpoint_every=1000000")

@@ -12,14 +12,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset import Dataset
-from gear_offline.joint import JointDataset, Task, join_datasets
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.sharding import share_shards, take_share
+from gear_offline.distributed.world import World
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import Segments
-from gear_offline.sharding import share_shards, take_share
-from gear_offline.table import Layout, build_table
-from gear_offline.world import World
+from gear_offline.sampling.selection import Segments
+from gear_offline.tables.joint import JointDataset, Task, join_datasets
+from gear_offline.tables.table import Layout, build_table
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts, reopened

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels import adamw as kernels_adamw
 from gear_offline.kernels.adamw import DeviceAdamW, Update, enqueue_together
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.kernels.select import DeviceSelect
-from gear_offline.laws.prioritized import Prioritized
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import make_selection
-from gear_offline.table import Table, build_table
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import make_selection
+from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu, place
 from tests.law_support import MIXED, facts
 from tests.segment_oracle import MemoryTable

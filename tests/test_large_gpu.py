@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gear_offline.dataset import open_dataset
+from gear_offline.config.recipe import load_recipe
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.kernels.adamw import DeviceAdamW
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.kernels.short_attention import (
@@ -18,9 +19,8 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
-from gear_offline.learner import Learner
-from gear_offline.preparation import ModelSizes
-from gear_offline.recipe import load_recipe
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.learner import Learner
 from tests.gpu_support import BF16, INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 

@@ -18,27 +18,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.compilation import BLOCKWISE_FROM
-from gear_offline.data_parallel import GradientPass, check_micro_batches, micro_batches
+from gear_offline.config.files import RECIPES
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
-from gear_offline.metrics import read_records
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.parallel import Parallel, choose_parallel, gathered_bytes, replica_bytes
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.recipe_files import RECIPES
-from gear_offline.trainer import train
-from gear_offline.training_memory import (
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.compilation import BLOCKWISE_FROM
+from gear_offline.training.data_parallel import GradientPass, check_micro_batches, micro_batches
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
+from gear_offline.training.parallel import Parallel, choose_parallel, gathered_bytes, replica_bytes
+from gear_offline.training.training_memory import (
     CONTEXT_BYTES,
     USABLE,
     kept_bytes,
     shard_bytes,
     state_bytes,
 )
-from gear_offline.world import World
 from tests.model_support import STEPS, WINDOWS, inputs, make, mask
 from tests.support import make_dataset
 
@@ -179,8 +179,8 @@ def test_bfloat16_weights_do_not_add_up_micro_batches(recipe: Path) -> None:
 
 
 def learner(recipe: Recipe) -> Learner:
-    from gear_offline.dataset import open_dataset
-    from gear_offline.preparation import ModelSizes
+    from gear_offline.dataset.dataset import open_dataset
+    from gear_offline.runs.preparation import ModelSizes
 
     dataset = open_dataset(str(recipe.data.path))
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))

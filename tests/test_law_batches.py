@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.laws.prioritized import Prioritized
-from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss, segment_losses
-from gear_offline.selection import make_selection
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import make_selection
+from gear_offline.training.learner import Learner
 from tests.law_support import CONTEXT, facts, keys
 from tests.support import hopper_columns, make_dataset
 from tests.test_laws import ALL
@@ -196,7 +196,7 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The masses are part of a checkpoint: a run cut in two ends with the same weights."""
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     recipe = tiny_recipe(tiny_data(tmp_path), *PRIORITIZED, "evaluate.episodes=0")
     whole = train(recipe, out=tmp_path / "whole", quiet=True)
     half = recipe.replace(train__steps=10)

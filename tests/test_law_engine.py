@@ -13,15 +13,15 @@ import torch
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
-from gear_offline.laws.mixture import prioritized_parts
-from gear_offline.laws.prioritized import Prioritized
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import make_batches
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss
-from gear_offline.selection import make_selection
-from gear_offline.table import Table, build_table
+from gear_offline.sampling.mixture import prioritized_parts
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import make_selection
+from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
 from tests.law_support import LAW_CASES, facts
 from tests.segment_oracle import MemoryTable

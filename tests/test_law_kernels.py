@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.select import DeviceSelect
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import (
+from gear_offline.sampling.selection import (
     Facts,
     Segments,
     Selection,

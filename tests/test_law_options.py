@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gear_offline.errors import InputError
-from gear_offline.selection import make_selection, misfit, option_names, selection_names
+from gear_offline.sampling.selection import make_selection, misfit, option_names, selection_names
 from tests.law_support import CONTEXT, facts
 
 BAD: list[tuple[str, dict[str, Any], str]] = [

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import (
+from gear_offline.sampling.selection import (
     Segments,
     Selection,
     WeightedEpisodes,

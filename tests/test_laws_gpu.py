@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.select import DeviceSelect
-from gear_offline.laws.prioritized import Prioritized
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import WeightedEpisodes, make_selection
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import WeightedEpisodes, make_selection
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.law_support import LAW_CASES, facts
 from tests.support import make_dataset

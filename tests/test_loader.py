@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import gear_offline.loaders.workers
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.loaders import loader as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import UniformSteps, make_selection
+from gear_offline.sampling.selection import UniformSteps, make_selection
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import hopper_columns, make_dataset
 

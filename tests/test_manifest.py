@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
+from gear_offline.dataset.shards import digest
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME, Manifest
-from gear_offline.shards import digest
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 Document = dict[str, Any]
@@ -236,7 +236,7 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gear_offline.manifest.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     with pytest.raises(InputError) as caught:
         make_dataset(tmp_path, [3])
     assert caught.value.code == "MANIFEST_SIZE"
@@ -245,7 +245,7 @@ def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkey
 
 def test_a_manifest_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch: Any) -> None:
     path = make_dataset(tmp_path, [3]).path
-    monkeypatch.setattr("gear_offline.manifest.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     with pytest.raises(InputError) as caught:
         Manifest.read(path)
     assert caught.value.code == "MANIFEST_FORMAT"

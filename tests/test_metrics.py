@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.metrics import JsonLines, Metrics, finite, read_records, truncate_records
+from gear_offline.training.metrics import JsonLines, Metrics, finite, read_records, truncate_records
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.laws.mixture import Mixture
-from gear_offline.laws.thresholds import WHOLE
-from gear_offline.selection import learner_of, make_selection, misfit
+from gear_offline.sampling.mixture import Mixture
+from gear_offline.sampling.selection import learner_of, make_selection, misfit
+from gear_offline.sampling.thresholds import WHOLE
 from tests.law_support import CONTEXT, Key, exact_law, facts, keys, p_value
 
 LENGTHS = [1, 7, 2, 9, 5, 3]

@@ -14,24 +14,24 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gear_offline.checkpoint import load_policy_parts
-from gear_offline.dataset import Dataset
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.analysis.plan import make_plan
+from gear_offline.analysis.strategies import compare
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.tasks import data_key, environments_of, recipe_selection
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.evaluation_worker import PlayRequest, answer
-from gear_offline.joint import JointDataset
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
+from gear_offline.evaluation.run_evaluation import evaluate_run, print_run
+from gear_offline.evaluation.tasks import TasksReport
+from gear_offline.evaluation.worker import PlayRequest, answer
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
-from gear_offline.preparation import prepare_dataset, resolve
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.run_evaluation import evaluate_run, print_run
-from gear_offline.strategies import compare
-from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.strategies_plan import make_plan
-from gear_offline.task_evaluation import TasksReport
-from gear_offline.task_recipes import data_key, environments_of, recipe_selection
-from gear_offline.trainer import train
+from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.runs.trainer import train
+from gear_offline.tables.joint import JointDataset
+from gear_offline.training.checkpoint import load_policy_parts
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe

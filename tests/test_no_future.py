@@ -15,9 +15,9 @@ import pytest
 
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
-from gear_offline.laws.base import Facts
-from gear_offline.selection import make_selection
-from gear_offline.table import Table, build_table
+from gear_offline.sampling.base import Facts
+from gear_offline.sampling.selection import make_selection
+from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
 from tests.law_support import LAW_CASES
 from tests.segment_oracle import MemoryTable

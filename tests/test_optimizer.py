@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gear_offline.optimizer import Optimizer, learning_rate
-from gear_offline.recipe_sections import OptimizerSettings
+from gear_offline.config.sections import OptimizerSettings
+from gear_offline.training.optimizer import Optimizer, learning_rate
 
 
 def rates(schedule: str, *, warmup: int, steps: int) -> list[float]:

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gear_offline import system_calls
-from gear_offline.checkpoint_folder import find_checkpoint
-from gear_offline.dataset import open_dataset
+from gear_offline.core import system_calls
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.distributed.world import World
 from gear_offline.export import export_hdf5
-from gear_offline.node_table import shared_table
-from gear_offline.trainer import train
-from gear_offline.world import World
+from gear_offline.runs.trainer import train
+from gear_offline.tables.node_table import shared_table
+from gear_offline.training.checkpoint_folder import find_checkpoint
 from tests.ranks_support import ROOT, environment
 from tests.support import make_dataset
 from tests.training_support import tiny_recipe
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_reports")
 # As a user types them, in one process; sweeps and conversions start others.
 COMMANDS = """
 import os, sys
-from gear_offline.cli import main
+from gear_offline.cli.main import main
 assert not hasattr(os, "memfd_create") and not os.path.exists("/proc/self")
 for line in sys.argv[1:]:
     code = main(line.split())

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import gear_offline
-from gear_offline.cli import main
+from gear_offline.cli.main import main
 from gear_offline.demo import main as demo
 from gear_offline.errors import InputError
-from gear_offline.run_directory import RunDirectory
+from gear_offline.runs.directory import RunDirectory
 from tests.support import failing_code
 from tests.training_support import tiny_recipe
 

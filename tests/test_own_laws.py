@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from gear_offline import selection
-from gear_offline.laws.own import MAIN_ELSEWHERE, own_laws, register_own_laws
+from gear_offline.sampling import selection
+from gear_offline.sampling.own import MAIN_ELSEWHERE, own_laws, register_own_laws
 
 LAW = """
-from gear_offline.selection import WeightedEpisodes, register
+from gear_offline.sampling.selection import WeightedEpisodes, register
 
 @register("mine")
 class Mine(WeightedEpisodes):

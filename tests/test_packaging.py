@@ -63,7 +63,7 @@ def test_wheel_holds_every_file_and_nothing_else(tmp_path: Path) -> None:
 
 def test_import_loads_neither_torch_nor_cupy() -> None:
     code = (
-        "import sys, gear_offline, gear_offline.cli;"
+        "import sys, gear_offline, gear_offline.cli.main;"
         "print(sorted({'torch', 'cupy', 'transformers', 'h5py'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline import page_filling as module
 from gear_offline.errors import GearError
-from gear_offline.host_memory import PAGE_BYTES, HostBlock, block_of
-from gear_offline.page_filling import PageFiller, fill_pages
+from gear_offline.tables import page_filling as module
+from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock, block_of
+from gear_offline.tables.page_filling import PageFiller, fill_pages
 from tests.support import userfaultfd_is_allowed
 
 U8 = np.dtype(np.uint8)

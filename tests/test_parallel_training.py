@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.config.recipe import load_recipe
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.world import World, peers
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
-from gear_offline.world import World, peers
+from gear_offline.runs.trainer import train
+from gear_offline.training.metrics import read_records
 from tests.network import permitted
 from tests.ranks_support import ROOT, environment, launch, torchrun
 from tests.support import make_dataset

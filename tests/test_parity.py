@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.parity import OURS, RELEASED, PaperSampling, Settings, compare, run, verdict
-from gear_offline.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from tests.support import make_dataset
 

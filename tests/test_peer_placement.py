@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.peer_placement import (
+from gear_offline.sampling.selection import make_selection
+from gear_offline.tables.peer_placement import (
     HBM_COST,
     HOST_COST,
     PEER,
@@ -19,10 +20,9 @@ from gear_offline.peer_placement import (
     place_with,
     plan_node,
 )
-from gear_offline.pinning import same_memory
-from gear_offline.placement import HBM, HOST, PlacedTable
-from gear_offline.selection import make_selection
-from gear_offline.table import Table
+from gear_offline.tables.pinning import same_memory
+from gear_offline.tables.placement import HBM, HOST, PlacedTable
+from gear_offline.tables.table import Table
 from tests.support import failing_code
 from tests.test_placement import CPU, LENGTHS, FakeMemory, make_table
 

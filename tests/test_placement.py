@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline import placement as module
 from gear_offline.errors import GearError, InputError
-from gear_offline.pinning import Pinned, pin, same_memory
-from gear_offline.placement import HBM, HOST, place_in, place_table
-from gear_offline.placement_plan import HBM_SHARE, Placement, plan_episodes
-from gear_offline.table import Table, build_table
+from gear_offline.tables import placement as module
+from gear_offline.tables.pinning import Pinned, pin, same_memory
+from gear_offline.tables.placement import HBM, HOST, place_in, place_table
+from gear_offline.tables.placement_plan import HBM_SHARE, Placement, plan_episodes
+from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 from tests.support import failing_code
 from tests.test_table import columns

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.host_memory import HostBlock
-from gear_offline.host_table import host_table
-from gear_offline.placement import HBM, HOST, PlacedTable, place_table
-from gear_offline.table import Table
+from gear_offline.tables.host_memory import HostBlock
+from gear_offline.tables.host_table import host_table
+from gear_offline.tables.placement import HBM, HOST, PlacedTable, place_table
+from gear_offline.tables.table import Table
 from tests.gpu_support import ON_GPU
 from tests.support import failing_code, make_dataset
 from tests.test_placement import make_table
@@ -86,7 +86,7 @@ def test_errors_leave_torch_usable() -> None:
     assert code == "HBM_SHORT"
     block = HostBlock.create(1 << 20)
     rows = block.allocate((1 << 20,), np.dtype(np.uint8))
-    from gear_offline.pinning import CudaRuntime, Pinned
+    from gear_offline.tables.pinning import CudaRuntime, Pinned
 
     runtime = CudaRuntime()
     first = Pinned(rows, runtime)

@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gear_offline.assignment import ANYWHERE, Assigner
 from gear_offline.bench import train as bench_train
 from gear_offline.bench.step import make_recipe
-from gear_offline.cli import app
-from gear_offline.dataset import open_dataset
+from gear_offline.cli.main import app
+from gear_offline.config.recipe import load_recipe
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.distributed.assignment import ANYWHERE, Assigner
 from gear_offline.errors import InputError
-from gear_offline.learner import Learner
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.planning.compute import StepCost, model_size, step_cost, step_flops
 from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardware
 from gear_offline.planning.network import crossing_share, expected_excess
 from gear_offline.planning.plan import TIERS, Cluster, lay_out, plan
 from gear_offline.planning.workload import describe, make_workload
-from gear_offline.preparation import ModelSizes, resolve
-from gear_offline.recipe import load_recipe
+from gear_offline.runs.preparation import ModelSizes, resolve
+from gear_offline.training.learner import Learner
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gear_offline.checkpoint import load_policy_parts
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.metrics import read_records
-from gear_offline.preparation import prepare_dataset, resolve
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint import load_policy_parts
+from gear_offline.training.metrics import read_records
 from tests.support import ArraySource, hopper_columns, make_dataset, write_hdf5
 from tests.training_support import (
     ACTION_DIM,
@@ -45,7 +45,7 @@ def test_smoke_as_a_new_user_runs_it(
     assert load_policy_parts(run).model.config.max_ep_len == 200
 
     # the same file as a source, and the dataset that is there already
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     overrides = ["data.collect=null", "data.source=data/smoke-pendulum.hdf5", "train.steps=5"]
     overrides += ["evaluate.episodes=0", "train.tensorboard=false"]
     other = load_recipe("smoke", [*overrides, "data.path=data/other", "name=other"])

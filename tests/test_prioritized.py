@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.philox import draws
-from gear_offline.laws.prioritized import Prioritized, code_of, importance_weights, numbered
-from gear_offline.laws.sum_tree import SumTree
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import LearnsFromLosses
+from gear_offline.sampling.prioritized import Prioritized, code_of, importance_weights, numbered
+from gear_offline.sampling.selection import LearnsFromLosses
+from gear_offline.sampling.sum_tree import SumTree
 from tests.law_support import p_value
 
 LENGTHS = [5, 1, 8, 3]

@@ -26,7 +26,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     words += ["model.layers=1", "loader.batch_size=8", "loader.context_length=4"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("benchmarks.quality.settings_of", lambda options: small)
-        patch.setattr("gear_offline.report.write_report", lambda run, **_: Path(run))
+        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: Path(run))
         return measure(parse(words)), folder
 
 

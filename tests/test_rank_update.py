@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gear_offline.config.recipe import load_recipe
+from gear_offline.config.sections import OptimizerSettings
+from gear_offline.distributed.world import World
 from gear_offline.kernels.adamw import PIECE, DeviceAdamW, cut
-from gear_offline.learner import Learner
-from gear_offline.optimizer import Optimizer
-from gear_offline.preparation import ModelSizes
-from gear_offline.rank_gradients import RankGradients
-from gear_offline.rank_update import LEAST_LEFT, LINE, Layout, RankUpdate, shares_update
-from gear_offline.recipe import load_recipe
-from gear_offline.recipe_sections import OptimizerSettings
-from gear_offline.world import World
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.learner import Learner
+from gear_offline.training.optimizer import Optimizer
+from gear_offline.training.rank_gradients import RankGradients
+from gear_offline.training.rank_update import LEAST_LEFT, LINE, Layout, RankUpdate, shares_update
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
 from tests.support import make_dataset
 from tests.test_captured_ranks import batch_of
@@ -200,7 +200,7 @@ def one_step(working: nn.Module, optimizer: Optimizer, step: int) -> None:
 def sharing(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     """Two ranks that share the update of any model."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr("gear_offline.rank_update.LEAST_LEFT", 1)
+    monkeypatch.setattr("gear_offline.training.rank_update.LEAST_LEFT", 1)
     with on_cpu(kernels):
         yield Wire(2, nodes=1)
 

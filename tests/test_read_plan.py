@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.read_plan import GOLDEN_RATIO, Job, Needs, ReadPlan
+from gear_offline.tables.read_plan import GOLDEN_RATIO, Job, Needs, ReadPlan
 
 STEPS, SPAN = 60, 4  # of the table; K
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gear_offline import read_queue
-from gear_offline.disk_files import (
+from gear_offline.tables import read_queue
+from gear_offline.tables.disk_files import (
     DIRECT_BYTES,
     DiskFile,
     Ranges,
     RangesRead,
     read_ranges,
 )
-from gear_offline.huge_memory import huge_memory
-from gear_offline.read_queue import DEPTH, ReadQueue, open_queue
+from gear_offline.tables.huge_memory import huge_memory
+from gear_offline.tables.read_queue import DEPTH, ReadQueue, open_queue
 from tests.support import failing_code
 
 SIZE = 50 * DIRECT_BYTES + 100

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from gear_offline.errors import InputError
-from gear_offline.recipe import (
+from gear_offline.config.files import RECIPES, recipe_paths
+from gear_offline.config.recipe import (
     Recipe,
     copy_recipe,
     list_recipes,
     load_recipe,
     validate_recipe,
 )
-from gear_offline.recipe_files import RECIPES, recipe_paths
-from gear_offline.strict_yaml import parse_yaml
-from gear_offline.trainer import train
+from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.errors import InputError
+from gear_offline.runs.trainer import train
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
 LOCOMOTION = [

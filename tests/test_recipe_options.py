@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
+from gear_offline.config.problems import dotted_fields, entry_model, section_model, to_input_error
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import Section
+from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.errors import InputError
-from gear_offline.recipe import Recipe
-from gear_offline.recipe_errors import dotted_fields, entry_model, section_model, to_input_error
-from gear_offline.recipe_sections import Section
-from gear_offline.strict_yaml import parse_yaml
 
 
 def option_rows() -> list[str]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gear_offline.config.recipe import Recipe, load_recipe, validate_recipe
+from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.config.tasks import task_recipe
 from gear_offline.errors import InputError
-from gear_offline.recipe import Recipe, load_recipe, validate_recipe
-from gear_offline.strict_yaml import parse_yaml
-from gear_offline.task_recipes import task_recipe
 from tests.test_recipe import write
 
 TASKS = """

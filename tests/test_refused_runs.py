@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.sweep_points import name_points
-from gear_offline.sweep_turns import Turns
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.sweep.points import name_points
+from gear_offline.sweep.turns import Turns
 from tests.support import failing_code
 from tests.sweep_support import in_turns
 from tests.training_support import tiny_recipe

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from gear_offline.config.recipe import Recipe
 from gear_offline.convert import convert
 from gear_offline.errors import InputError
-from gear_offline.plots import (
+from gear_offline.runs.plots import (
     apart,
     asked_finding,
     new_figure,
@@ -26,8 +27,7 @@ from gear_offline.plots import (
     thousands,
     titles,
 )
-from gear_offline.recipe import Recipe
-from gear_offline.report import write_report
+from gear_offline.runs.report import write_report
 
 
 def pixels(path: Path) -> npt.NDArray[np.uint8]:
@@ -130,7 +130,7 @@ def test_the_datas_picture_says_what_it_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: list[float], words: str
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("gear_offline.plots.titles", lambda _, *lines: said.extend(lines))
+    monkeypatch.setattr("gear_offline.runs.plots.titles", lambda _, *lines: said.extend(lines))
     plot_data_returns(tmp_path / "data.png", returns, [1, 2, 3, 4], name="tiny")
     assert words in said[1]
     assert said[0].startswith("Half of the episodes return less than ")

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from gear_offline.checkpoint import read_checkpoint
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import RESUMABLE, TrainingInterrupted, train
+from gear_offline.runs.trainer import RESUMABLE, TrainingInterrupted, train
+from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
 from tests.support import make_dataset
 from tests.training_support import (
     ACTION_DIM,
@@ -44,7 +44,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time of a tiny run; the undisturbed one has them."""
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 @pytest.mark.timeout(300)
@@ -109,7 +109,7 @@ def test_sigterm_saves_too_and_handlers_are_given_back(data: Path, tmp_path: Pat
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gear_offline.evaluate
+    import gear_offline.evaluation.evaluate
 
     run = tmp_path / "run"
 
@@ -118,7 +118,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         time.sleep(60)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gear_offline.evaluate, "evaluate_policy", slow)
+        patched.setattr(gear_offline.evaluation.evaluate, "evaluate_policy", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train(tiny_recipe(data, "evaluate.beside=off"), out=run, quiet=True)
     assert read_records(run / "evaluations.jsonl") == []

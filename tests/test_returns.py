@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline import returns as module
 from gear_offline.errors import InputError
-from gear_offline.returns import sum_returns, whole_episodes
+from gear_offline.tables import returns as module
+from gear_offline.tables.returns import sum_returns, whole_episodes
 from tests.segment_oracle import same_bits
 
 

@@ -14,10 +14,10 @@ import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline import joining
+from gear_offline.distributed import joining
+from gear_offline.distributed.joining import private_store
+from gear_offline.distributed.roll_call import RollCall, missing_ranks
 from gear_offline.errors import GearError
-from gear_offline.joining import private_store
-from gear_offline.roll_call import RollCall, missing_ranks
 
 dist: Any = torch.distributed
 SECONDS = 0.3

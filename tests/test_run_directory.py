@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.recipe import load_recipe
-from gear_offline.run_directory import RunDirectory, default_run_path, write_whole
+from gear_offline.runs.directory import RunDirectory, default_run_path, write_whole
 
 
 def code_of(path: Path, *, resume: bool) -> str:
@@ -83,7 +83,7 @@ def test_one_writer_also_across_processes(tmp_path: Path) -> None:
         assert code_of(tmp_path / "a", resume=True) == "RUN_LOCKED"
         program = (
             "import sys; from pathlib import Path\n"
-            "from gear_offline.run_directory import RunDirectory\n"
+            "from gear_offline.runs.directory import RunDirectory\n"
             "from gear_offline.errors import InputError\n"
             "try: RunDirectory(Path(sys.argv[1]), resume=True)\n"
             "except InputError as error: print(error.code)\n"

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.learner import Learner
-from gear_offline.recipe import Recipe
-from gear_offline.run_errors import in_words, is_gpu_lost
-from gear_offline.shared_tables import SharedTables
-from gear_offline.stack import Stack
-from gear_offline.sweep import run_sweep
-from gear_offline.sweep_points import grid, name_points
-from gear_offline.sweep_results import steps_done
-from gear_offline.sweep_stack import StackTurns
-from gear_offline.sweep_turns import Turns
-from gear_offline.sweep_worker import _answer
-from gear_offline.trainer import train
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.runs.errors import in_words, is_gpu_lost
+from gear_offline.runs.trainer import train
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sweep.points import grid, name_points
+from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.stack import StackTurns
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.sweep.turns import Turns
+from gear_offline.sweep.worker import _answer
+from gear_offline.tables.shared_tables import SharedTables
+from gear_offline.training.learner import Learner
+from gear_offline.training.stack import Stack
 from tests.sweep_support import in_turns
 from tests.training_support import learnt, tiny_recipe
 
@@ -39,7 +39,7 @@ class OutOfResources(Exception):
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 @pytest.fixture(scope="module")

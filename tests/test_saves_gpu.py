@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gear_offline import snapshot as snapshots
-from gear_offline import tensor_file
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.snapshot import Snapshot
-from gear_offline.tensor_file import write_tensors
-from gear_offline.trainer import TrainingInterrupted, train
+from gear_offline.config.recipe import load_recipe
+from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.training import snapshot as snapshots
+from gear_offline.training import tensor_file
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
+from gear_offline.training.snapshot import Snapshot
+from gear_offline.training.tensor_file import write_tensors
 from tests.gpu_support import ON_GPU
 from tests.support import make_dataset
 from tests.test_resume import interrupted_in
@@ -84,7 +84,7 @@ def test_deterministic_runs_end_in_the_same_bits(
     """Undisturbed, again, and interrupted twice and resumed; with dropout."""
     if graph == "on" and importlib.util.find_spec("cupy") is None:
         pytest.skip("needs CuPy")
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     options = (f"train.graph={graph}", f"train.precision={precision}", "train.deterministic=true")
     chosen = recipe(data, *options)
     runs = [train(chosen, out=tmp_path / name, quiet=True) for name in ("one", "two")]
@@ -117,7 +117,7 @@ def test_nothing_of_the_gpu_is_kept_by_saves(data: Path, tmp_path: Path) -> None
 def test_evaluations_beside_on_the_gpu_find_what_those_in_place_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     data_path = tiny_data(tmp_path)
     register_importable()
     found = {}

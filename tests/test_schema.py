@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import InputError
-from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
 
 NUMERIC = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 NUMERIC += ["float16", "float32", "float64", "complex64", "complex128"]

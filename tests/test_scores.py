@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gear_offline.errors import InputError
-from gear_offline.scores import (
+from gear_offline.dataset.scores import (
     ReferenceScores,
     dataset_file,
     dataset_names,
@@ -13,6 +12,7 @@ from gear_offline.scores import (
     normalized_score,
     reference_scores,
 )
+from gear_offline.errors import InputError
 
 
 def test_table_is_complete() -> None:

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline import selection as module
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.philox import draws
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import (
+from gear_offline.sampling import selection as module
+from gear_offline.sampling.selection import (
     Segments,
     Selection,
     StepLocator,

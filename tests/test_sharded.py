@@ -10,16 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.exchange.contract import Shelf
+from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
+from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.exchange.contract import Shelf
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 from gear_offline.loaders.spread_choice import choose_share
-from gear_offline.selection import Segments, make_selection
-from gear_offline.sharding import shard_weights, share_shards, take_share
-from gear_offline.table import build_table
-from gear_offline.world import World
+from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.one_process import OneProcess
 from tests.support import failing_code, make_dataset

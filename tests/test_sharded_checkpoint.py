@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import GearError, InputError
-from gear_offline.shard_index import INDEX, read_index
-from gear_offline.sharded_checkpoint import (
+from gear_offline.training.shard_index import INDEX, read_index
+from gear_offline.training.sharded_checkpoint import (
     Piece,
     finish_shards,
     load_pieces,
@@ -102,7 +102,7 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_lies_with_a_digest_that_fits_are_refused(tmp_path: Path) -> None:
-    from gear_offline.checkpoint_saving import seal
+    from gear_offline.training.checkpoint_saving import seal
 
     folder = saved(tmp_path / "s")
     document = json.loads((folder / INDEX).read_text())

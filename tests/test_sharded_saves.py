@@ -15,29 +15,30 @@ import torch
 from torch import Tensor
 from transformers import DecisionTransformerModel
 
-from gear_offline import run_state, sharded_checkpoint
-from gear_offline.checkpoint import (
+from gear_offline.config.recipe import load_recipe
+from gear_offline.core.config_text import config_text
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, InputError
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.runs import state as run_state
+from gear_offline.runs.directory import RunDirectory
+from gear_offline.runs.trainer import check_resumed
+from gear_offline.runs.training_run import Run
+from gear_offline.training import sharded_checkpoint
+from gear_offline.training.checkpoint import (
     TrainingState,
     load_policy_parts,
     newest_checkpoint,
     read_checkpoint,
     read_state,
 )
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
-from gear_offline.checkpoint_writer import CheckpointWriter, Prune
-from gear_offline.config_text import config_text
-from gear_offline.errors import GearError, InputError
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.optimizer import Optimizer
-from gear_offline.recipe import load_recipe
-from gear_offline.run_directory import RunDirectory
-from gear_offline.shard_index import INDEX, read_index
-from gear_offline.sharded_checkpoint import Piece, Shard
-from gear_offline.tensor_file import write_tensors
-from gear_offline.tensor_names import MODEL, TRAINING, named
-from gear_offline.trainer import check_resumed
-from gear_offline.training_run import Run
-from gear_offline.world import World
+from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.training.optimizer import Optimizer
+from gear_offline.training.shard_index import INDEX, read_index
+from gear_offline.training.sharded_checkpoint import Piece, Shard
+from gear_offline.training.tensor_file import write_tensors
+from gear_offline.training.tensor_names import MODEL, TRAINING, named
 from tests.damage import DAMAGE, damage
 from tests.support import failing_code
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gear_offline.checkpoint import (
+from gear_offline.config.recipe import load_recipe
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint import (
     load_policy_parts,
     newest_checkpoint,
     read_checkpoint,
     read_state,
 )
-from gear_offline.checkpoint_folder import checkpoint_name, list_checkpoints
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.shard_index import INDEX, read_index
-from gear_offline.sharded_checkpoint import load_shards
-from gear_offline.trainer import train
+from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
+from gear_offline.training.metrics import read_records
+from gear_offline.training.shard_index import INDEX, read_index
+from gear_offline.training.sharded_checkpoint import load_shards
 from tests.ranks_support import launch
 from tests.sharded_child import whole_tensors
 from tests.support import make_dataset

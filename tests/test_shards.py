@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
 
-from gear_offline.errors import InputError
-from gear_offline.schema import ColumnSpec
-from gear_offline.shards import (
+from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.dataset.shards import (
     ALIGNMENT_BYTES,
     DTYPE_CODES,
     EPISODE_COLUMNS,
@@ -30,6 +29,7 @@ from gear_offline.shards import (
     read_into,
     stored_form,
 )
+from gear_offline.errors import InputError
 
 DTYPES = sorted(d.name for d in DTYPE_CODES.values())
 

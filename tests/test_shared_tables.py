@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.shared_tables import SharedTables, current_tables
-from gear_offline.sweep_points import name_points
-from gear_offline.sweep_processes import build_tables
-from gear_offline.table import build_table
+from gear_offline.sweep.points import name_points
+from gear_offline.sweep.processes import build_tables
+from gear_offline.tables.shared_tables import SharedTables, current_tables
+from gear_offline.tables.table import build_table
 from tests.support import make_dataset
 from tests.training_support import tiny_data, tiny_recipe
 
@@ -62,12 +62,14 @@ def test_a_published_table_is_attached_by_another_process(tmp_path: Path) -> Non
     assert len(handles) == 1, "one table for both"
     script = """
 import json, sys
-from gear_offline import host_table, shared_tables, table
-from gear_offline.dataset import open_dataset
-from gear_offline.learner import Learner
+from gear_offline.tables import host_table
+from gear_offline.tables import shared_tables
+from gear_offline.tables import table
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.training.learner import Learner
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.recipe import Recipe
-from gear_offline.shared_tables import SharedTables
+from gear_offline.config.recipe import Recipe
+from gear_offline.tables.shared_tables import SharedTables
 def refuse(*_, **__):
     raise SystemExit("it reads the table again")
 shared_tables.build_table = refuse

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.trainer import train
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.kernels_on_cpu import compile_threads
 from tests.ranks_support import launch
 from tests.training_support import learnt, tiny_recipe

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.kernels.philox import draws
-from gear_offline.laws.bijection import ROUNDS, KeyedOrder
-from gear_offline.laws.ordered import places
-from gear_offline.selection import make_selection
+from gear_offline.sampling.bijection import ROUNDS, KeyedOrder
+from gear_offline.sampling.ordered import places
+from gear_offline.sampling.selection import make_selection
 from tests.law_support import facts, p_value
 
 

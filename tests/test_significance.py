@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline.significance import (
+from gear_offline.analysis.significance import (
     holm,
     least_p,
     limits_text,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import from_episodes, open_source

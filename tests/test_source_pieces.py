@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import gear_offline.sources.folder
 import gear_offline.sources.shards
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import (
     from_arrays,

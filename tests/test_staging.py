@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gear_offline import staging
 from gear_offline.convert import convert
-from gear_offline.dataset import open_dataset
+from gear_offline.core import staging
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError
 from tests.support import (
     ArraySource,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gear_offline.statistics import BLOCK_ELEMENTS, TILE_ELEMENTS, Moments, distribution
+from gear_offline.dataset.statistics import BLOCK_ELEMENTS, TILE_ELEMENTS, Moments, distribution
 
 
 def naive(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], ...]:

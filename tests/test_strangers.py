@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from gear_offline.errors import InputError
-from gear_offline.evaluate import evaluate
-from gear_offline.host_memory import HostBlock
-from gear_offline.preparation import resolve
+from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.preparation import resolve
+from gear_offline.tables.host_memory import HostBlock
 from tests.support import make_dataset
 from tests.test_evaluate import write_run
 from tests.training_support import tiny_recipe
@@ -25,7 +25,7 @@ NOBODY = 65534
 ATTACH_AS_NOBODY = f"""
 import errno, json, os, sys
 from gear_offline.errors import GearError
-from gear_offline.host_memory import HostBlock, HostHandle
+from gear_offline.tables.host_memory import HostBlock, HostHandle
 handle = HostHandle.from_json(json.loads(sys.argv[1]))
 os.setgroups([])
 os.setgid({NOBODY})
@@ -78,7 +78,7 @@ def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
 TRUNCATE = """
 import os, sys
 from pathlib import Path
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 dataset = open_dataset(sys.argv[1])
 shard = Path(sys.argv[1]) / dataset.manifest.shards[0].name

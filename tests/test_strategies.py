@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gear_offline import cli
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.analysis.page import render
+from gear_offline.analysis.strategies import _parts, compare, row_bytes, write_comparison
+from gear_offline.analysis.text import COLUMNS, print_comparison
+from gear_offline.cli import main as cli
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.selection import (
+from gear_offline.sampling.selection import (
     _FACTORIES,
     make_selection,
     option_names,
     selection_names,
 )
-from gear_offline.strategies import _parts, compare, row_bytes, write_comparison
-from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.strategies_page import render
-from gear_offline.strategies_text import COLUMNS, print_comparison
 from tests.law_support import keys
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
@@ -289,7 +289,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     words = ["strategies", "paper", f"data.path={dataset.path}", "loader.batch_size=3"]
     (tmp_path / "file").touch()
     with monkeypatch.context() as patch:
-        patch.setattr("gear_offline.strategies.compare", lambda *_, **__: pytest.fail("worked"))
+        patch.setattr(
+            "gear_offline.analysis.strategies.compare", lambda *_, **__: pytest.fail("worked")
+        )
         for place in ("file", "file/below"):
             assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
             error = capsys.readouterr().err

@@ -14,12 +14,12 @@ import pytest
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from benchmarks.study_page import refreshed
-from gear_offline.significance import holm, limits_text, paired
-from gear_offline.strategies_curves import cell
-from gear_offline.strategies_learning import compare_rows, limits_of
-from gear_offline.strategies_learning_text import findings_lines, verdict_text
-from gear_offline.strategies_page import render
-from gear_offline.strategies_svg import STYLE
+from gear_offline.analysis.curves import cell
+from gear_offline.analysis.learning import compare_rows, limits_of
+from gear_offline.analysis.learning_text import findings_lines, verdict_text
+from gear_offline.analysis.page import render
+from gear_offline.analysis.significance import holm, limits_text, paired
+from gear_offline.analysis.svg import STYLE
 
 STUDY = Path(__file__).parent.parent / "docs" / "studies" / "sampling-on-replay-data.json"
 MARKS = (5, 10)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from gear_offline.learner import Learner
+from gear_offline.analysis.candidates import parse_candidates
+from gear_offline.analysis.plan import Point, RunPoints, run_in_turn, run_together
+from gear_offline.analysis.train import train_strategies
+from gear_offline.config.recipe import load_recipe
 from gear_offline.loaders.batch import Batch
-from gear_offline.recipe import load_recipe
-from gear_offline.selection import make_selection, padding_of, selection_names
-from gear_offline.strategies_candidates import parse_candidates
-from gear_offline.strategies_plan import Point, RunPoints, run_in_turn, run_together
-from gear_offline.strategies_train import train_strategies
-from gear_offline.sweep import run_sweep
+from gear_offline.sampling.selection import make_selection, padding_of, selection_names
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.training.learner import Learner
 from tests.law_support import facts
 from tests.strategies_support import recipe_of
 from tests.support import failing_code
@@ -104,7 +104,7 @@ def test_strategies_and_seeds_are_added_to_what_is_there(
     data: Path, tmp_path: Path, engine: RunPoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also to what another engine began; nothing that is complete is trained again."""
-    monkeypatch.setattr("gear_offline.sweep.run_sweep", partial(run_sweep, mode="serial"))
+    monkeypatch.setattr("gear_offline.sweep.sweep.run_sweep", partial(run_sweep, mode="serial"))
     steps = "train.steps=4"
     first = train(data, tmp_path, "top_k:k=2", steps)
     asked: list[str] = []

@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gear_offline import cli, strategies_judge, strategies_plan
-from gear_offline.dataset import open_dataset
-from gear_offline.preparation import resolve
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.recipe_checks import check_recipe
-from gear_offline.strategies_candidates import Candidate, parse_candidates
-from gear_offline.strategies_judge import Judges, judgements, write_probes
-from gear_offline.strategies_learning import busy_seconds, learning_document
-from gear_offline.strategies_learning_text import print_learning
-from gear_offline.strategies_outlook import Outlook, last_step
-from gear_offline.strategies_plan import make_plan, run_in_turn, run_together
-from gear_offline.strategies_train import _work, hold_comparison, train_strategies
+from gear_offline.analysis import judge as strategies_judge
+from gear_offline.analysis import plan as strategies_plan
+from gear_offline.analysis.candidates import Candidate, parse_candidates
+from gear_offline.analysis.judge import Judges, judgements, write_probes
+from gear_offline.analysis.learning import busy_seconds, learning_document
+from gear_offline.analysis.learning_text import print_learning
+from gear_offline.analysis.outlook import Outlook, last_step
+from gear_offline.analysis.plan import make_plan, run_in_turn, run_together
+from gear_offline.analysis.train import _work, hold_comparison, train_strategies
+from gear_offline.cli import main as cli
+from gear_offline.config.checks import check_recipe
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.runs.preparation import resolve
 from tests.strategies_support import plan_of, recipe_of, run
 from tests.support import failing_code
 
@@ -44,7 +46,7 @@ def test_the_sweep_engine_gets_the_points(
             for n in names
         ]
 
-    monkeypatch.setattr("gear_offline.sweep.run_sweep", run_sweep)
+    monkeypatch.setattr("gear_offline.sweep.sweep.run_sweep", run_sweep)
     plan = plan_of(data, tmp_path)
     assert run_together(plan.points, tmp_path) == {plan.points[1].name: "x"}
     assert [tmp_path / "training" / "runs" / n for n in asked["names"]] == [
@@ -74,7 +76,7 @@ def test_where_things_stand_is_said_once(
 ) -> None:
     plan = plan_of(data, tmp_path)
     judges = Judges(plan, strategies_judge.Probes(path=tmp_path, digest=""), jobs=2)
-    monkeypatch.setattr("gear_offline.strategies_outlook.PLAIN_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("gear_offline.analysis.outlook.PLAIN_INTERVAL_SECONDS", 0.0)
     with Outlook(plan, judges, beside=True, quiet=False) as outlook:
         outlook._draw()
         outlook._draw()

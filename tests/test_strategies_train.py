@@ -20,22 +20,23 @@ import pytest
 import torch
 from rich.console import Console
 
-from gear_offline import cli, strategies_judge
-from gear_offline.checkpoint import load_policy_parts
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.dataset import open_dataset
-from gear_offline.evaluate import evaluate
+from gear_offline.analysis import judge as strategies_judge
+from gear_offline.analysis.judge import Judges
+from gear_offline.analysis.learning import busy_seconds
+from gear_offline.analysis.learning_text import print_learning
+from gear_offline.analysis.page import render
+from gear_offline.analysis.plan import Point, run_in_turn
+from gear_offline.analysis.significance import holm, paired
+from gear_offline.cli import main as cli
+from gear_offline.config.recipe import load_recipe
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.metrics import read_records
-from gear_offline.recipe import load_recipe
-from gear_offline.selection import make_selection
-from gear_offline.significance import holm, paired
-from gear_offline.strategies_judge import Judges
-from gear_offline.strategies_learning import busy_seconds
-from gear_offline.strategies_learning_text import print_learning
-from gear_offline.strategies_page import render
-from gear_offline.strategies_plan import Point, run_in_turn
-from gear_offline.trainer import TrainingInterrupted
+from gear_offline.runs.trainer import TrainingInterrupted
+from gear_offline.sampling.selection import make_selection
+from gear_offline.training.checkpoint import load_policy_parts
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.metrics import read_records
 from tests.strategies_support import NAMES, plan_of, recipe_of, run
 from tests.support import failing_code
 from tests.test_resume import interrupted_in
@@ -193,7 +194,7 @@ def test_running_again_does_nothing_again(
     def forbidden(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing is left to do")
 
-    monkeypatch.setattr("gear_offline.trainer.train", forbidden)
+    monkeypatch.setattr("gear_offline.runs.trainer.train", forbidden)
     monkeypatch.setattr(strategies_judge, "judge", forbidden)
     again = run(recipe_of(data), out)
     assert timeless(again) == timeless(document) and again["resumed"] > document["resumed"]
@@ -202,7 +203,7 @@ def test_running_again_does_nothing_again(
 def test_another_way_to_judge_judges_again_without_training(
     document: dict[str, Any], data: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_offline.trainer.train", None)
+    monkeypatch.setattr("gear_offline.runs.trainer.train", None)
     again = run(recipe_of(data, "evaluate.seed=5"), out)
     assert points_of(again, "uniform_steps", 0) != points_of(document, "uniform_steps", 0)
     assert timeless(run(recipe_of(data), out)) == timeless(document), "the old ones are still there"
@@ -346,7 +347,7 @@ PLAIN: dict[str, Any] = {}
 @pytest.fixture(scope="module", autouse=True)
 def plain(data: Path) -> None:
     """Have a document without training at hand."""
-    from gear_offline.strategies import compare
+    from gear_offline.analysis.strategies import compare
 
     PLAIN.update(compare(recipe_of(data), strategies=NAMES, quiet=True))
 

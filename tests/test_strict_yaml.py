@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gear_offline.config.strict_yaml import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 from gear_offline.errors import InputError
-from gear_offline.strict_yaml import MAX_BYTES, MAX_DEPTH, dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(

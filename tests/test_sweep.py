@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from gear_offline.cli import main
+from gear_offline.cli.main import main
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.torch_threads import torch_threads
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.learner import Learner
-from gear_offline.recipe import Recipe
-from gear_offline.sweep import run_sweep
-from gear_offline.sweep_directory import SweepDirectory
-from gear_offline.sweep_modes import choose
-from gear_offline.sweep_points import SweepPoint, grid, name_points
-from gear_offline.sweep_processes import Worker
-from gear_offline.sweep_results import is_complete, steps_done
-from gear_offline.sweep_turns import Turns
-from gear_offline.torch_threads import torch_threads
-from gear_offline.trainer import train
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.runs.trainer import train
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sweep.directory import SweepDirectory
+from gear_offline.sweep.modes import choose
+from gear_offline.sweep.points import SweepPoint, grid, name_points
+from gear_offline.sweep.processes import Worker
+from gear_offline.sweep.results import is_complete, steps_done
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.sweep.turns import Turns
+from gear_offline.training.learner import Learner
 from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 
@@ -37,7 +37,7 @@ RATES = [1e-2, 1e-3]
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def solo(recipes: list[Recipe], tmp_path_factory: pytest.TempPathFactory) -> dic
     folder = tmp_path_factory.mktemp("solo")
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gear_offline.report.write_report", lambda run: run)
+        patch.setattr("gear_offline.runs.report.write_report", lambda run: run)
         for point in name_points(recipes):
             found[point.name] = learnt(train(point.recipe, out=folder / point.name, quiet=True))
     return found
@@ -165,7 +165,7 @@ def test_a_sweep_is_summed_up_without_writing_its_file_for_each_run(
     recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file has all recipes: of a thousand runs it would be written a thousand times."""
-    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    monkeypatch.setattr("gear_offline.sweep.sweep.Sweep._run", lambda *_: None)
     write, writes = SweepDirectory._write, 0
 
     def counted(self: SweepDirectory) -> None:
@@ -188,7 +188,7 @@ def test_a_sweep_is_summed_up_without_writing_its_file_for_each_run(
 def test_directories_that_are_not_this_sweeps(
     recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    monkeypatch.setattr("gear_offline.sweep.sweep.Sweep._run", lambda *_: None)
 
     def code_of(out: Path, points: list[Recipe]) -> str:
         with pytest.raises(InputError) as caught:
@@ -217,7 +217,7 @@ def told(out: Path) -> dict[str, list[str]]:
 def test_some_of_the_points_are_a_sweep_of_their_own(
     recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    monkeypatch.setattr("gear_offline.sweep.sweep.Sweep._run", lambda *_: None)
     out = tmp_path / "sweep"
 
     def names(points: list[Recipe]) -> list[str]:
@@ -245,7 +245,7 @@ def test_points_that_differ_in_something_else_are_refused_whatever_is_asked_for(
     recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no run of these names is there yet: a name would not tell what it is."""
-    monkeypatch.setattr("gear_offline.sweep.Sweep._run", lambda *_: None)
+    monkeypatch.setattr("gear_offline.sweep.sweep.Sweep._run", lambda *_: None)
     out = tmp_path / "sweep"
     run_sweep(recipes, out, quiet=True, report=False)
     run_sweep(recipes[:1], out, quiet=True, report=False)
@@ -311,7 +311,7 @@ def test_while_runs_fail_their_remedy_is_said_once(
     def short(recipe: Recipe, **_: Any) -> None:
         raise GearError("MEMORY", "out of memory", where=f"s{recipe.seed}", remedy="use less of it")
 
-    monkeypatch.setattr("gear_offline.sweep.train", short)
+    monkeypatch.setattr("gear_offline.sweep.sweep.train", short)
     run_sweep(recipes[:2], tmp_path / "sweep", mode="serial", report=False)
     told = capsys.readouterr().err
     assert told.count("use less of it") == 1 and told.count("MEMORY: out of memory") == 2

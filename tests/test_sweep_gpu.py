@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from gear_offline import placement
+from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
-from gear_offline.learner import Learner
-from gear_offline.recipe import Recipe
-from gear_offline.stack import Stack
-from gear_offline.sweep import run_sweep
-from gear_offline.sweep_points import grid, name_points
-from gear_offline.sweep_track import Track
-from gear_offline.trainer import train
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.runs.trainer import train
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sweep.points import grid, name_points
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.sweep.track import Track
+from gear_offline.tables import placement
+from gear_offline.training.learner import Learner
+from gear_offline.training.stack import Stack
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 from tests.training_support import learnt, tiny_recipe
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 def recipe(data: Path, *overrides: str) -> Recipe:

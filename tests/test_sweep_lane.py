@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.recipe import load_recipe
-from gear_offline.sweep_lane import CHUNK, DEEP, Lane, TurnRun
-from gear_offline.sweep_points import name_points
-from gear_offline.sweep_turns import Turns
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sweep.lane import CHUNK, DEEP, Lane, TurnRun
+from gear_offline.sweep.points import name_points
+from gear_offline.sweep.turns import Turns
 
 STEPS, LOG, SAVE, EVALUATE = 100, 20, 50, 30
 

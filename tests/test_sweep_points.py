@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.recipe import load_recipe
-from gear_offline.sweep_plots import short_label
-from gear_offline.sweep_points import (
+from gear_offline.sweep.plots import short_label
+from gear_offline.sweep.points import (
     flat,
     grid,
     name_points,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import InputError
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.sweep_directory import SweepDirectory
-from gear_offline.sweep_display import SweepDisplay
-from gear_offline.sweep_points import SweepPoint, grid, name_points
-from gear_offline.sweep_report import load_sweep, print_sweep, sweep_document, write_sweep_report
-from gear_offline.sweep_results import RunResult, read_result, steps_done
-from gear_offline.sweep_summary import curves, summarize
+from gear_offline.sweep.directory import SweepDirectory
+from gear_offline.sweep.display import SweepDisplay
+from gear_offline.sweep.points import SweepPoint, grid, name_points
+from gear_offline.sweep.report import load_sweep, print_sweep, sweep_document, write_sweep_report
+from gear_offline.sweep.results import RunResult, read_result, steps_done
+from gear_offline.sweep.summary import curves, summarize
 
 STEPS = 30
 T_95 = {2: 12.7062047, 3: 4.30265273, 4: 3.18244631}  # of a table, by number of values
@@ -257,7 +257,7 @@ def test_the_display_tells_runs_steps_and_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("gear_offline.sweep_display.time.monotonic", lambda: now)
+    monkeypatch.setattr("gear_offline.sweep.display.time.monotonic", lambda: now)
     display = SweepDisplay("mine", {"a": 100, "b": 100, "c": 100}, quiet=False)
     display.begin({"a": 100, "b": 20})
     assert display.facts() == "0 of 3 runs  120 of 300 steps"

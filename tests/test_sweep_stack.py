@@ -12,19 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from gear_offline.cli import main
+from gear_offline.cli.main import main
+from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, UnavailableError
-from gear_offline.learner import Learner
-from gear_offline.metrics import read_records
-from gear_offline.recipe import Recipe
-from gear_offline.stack import Stack, stack_key
-from gear_offline.sweep import run_sweep
-from gear_offline.sweep_lane import TurnRun
-from gear_offline.sweep_points import SweepPoint, grid, name_points
-from gear_offline.sweep_results import steps_done
-from gear_offline.sweep_stack import LARGEST, StackTurns, in_groups
-from gear_offline.trainer import train
-from gear_offline.training_run import TrainingInterrupted
+from gear_offline.runs.trainer import train
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sweep.lane import TurnRun
+from gear_offline.sweep.points import SweepPoint, grid, name_points
+from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.stack import LARGEST, StackTurns, in_groups
+from gear_offline.sweep.sweep import run_sweep
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
+from gear_offline.training.stack import Stack, stack_key
 from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 
@@ -34,7 +34,7 @@ RATES = [1e-2, 1e-3]
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 def make_recipes(data: Path, *overrides: str) -> list[Recipe]:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gear_offline import table as module
-from gear_offline import table_filling
 from gear_offline.errors import InputError
-from gear_offline.fields import standard_fields
-from gear_offline.table import build_table, returns_to_go
+from gear_offline.tables import table as module
+from gear_offline.tables import table_filling
+from gear_offline.tables.fields import standard_fields
+from gear_offline.tables.table import build_table, returns_to_go
 from tests.segment_oracle import MemoryTable, same_bits
 
 LENGTHS = [3, 1, 7, 2]

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline import column_lane, host_memory, page_filling
-from gear_offline import table_filling as module
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.host_memory import PAGE_BYTES, HostBlock
-from gear_offline.host_table import host_table
-from gear_offline.table import Table, build_table
-from gear_offline.table_filling import cut_pieces
+from gear_offline.tables import column_lane, host_memory, page_filling
+from gear_offline.tables import table_filling as module
+from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
+from gear_offline.tables.host_table import host_table
+from gear_offline.tables.table import Table, build_table
+from gear_offline.tables.table_filling import cut_pieces
 from tests.segment_oracle import MemoryTable, same_bits
 from tests.support import ArraySource, make_dataset
 from tests.test_host_memory import line, python
@@ -272,11 +272,11 @@ def test_a_cut_or_replaced_dataset_is_refused(tmp_path: Path) -> None:
 ATTACH = """
 import json, sys
 import numpy as np
-from gear_offline.dataset import open_dataset
-from gear_offline.host_memory import HostHandle
-from gear_offline.host_table import host_table
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.tables.host_memory import HostHandle
+from gear_offline.tables.host_table import host_table
 from gear_offline.kernels.gather import CpuGather
-from gear_offline.selection import make_selection
+from gear_offline.sampling.selection import make_selection
 dataset = open_dataset(sys.argv[1], verify=False)
 handle = HostHandle.from_json(json.loads(sys.argv[2]))
 table, block = host_table(dataset, context_length=5, gamma=0.5, share=handle)
@@ -288,7 +288,7 @@ print(windows.buffers[0].numpy().tobytes().hex())
 
 def test_one_table_for_two_processes(tmp_path: Path) -> None:
     from gear_offline.kernels.gather import CpuGather
-    from gear_offline.selection import make_selection
+    from gear_offline.sampling.selection import make_selection
 
     dataset = make_dataset(tmp_path, LENGTHS)
     table, block = host_table(dataset, context_length=5, gamma=0.5, threads=2)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.joint import JointDataset
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather
-from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
 from gear_offline.loaders.device_batches import make_batches
-from gear_offline.selection import Selection, make_selection
-from gear_offline.table import build_table
+from gear_offline.sampling.selection import Selection, make_selection
+from gear_offline.sampling.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.tables.joint import JointDataset
+from gear_offline.tables.table import build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
 from tests.task_support import join, make_parts
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gear_offline.task_evaluation import outcome
+from gear_offline.evaluation.tasks import outcome
 
 
 def target(asked: float, mean: float, score: float | None = None) -> dict[str, Any]:

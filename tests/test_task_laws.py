@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.rules import MIXTURE, WEIGHTED_EPISODES, law_number
-from gear_offline.laws.base import Float64Array
-from gear_offline.laws.tasks import TaskLaw, TaskMixture, TaskPoint, mix_tasks
-from gear_offline.laws.weighted import WeightedEpisodes
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, Selection, make_selection
+from gear_offline.sampling.base import Float64Array
+from gear_offline.sampling.selection import Segments, Selection, make_selection
+from gear_offline.sampling.tasks import TaskLaw, TaskMixture, TaskPoint, mix_tasks
+from gear_offline.sampling.weighted import WeightedEpisodes
 from tests.law_support import facts, p_value
 from tests.support import failing_code
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.dataset import Dataset
-from gear_offline.laws.tasks import TaskLaw, TaskPoint, mix_tasks
-from gear_offline.learner import Learner
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.selection import make_selection
+from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.training.learner import Learner
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.task_support import join, make_discrete, make_learner, make_parts, tasks_recipe
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from gear_offline import tensor_file
-from gear_offline.tensor_file import DTYPES, write_tensors
+from gear_offline.training import tensor_file
+from gear_offline.training.tensor_file import DTYPES, write_tensors
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.laws.thresholds import WHOLE, Thresholds, masses_of, sum_exactly
-from gear_offline.laws.weighted import WeightedEpisodes
-from gear_offline.schema import EpisodeIndex
+from gear_offline.sampling.thresholds import WHOLE, Thresholds, masses_of, sum_exactly
+from gear_offline.sampling.weighted import WeightedEpisodes
 from tests.law_support import p_value
 
 WEIGHT = st.just(0.0) | st.floats(1e-300, 1e300) | st.integers(1, 5).map(float)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gear_offline.throughput import (
+from gear_offline.training.throughput import (
     FORMULA,
     PEAK_TFLOPS,
     Meter,

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.checkpoint import load_policy, load_policy_parts, read_checkpoint
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.config.files import recipe_paths
+from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluate import evaluate
-from gear_offline.metrics import read_records
-from gear_offline.precision import resolve_precision
-from gear_offline.recipe import load_recipe
-from gear_offline.recipe_files import recipe_paths
-from gear_offline.trainer import train
+from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.trainer import train
+from gear_offline.training.checkpoint import load_policy, load_policy_parts, read_checkpoint
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.metrics import read_records
+from gear_offline.training.precision import resolve_precision
 from tests.image_support import image_columns
 from tests.support import make_dataset
 from tests.training_support import (
@@ -46,7 +46,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_plots(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take most of the time of a tiny run; the undisturbed one has them."""
-    monkeypatch.setattr("gear_offline.report.write_report", lambda run: run)
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
 
 
 def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None:
@@ -99,7 +99,7 @@ def test_evaluation_does_not_disturb_training(whole: Path, data: Path, tmp_path:
 
 def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     """Written from the paper's code: AdamW, clip, min((step + 1) / warmup, 1)."""
-    from gear_offline.dataset import open_dataset
+    from gear_offline.dataset.dataset import open_dataset
     from gear_offline.loaders.loader import GearLoader
     from gear_offline.models.decision_transformer import build_model
 
@@ -225,7 +225,7 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -> None:
-    from gear_offline.dataset import open_dataset
+    from gear_offline.dataset.dataset import open_dataset
 
     last = list_checkpoints(whole / "checkpoints")[-1][1]
     statistics = open_dataset(data).statistics["observations"]

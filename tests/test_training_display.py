@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gear_offline.interruption import Aborted, StopRequest
-from gear_offline.progress import progress
-from gear_offline.training_display import TrainingDisplay
+from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.progress import progress
+from gear_offline.runs.training_display import TrainingDisplay
 
 
 def show(*, quiet: bool = False) -> None:
@@ -70,7 +70,7 @@ def test_an_evaluation_after_the_last_step_leaves_the_speed_as_it_was(
 ) -> None:
     """Its seconds were taken off those of the steps before it: 0.0 steps/s, or far too many."""
     clock = [0.0]
-    monkeypatch.setattr("gear_offline.training_display.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("gear_offline.runs.training_display.time.monotonic", lambda: clock[0])
     display = TrainingDisplay("tiny", steps=100, done=0, quiet=True)
     said = []
     display._bar = SimpleNamespace(update=lambda _, **new: said.append(new.get("facts")))  # type: ignore[assignment]

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.priorities import DevicePriorities
 from gear_offline.kernels.tree_job import FAN, level_sizes
-from gear_offline.laws.prioritized import Prioritized, code_of
-from gear_offline.schema import EpisodeIndex
+from gear_offline.sampling.prioritized import Prioritized, code_of
 from tests.kernels_on_cpu import compile_laws, on_cpu
 
 

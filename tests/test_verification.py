@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset, verify_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset, verify_dataset
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
+from gear_offline.dataset.shards import digest
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.manifest import MANIFEST_NAME, Manifest
-from gear_offline.shards import digest
-from gear_offline.table import build_table
+from gear_offline.tables.table import build_table
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 

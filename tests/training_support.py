@@ -21,11 +21,11 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.evaluation_beside import WorkerLost
-from gear_offline.evaluation_worker import PlayRequest, answer
-from gear_offline.metrics import read_records
-from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.evaluation.beside import WorkerLost
+from gear_offline.evaluation.worker import PlayRequest, answer
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.metrics import read_records
 from tests.support import make_dataset
 
 ENVIRONMENT = "GearOfflineTiny-v0"
@@ -195,21 +195,21 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
     """
     for name in ("evaluate", "models.policy", "dataset"):
         import_module(f"gear_offline.{name}")
-    import gear_offline.report
-    from gear_offline.trainer import train
+    import gear_offline.runs.report
+    from gear_offline.runs.trainer import train
 
-    gear_offline.report.write_report = lambda run, **_: Path(run)  # plots take most of the time
+    gear_offline.runs.report.write_report = lambda run, **_: Path(run)
 
     register_environment()
     overrides: tuple[str, ...] = ()
     if beside:
-        import gear_offline.evaluation_beside
+        import gear_offline.evaluation.beside
 
         register_importable()
         overrides = ("evaluate.beside=on", "train.keep_checkpoints=1")
         FakeWorker.delay = 4
-        gear_offline.evaluation_beside.POLL_SECONDS = 0.0
-        gear_offline.evaluation_beside.Worker = FakeWorker  # type: ignore[assignment, misc]
+        gear_offline.evaluation.beside.POLL_SECONDS = 0.0
+        gear_offline.evaluation.beside.Worker = FakeWorker  # type: ignore[assignment, misc]
     generator = random.Random(seed)
     killed = 0
     while True:

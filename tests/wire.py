@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gear_offline.rank_update import ALL_GATHER, REDUCE_SCATTER
-from gear_offline.world import World
+from gear_offline.distributed.world import World
+from gear_offline.training.rank_update import ALL_GATHER, REDUCE_SCATTER
 
 
 class Wire:

@@ -16,11 +16,11 @@ from typing import Any
 
 from rich.console import Console
 
-from gear_offline.command import INTERRUPTED_BY_USER
+from gear_offline.cli.command import INTERRUPTED_BY_USER
+from gear_offline.config.strict_yaml import whole_number
+from gear_offline.core.split_table import SplitTable
+from gear_offline.core.system_calls import usable_cores
 from gear_offline.errors import GearError, InputError
-from gear_offline.split_table import SplitTable
-from gear_offline.strict_yaml import whole_number
-from gear_offline.system_calls import usable_cores
 
 BENCHES = {
     "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from gear_offline.bench.loader import EPISODES, STEPS, _hopper_like
-from gear_offline.episode_runner import make_environment
-from gear_offline.progress import progress
-from gear_offline.recipe import load_recipe
-from gear_offline.trainer import train
+from gear_offline.config.recipe import load_recipe
+from gear_offline.core.progress import progress
+from gear_offline.evaluation.episode_runner import make_environment
+from gear_offline.runs.trainer import train
 
 ENVIRONMENT = "Hopper-v5"
 WAYS = {

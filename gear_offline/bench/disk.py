@@ -38,22 +38,22 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.disk_files import (
+from gear_offline.core.closing import Closing
+from gear_offline.core.system_calls import peak_bytes
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.sources.base import SourceInfo
+from gear_offline.tables.disk_files import (
     DIRECT_BYTES,
     Ranges,
     RangesRead,
     ShardFiles,
 )
-from gear_offline.disk_sizes import ROUND_BYTES
-from gear_offline.host_memory import pages
-from gear_offline.huge_memory import huge_memory
-from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.sources.base import SourceInfo
-from gear_offline.system_calls import peak_bytes
-from gear_offline.window_reader import ReadBuffer
+from gear_offline.tables.disk_sizes import ROUND_BYTES
+from gear_offline.tables.host_memory import pages
+from gear_offline.tables.huge_memory import huge_memory
+from gear_offline.tables.window_reader import ReadBuffer
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
 SHARD_BYTES = 256 << 20

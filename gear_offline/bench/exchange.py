@@ -25,16 +25,16 @@ from typing import Any
 import numpy as np
 
 from gear_offline.bench.null_provider import NullProvider
+from gear_offline.core.progress import progress, say
+from gear_offline.distributed.exchange.contract import Destination, Piece, Reads, Shelf
+from gear_offline.distributed.exchange.directory import Directory, own_notice
+from gear_offline.distributed.exchange.endpoint import Region
+from gear_offline.distributed.exchange.opening import open_exchange
+from gear_offline.distributed.exchange.rendezvous import FolderRendezvous
+from gear_offline.distributed.exchange.step_requests import fill_requests
+from gear_offline.distributed.exchange.verbs_library import load_verbs
+from gear_offline.distributed.exchange.work_requests import Chain, ObjectPoster, Poster, make_poster
 from gear_offline.errors import GearError
-from gear_offline.exchange.contract import Destination, Piece, Reads, Shelf
-from gear_offline.exchange.directory import Directory, own_notice
-from gear_offline.exchange.endpoint import Region
-from gear_offline.exchange.opening import open_exchange
-from gear_offline.exchange.rendezvous import FolderRendezvous
-from gear_offline.exchange.step_requests import fill_requests
-from gear_offline.exchange.verbs_library import load_verbs
-from gear_offline.exchange.work_requests import Chain, ObjectPoster, Poster, make_poster
-from gear_offline.progress import progress, say
 
 SIZES = (64, 1024, 4096)
 SPAN, ROW_BYTES = 20, 64  # a segment of a hopper-like table

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
-from gear_offline.fields import Field
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, make_selection
-from gear_offline.table import Store, Table
+from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.tables.fields import Field
+from gear_offline.tables.table import Store, Table
 
 # segment: steps of the window, bytes of a row
 SEGMENTS = {
@@ -122,7 +122,7 @@ def _tier_row(
     memory: Any, tier: Any, size: int, span: int, row_bytes: int, turns: int
 ) -> dict[str, Any]:
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     rows = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].reshape(-1, row_bytes // 4)
     steps = len(rows) - 2 * span
@@ -175,7 +175,7 @@ def _tier_row(
 def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
     """The batch's bytes of steps as records and as columns, by kernels, from either tier."""
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     found = []
     for tier in ("host", "hbm"):

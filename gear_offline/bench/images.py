@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from gear_offline.bench.gather import LAUNCH_BYTES, _bus, event_seconds
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.core.progress import progress
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
-from gear_offline.fields import Field
-from gear_offline.learner import Learner
-from gear_offline.preparation import ModelSizes
-from gear_offline.progress import progress
-from gear_offline.recipe import load_recipe
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import Segments, make_selection
-from gear_offline.table import Store, Table
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.tables.fields import Field
+from gear_offline.tables.table import Store, Table
+from gear_offline.training.learner import Learner
 
 FRAME, STACK, CONTEXT, EPISODE = (84, 84), 4, 30, 1000
 FRAME_BYTES = FRAME[0] * FRAME[1]
@@ -97,7 +97,7 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any]:
     """Gather whole windows of single frames (`stored` is 1) or of ready-made stacks."""
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     lead, width = (LEAD, FRAME_BYTES) if stored == 1 else (0, stored * FRAME_BYTES)
     margin = CONTEXT + lead

@@ -39,14 +39,14 @@ import torch
 
 from gear_offline.bench.convert import make_file
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.fields import ACTIONS, REWARDS, STATES
-from gear_offline.host_memory import HostBlock, write_through
-from gear_offline.host_table import host_table
-from gear_offline.pinning import CudaRuntime, HostRuntime, Pinned
-from gear_offline.shards import read_into
-from gear_offline.system_calls import usable_cores
-from gear_offline.table_filling import MAX_THREADS
+from gear_offline.core.system_calls import usable_cores
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.shards import read_into
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
+from gear_offline.tables.host_memory import HostBlock, write_through
+from gear_offline.tables.host_table import host_table
+from gear_offline.tables.pinning import CudaRuntime, HostRuntime, Pinned
+from gear_offline.tables.table_filling import MAX_THREADS
 
 STEPS, QUICK_STEPS = 40_000_000, 1_000_000
 SHARD_BYTES, QUICK_SHARD_BYTES = 64 << 20, 8 << 20

@@ -27,10 +27,10 @@ import torch
 from gear_offline.bench import loader_peers
 from gear_offline.bench.loader_peers import Data, NextBatch
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.core.progress import progress, say
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.progress import progress, say
-from gear_offline.table import returns_to_go
+from gear_offline.tables.table import returns_to_go
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gear_offline.assignment import Assigner
 from gear_offline.bench.gather import EPISODE_STEPS, SEGMENTS, event_seconds
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.distributed.assignment import Assigner
+from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import UnavailableError
-from gear_offline.fields import Field
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import make_selection
-from gear_offline.table import Store, Table
-from gear_offline.world import World, open_world, rank_device
+from gear_offline.sampling.selection import make_selection
+from gear_offline.tables.fields import Field
+from gear_offline.tables.table import Store, Table
 
 SIZES = (880, 4096, 65536)
 LAUNCH_BYTES = 1 << 30
@@ -68,7 +68,7 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def _row(world: World, device: torch.device, memory: Any, size: int, turns: int) -> dict[str, Any]:
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.placement import place_table
+    from gear_offline.tables.placement import place_table
 
     span, row_bytes = SEGMENTS[size]
     width = row_bytes // 4
@@ -113,7 +113,7 @@ def _check(windows: Any, rows: Any, span: int, lengths: Any) -> None:
 
 def _copy(world: World, device: torch.device, turns: int) -> float:
     """GB/s of copies from the next GPU's memory, by the copy engine, all GPUs at once."""
-    from gear_offline.device_memory import CudaMemory, raw_tensor
+    from gear_offline.tables.device_memory import CudaMemory, raw_tensor
 
     memory = CudaMemory(device)
     size = LAUNCH_BYTES // 2

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from gear_offline.bench.loader import _hopper_like
+from gear_offline.core.progress import progress
 from gear_offline.errors import GearError
-from gear_offline.progress import progress
 
 RANKS, STEPS, EVERY, KILL_AT = 2, 60, 20, 35
 SECONDS = 300  # for one run

@@ -22,9 +22,9 @@ def main(folder: Path, kill_at: int) -> None:
         stream.write(json.dumps(line) + "\n")
 
     mark("begin", 0, BEGAN)
-    from gear_offline.learner import Learner
-    from gear_offline.recipe import load_recipe
-    from gear_offline.trainer import train
+    from gear_offline.config.recipe import load_recipe
+    from gear_offline.runs.trainer import train
+    from gear_offline.training.learner import Learner
 
     advance = Learner.advance
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.bench.select_peers import torchrl_calls
-from gear_offline.laws.bijection import KeyedOrder
-from gear_offline.laws.sum_tree import SumTree
-from gear_offline.laws.thresholds import Thresholds
+from gear_offline.sampling.bijection import KeyedOrder
+from gear_offline.sampling.sum_tree import SumTree
+from gear_offline.sampling.thresholds import Thresholds
 
 SIZES, QUICK_SIZES = (10**4, 10**5, 10**6, 10**7, 10**8), (10**4, 10**5)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000

@@ -23,11 +23,11 @@ from torch import Tensor
 from gear_offline.bench.gather import event_seconds
 from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
 from gear_offline.bench.train import paper_learner, step_seconds
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.philox import bounded, draws
-from gear_offline.laws.ordered import ShuffledEpochs
-from gear_offline.laws.prioritized import Prioritized
-from gear_offline.schema import EpisodeIndex
-from gear_offline.selection import make_selection
+from gear_offline.sampling.ordered import ShuffledEpochs
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import make_selection
 
 EPISODE_STEPS = 1000
 AT_ONCE = 1 << 27  # masses made together

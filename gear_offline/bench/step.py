@@ -7,7 +7,7 @@
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
-`gear_offline.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
+`training.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
 global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
 median of the turns.
@@ -25,17 +25,17 @@ from typing import Any
 import torch
 
 from gear_offline.bench.loader import _hopper_like
-from gear_offline.captured_step import CapturedStep
-from gear_offline.dataset import Dataset
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.progress import progress, say
+from gear_offline.core.wording import size_text
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.learner import Learner
 from gear_offline.loaders.batch import Batch
-from gear_offline.preparation import ModelSizes
-from gear_offline.progress import progress, say
-from gear_offline.recipe import Recipe, load_recipe
-from gear_offline.throughput import FORMULA, peak_tflops
-from gear_offline.wording import size_text
-from gear_offline.world import World, open_world, rank_device
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.captured_step import CapturedStep
+from gear_offline.training.learner import Learner
+from gear_offline.training.throughput import FORMULA, peak_tflops
 
 AUTOCAST = ("train.weights=fp32",)
 DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise

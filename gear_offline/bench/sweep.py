@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from gear_offline.bench.loader import EPISODES, STEPS, _hopper_like
+from gear_offline.core.progress import progress, say
 from gear_offline.errors import UnavailableError
-from gear_offline.progress import progress, say
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
 BASE = "one after another"

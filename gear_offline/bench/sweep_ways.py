@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gear_offline import data_parallel
 from gear_offline.bench.sweep_runs import CHUNK, DEEP, DEVICE, Runs, make_learner, rate
-from gear_offline.captured_step import CapturedStep
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.stack import Stack
-from gear_offline.sweep_track import Track
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.sweep.track import Track
+from gear_offline.training import data_parallel
+from gear_offline.training.captured_step import CapturedStep
+from gear_offline.training.stack import Stack
 
 COMPARED_STEPS = 300
 PROFILED = 20  # steps

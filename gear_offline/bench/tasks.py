@@ -17,12 +17,12 @@ import h5py
 import numpy as np
 import torch
 
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, open_dataset
-from gear_offline.learner import Learner
-from gear_offline.preparation import prepare_dataset, resolve
-from gear_offline.progress import progress
-from gear_offline.recipe import Recipe, load_recipe
+from gear_offline.core.progress import progress
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.training.learner import Learner
 
 SIZES = {"hopper": (11, 3), "walker2d": (17, 6), "halfcheetah": (17, 6)}  # states, actions
 ALONE = "walker2d"

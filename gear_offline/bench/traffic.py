@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_offline.assignment import ANYWHERE, Assigner
-from gear_offline.progress import progress
-from gear_offline.sharding import share_shards
+from gear_offline.core.progress import progress
+from gear_offline.distributed.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.sharding import share_shards
 
 SHARDS = 4096
 # (nodes, ranks of a node, segments a rank, Zipf exponent, equal shares of, replicated)

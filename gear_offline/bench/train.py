@@ -18,15 +18,15 @@ import torch
 
 from gear_offline.bench import loader_peers
 from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
-from gear_offline.dataset import Dataset
+from gear_offline.config.recipe import load_recipe
+from gear_offline.core.progress import progress
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import UnavailableError
-from gear_offline.learner import Learner
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.loss import action_loss
-from gear_offline.preparation import ModelSizes
-from gear_offline.progress import progress
-from gear_offline.recipe import load_recipe
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.learner import Learner
 
 BATCH = 64
 OURS = {

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.atari import is_atari
 from gear_offline.collect import ars, stable_baselines
 from gear_offline.collect.ars_options import options_for
 from gear_offline.collect.environment import EnvironmentFacts, package_version
@@ -30,10 +29,11 @@ from gear_offline.collect.policy import (
 from gear_offline.collect.request import Request, check_request, requested_mix
 from gear_offline.collect.workers import Crew
 from gear_offline.collect.writer import D4rlWriter
-from gear_offline.environment_ids import say_version
+from gear_offline.core.progress import progress, say
+from gear_offline.core.wording import count_text
 from gear_offline.errors import GearError
-from gear_offline.progress import progress, say
-from gear_offline.wording import count_text
+from gear_offline.evaluation.atari import is_atari
+from gear_offline.evaluation.environment_ids import say_version
 
 NOTE = "collected locally; not D4RL data"
 

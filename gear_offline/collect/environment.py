@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.environment_ids import versioned_id
 from gear_offline.errors import InputError
+from gear_offline.evaluation.environment_ids import versioned_id
 
 AnyArray = npt.NDArray[Any]
 Float64Array = npt.NDArray[np.float64]

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.collect.environment import EnvironmentFacts
-from gear_offline.environment_ids import versioned_id
+from gear_offline.core.staging import write_error
 from gear_offline.errors import InputError
-from gear_offline.staging import write_error
+from gear_offline.evaluation.environment_ids import versioned_id
 
 Float64Array = npt.NDArray[np.float64]
 FILE_FORMAT = "gear-offline-linear-policy-1"

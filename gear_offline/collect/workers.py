@@ -14,15 +14,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from gear_offline.closing import Closing
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.collect.rollout import Episode, EpisodePlan, EpisodeScore, Player
-from gear_offline.errors import GearError
-from gear_offline.processes import (
+from gear_offline.core.closing import Closing
+from gear_offline.core.processes import (
     die_with_parent,
     interrupts_kept_from_children,
     let_interrupts_end_this,
 )
+from gear_offline.errors import GearError
 
 ResultT = TypeVar("ResultT")
 _player: Player | None = None  # one per worker process, made by `_start`

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gear_offline.collect.rollout import Episode
+from gear_offline.core.hdf5_writer import AnyArray, Hdf5Writer
 from gear_offline.errors import GearError
-from gear_offline.hdf5_writer import AnyArray, Hdf5Writer
 
 METADATA = "metadata"
 

@@ -14,22 +14,22 @@ from dataclasses import dataclass
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gear_offline.compilation import BLOCKWISE_FROM, is_compiled
+from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.parallel import gathered_bytes, has_half_gradients
 from gear_offline.planning.hardware import Hardware
-from gear_offline.preparation import ModelSizes
-from gear_offline.rank_update import shares_update
-from gear_offline.recipe import Recipe
-from gear_offline.throughput import step_flops as step_flops
-from gear_offline.training_memory import (
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
+from gear_offline.training.parallel import gathered_bytes, has_half_gradients
+from gear_offline.training.rank_update import shares_update
+from gear_offline.training.throughput import step_flops as step_flops
+from gear_offline.training.training_memory import (
     FULL_BYTES,
     SHADOW_BYTES,
     USABLE,
     shard_bytes,
     state_bytes,
 )
-from gear_offline.training_model import recipe_model
+from gear_offline.training.training_model import recipe_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.errors import InputError
-from gear_offline.strict_yaml import parse_yaml
 
 __all__ = ["Hardware", "hardware_names", "load_hardware"]
 

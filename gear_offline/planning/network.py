@@ -43,7 +43,7 @@ def crossing_share(shares: Sequence[float], batch: int) -> float:
     """Return the expected share of a global batch that moves between nodes.
 
     A node works on ``batch / D`` segments; what is drawn beyond that from its shards moves, and
-    nothing else does (`gear_offline.assignment`).
+    nothing else does (`gear_offline.distributed.assignment`).
 
     Parameters
     ----------

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.data_parallel import check_parts
+from gear_offline.config.recipe import Recipe
+from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
-from gear_offline.peer_placement import PEER, plan_node
-from gear_offline.placement import HBM
-from gear_offline.placement_plan import HBM_SHARE
 from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
 from gear_offline.planning.network import allreduce_seconds, crossing_share
 from gear_offline.planning.workload import Workload
-from gear_offline.recipe import Recipe
-from gear_offline.sharding import share_shards
-from gear_offline.training_memory import CONTEXT_BYTES
+from gear_offline.tables.peer_placement import PEER, plan_node
+from gear_offline.tables.placement import HBM
+from gear_offline.tables.placement_plan import HBM_SHARE
+from gear_offline.training.data_parallel import check_parts
+from gear_offline.training.training_memory import CONTEXT_BYTES
 
 __all__ = ["Cluster", "plan"]
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline.throughput import speed_text
-from gear_offline.wording import size_text
+from gear_offline.core.wording import size_text
+from gear_offline.training.throughput import speed_text
 
 ASSUMED = (
     "every node has the same parts, and the network has its full rate between any two nodes",

@@ -19,18 +19,18 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.config.checks import check_selection
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import missing_data, open_tasks, recipe_selection
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
-from gear_offline.fields import is_image
-from gear_offline.laws.prioritized import Prioritized
-from gear_offline.preparation import ModelSizes
-from gear_offline.recipe import Recipe
-from gear_offline.recipe_checks import check_selection
-from gear_offline.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.selection import Selection, learner_of
-from gear_offline.sharding import shard_weights
-from gear_offline.table import plan_stores
-from gear_offline.task_recipes import missing_data, open_tasks, recipe_selection
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.sampling.prioritized import Prioritized
+from gear_offline.sampling.selection import Selection, learner_of
+from gear_offline.tables.fields import is_image
+from gear_offline.tables.table import plan_stores
 
 __all__ = ["Described", "Workload", "describe", "make_workload"]
 
@@ -99,7 +99,7 @@ class Described:
     Attributes
     ----------
     spec, episodes, checked
-        As those of a `gear_offline.dataset.Dataset`.
+        As those of a `gear_offline.dataset.dataset.Dataset`.
     """
 
     spec: TableSpec

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import BoolArray, ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.schema import BoolArray, ColumnSpec
 from gear_offline.sources.base import SourceInfo
 from gear_offline.sources.boundaries import (
     TERMINAL_FLAGS,
@@ -24,7 +25,6 @@ from gear_offline.sources.boundaries import (
     terminal_flags,
 )
 from gear_offline.sources.pieces import Piece, PieceSource
-from gear_offline.wording import count_text
 
 AnyArray = npt.NDArray[Any]
 
@@ -355,7 +355,7 @@ def _info(
     name: str, rule: str, environment: str | None, attributes: Mapping[str, Any] | None
 ) -> SourceInfo:
     if environment is not None:
-        from gear_offline.environment_ids import check_environment_id
+        from gear_offline.evaluation.environment_ids import check_environment_id
 
         check_environment_id(environment, where="environment")
     return SourceInfo(

@@ -18,10 +18,10 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import BoolArray, EpisodeIndex, TableSpec
 from gear_offline.errors import InputError
-from gear_offline.schema import BoolArray, EpisodeIndex, TableSpec
-from gear_offline.source_digests import Identity
-from gear_offline.wording import count_text
+from gear_offline.sources.source_digests import Identity
 
 
 @dataclass(frozen=True, kw_only=True)

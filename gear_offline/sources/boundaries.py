@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gear_offline.dataset.schema import BoolArray, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.schema import BoolArray, Int64Array
 
 _STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
 TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "dones", "done")

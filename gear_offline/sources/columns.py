@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
+from gear_offline.core.closing import Closing
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.errors import InputError
-from gear_offline.schema import ColumnSpec, TableSpec
 from gear_offline.sources.base import Source, source_text
-from gear_offline.wording import count_text
 
 Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is made of
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.processes import die_with_parent, interrupts_kept_from_children
 
 MEMORY_BYTES = 2 << 30  # of address space, beyond what the process has already
 SECONDS = 3  # of processor time for a file of any size ...

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gear_offline.scores import dataset_of_file, reference_scores
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.scores import dataset_of_file, reference_scores
 from gear_offline.sources.base import SourceInfo
 from gear_offline.sources.boundaries import ARTIFICIAL, TIME_FLAGS, Rule
 from gear_offline.sources.flat import FlatSource, Layout, find_columns
 from gear_offline.sources.hdf5 import Hdf5Rows
-from gear_offline.wording import count_text
 
 REQUIRED = ("observations", "actions", "rewards")
 OPTIONAL = ("next_observations", "terminals", "timeouts")

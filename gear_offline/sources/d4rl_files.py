@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
+from gear_offline.core.progress import progress
+from gear_offline.dataset.scores import dataset_file, dataset_names
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.progress import progress
-from gear_offline.scores import dataset_file, dataset_names
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
 TIMEOUT = timedelta(seconds=30)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
-from gear_offline.errors import InputError
-from gear_offline.schema import (
+from gear_offline.core.closing import Closing
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import (
     BoolArray,
     ColumnSpec,
     EpisodeIndex,
@@ -24,6 +24,7 @@ from gear_offline.schema import (
     is_column_name,
     is_step_shape,
 )
+from gear_offline.errors import InputError
 from gear_offline.sources.base import SourceInfo, source_text
 from gear_offline.sources.boundaries import (
     TERMINAL_FLAGS,
@@ -34,7 +35,6 @@ from gear_offline.sources.boundaries import (
 )
 from gear_offline.sources.hdf5 import Hdf5Rows, some_names
 from gear_offline.sources.hdf5_guard import DatasetFacts
-from gear_offline.wording import count_text
 
 SCALARS = ("rewards", *TERMINAL_FLAGS, *TIME_FLAGS)  # (N, 1) is read as one number a step
 

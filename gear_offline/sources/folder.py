@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
+from gear_offline.core.closing import Closing
+from gear_offline.core.system_calls import most_open
 from gear_offline.errors import InputError
 from gear_offline.sources.generic import open_hdf5
 from gear_offline.sources.hdf5 import Hdf5Rows
 from gear_offline.sources.hdf5_guard import source_read_error
 from gear_offline.sources.pieces import PieceSource, join_sources
-from gear_offline.system_calls import most_open
 
 SUFFIXES = (".hdf5", ".h5")
 MOST_OPEN = 512  # files at a time, and a quarter of the descriptors that the process may have

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5p
 
+from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.schema import ColumnSpec
-from gear_offline.source_digests import Identity, file_identity
 from gear_offline.sources.hdf5_guard import (
     DEFAULT_LIMITS,
     LIBRARY_ERRORS,
@@ -31,6 +30,7 @@ from gear_offline.sources.hdf5_guard import (
     unreadable,
     walk,
 )
+from gear_offline.sources.source_digests import Identity, file_identity
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
+from gear_offline.core.closing import Closing
+from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.scores import reference_scores
 from gear_offline.errors import InputError
-from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.scores import reference_scores
 from gear_offline.sources.base import SourceInfo, source_text
 from gear_offline.sources.minari_metadata import MinariMetadata, data_directory, read_metadata
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.schema import ColumnSpec
 from gear_offline.sources.minari import Leaf, jpeg_error, layout_error
 from gear_offline.sources.minari_metadata import MinariMetadata, SpaceLeaf
-from gear_offline.wording import count_text
 
 _FLAGS = ("rewards", "terminations", "truncations")
 

@@ -14,7 +14,8 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.schema import ColumnSpec, is_column_name
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import ColumnSpec, is_column_name
 from gear_offline.sources.hdf5 import read_rows
 from gear_offline.sources.hdf5_guard import (
     LIBRARY_ERRORS,
@@ -28,7 +29,6 @@ from gear_offline.sources.hdf5_guard import (
 )
 from gear_offline.sources.minari import Leaf, jpeg_error, layout_error
 from gear_offline.sources.minari_metadata import MAIN_FILE, MinariMetadata
-from gear_offline.wording import count_text
 
 LIMITS = Limits(objects=50_000_000)  # one group and about eight datasets for each episode
 _EPISODE = re.compile(r"episode_(0|[1-9][0-9]{0,11})")

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
+from gear_offline.core.closing import Closing
+from gear_offline.core.wording import count_text
+from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.source_facts import left_out_of, warnings_of
 from gear_offline.errors import InputError
-from gear_offline.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.source_facts import left_out_of, warnings_of
 from gear_offline.sources.base import Source, SourceInfo, check_open, source_text
-from gear_offline.wording import count_text
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.closing import Closing
-from gear_offline.dataset import Dataset, open_dataset
+from gear_offline.core.closing import Closing
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
 from gear_offline.errors import InputError
-from gear_offline.manifest import MANIFEST_NAME, shard_name
 from gear_offline.sources.base import SourceInfo, source_text
 from gear_offline.sources.folder import hdf5_files
 

@@ -1,5 +1,5 @@
-// A keyed order of N things, as gear_offline/laws/bijection.py, and places of an endless row of
-// epochs, as gear_offline/laws/ordered.py.
+// A keyed order of N things, as gear_offline/sampling/bijection.py, and places of an endless row of
+// epochs, as gear_offline/sampling/ordered.py.
 #pragma once
 #include "philox.cuh"
 

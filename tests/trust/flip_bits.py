@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gear_offline.checkpoint import read_checkpoint
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
-from gear_offline.fields import ACTIONS, REWARDS, STATES
-from gear_offline.manifest import MANIFEST_NAME, Manifest
-from gear_offline.table import build_table
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
+from gear_offline.tables.table import build_table
+from gear_offline.training.checkpoint import read_checkpoint
 from tests.trust.corpus.case import FIXTURES
 
 Span = tuple[str, Path, int, int, str]  # class, file, first byte, byte after the last, says

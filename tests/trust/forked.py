@@ -61,7 +61,7 @@ def prepare(*modules: str) -> None:
         importlib.import_module(f"gear_offline.{module}")
     import typer.main
 
-    from gear_offline import cli
+    from gear_offline.cli import main as cli
 
     # Typer builds the command anew at each call, which is half of a child's time.
     built = typer.main.get_command(cli.app)
@@ -76,7 +76,7 @@ def command_line(arguments: Sequence[str]) -> Callable[[], int]:
     """Return work that runs the command line with `arguments`."""
 
     def work() -> int:
-        from gear_offline.cli import main
+        from gear_offline.cli.main import main
 
         return main(list(arguments))
 

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.strict_yaml import parse_yaml
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.shards import parse_header
 from gear_offline.errors import InputError
-from gear_offline.manifest import Manifest
-from gear_offline.recipe import Recipe
-from gear_offline.shards import parse_header
-from gear_offline.strict_yaml import parse_yaml
 from tests.trust.corpus.case import FIXTURES, read_manifest, seal, seal_text
 from tests.trust.mutation import mutate
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import h5py
 
-from gear_offline.dataset import open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns
 from tests.trust.forked import prepare

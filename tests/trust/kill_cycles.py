@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gear_offline.checkpoint_folder import list_checkpoints
-from gear_offline.processes import die_with_parent
-from gear_offline.progress import progress
+from gear_offline.core.processes import die_with_parent
+from gear_offline.core.progress import progress
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.trust.leaks import new_objects, session_processes, system_objects, wait_until_gone
 
 GPU_SLACK_BYTES = 64 << 20  # what a driver may keep of its own, on each GPU
@@ -89,7 +89,7 @@ def gpu_bytes(gpus: Sequence[str]) -> list[int]:
 
 def train_for_ever(data: Path, run: Path, device: str, *, compiled: bool) -> None:
     """Train the tiny recipe with a save every two steps and evaluations beside."""
-    from gear_offline.trainer import train
+    from gear_offline.runs.trainer import train
     from tests.training_support import register_importable, tiny_recipe
 
     register_importable()
@@ -272,7 +272,7 @@ def summary(found: Found) -> dict[str, Any]:
 
 def run(cycles: int, *, device: str = "cpu", parallel: int = 1, seed: int = 3) -> dict[str, Any]:
     """Run the cycles and return the document; fewer of them if a signal stops it."""
-    from gear_offline import evaluate, trainer  # noqa: F401 - trainers start with these imported
+    from gear_offline.runs import trainer  # noqa: F401 - trainers start with these imported
     from tests.training_support import tiny_data
 
     generator = random.Random(seed)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gear_offline.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.ranks_support import launch
 
 STEPS = 8
@@ -25,7 +25,7 @@ MOST_CALLS = 60  # a rank makes more than that, the second one a third of it
 
 def train_as_rank(data: str, run: str, victim: str, call: str) -> None:
     """Train; the victim kills itself in its `call`-th call that changes files, the first time."""
-    from gear_offline.trainer import train
+    from gear_offline.runs.trainer import train
     from tests.training_support import kill_in_call, register_environment, tiny_recipe
 
     register_environment()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.host_memory import HostBlock, HostHandle
+from gear_offline.tables.host_memory import HostBlock, HostHandle
 from tests.trust.leaks import new_objects, system_objects, wait_until_gone
 
 BLOCK_BYTES = 64 << 20

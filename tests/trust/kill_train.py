@@ -26,12 +26,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--beside", action="store_true", help="with evaluations under way")
     arguments = parser.parse_args()
-    import gear_offline.report
-    from gear_offline.trainer import train
+    import gear_offline.runs.report
+    from gear_offline.runs.trainer import train
     from tests.training_support import learnt, tiny_data, tiny_recipe
     from tests.trust.leaks import new_objects, system_objects
 
-    gear_offline.report.write_report = lambda run, **_: Path(run)  # plots take most of the time
+    gear_offline.runs.report.write_report = lambda run, **_: Path(run)
     before, began, broken = system_objects(), time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
         folder = Path(temporary)

@@ -39,17 +39,19 @@ def forbid() -> None:
 
 
 def main() -> None:
-    import gear_offline.report
-    from gear_offline.checkpoint import load_policy_parts, read_checkpoint
+    import gear_offline.runs.report
     from gear_offline.convert import convert
-    from gear_offline.dataset import open_dataset
-    from gear_offline.inspection import inspect
-    from gear_offline.trainer import train
+    from gear_offline.dataset.dataset import open_dataset
+    from gear_offline.dataset.inspection import inspect
+    from gear_offline.runs.trainer import train
+    from gear_offline.training.checkpoint import load_policy_parts, read_checkpoint
     from tests.support import write_hdf5
     from tests.training_support import tiny_data, tiny_recipe
     from tests.trust.seeds import minari_seed
 
-    gear_offline.report.write_report = lambda run, **_: Path(run)  # plots write, they read nothing
+    gear_offline.runs.report.write_report = lambda run, **_: Path(
+        run
+    )  # plots write, they read nothing
     forbid()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

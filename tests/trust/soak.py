@@ -28,12 +28,12 @@ def resident_bytes() -> int:
 
 
 def soak(seconds: float, folder: Path) -> dict[str, Any]:
-    import gear_offline.report
+    import gear_offline.runs.report
     from gear_offline import GearLoader, open_dataset
-    from gear_offline.trainer import train
+    from gear_offline.runs.trainer import train
     from tests.training_support import tiny_data, tiny_recipe
 
-    gear_offline.report.write_report = lambda run, **_: Path(run)  # plots are made once a run
+    gear_offline.runs.report.write_report = lambda run, **_: Path(run)  # plots are made once a run
     data = tiny_data(folder)
     batches = runs = 0
     memory: list[int] = []

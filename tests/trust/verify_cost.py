@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from gear_offline.convert import convert
-from gear_offline.dataset import Dataset, Verify, open_dataset
-from gear_offline.shards import read_into
-from gear_offline.table import build_table
-from gear_offline.verification import PIECE_BYTES, verify_dataset
+from gear_offline.dataset.dataset import Dataset, Verify, open_dataset
+from gear_offline.dataset.shards import read_into
+from gear_offline.dataset.verification import PIECE_BYTES, verify_dataset
+from gear_offline.tables.table import build_table
 from tests.support import ArraySource, hopper_columns
 
 EPISODE = 1000

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.shards import digest
+from gear_offline.dataset.shards import digest
 from tests.hdf5_files import table, write
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

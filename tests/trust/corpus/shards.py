@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gear_offline.shards import digest
+from gear_offline.dataset.shards import digest
 from tests.trust.corpus.case import FIXTURES, Case, Make, good_dataset, read_manifest, seal
 
 NAME = "shard-00000.safetensors"

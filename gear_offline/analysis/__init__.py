@@ -1,0 +1,1 @@
+"""What sampling strategies draw and teach."""

@@ -1,0 +1,1 @@
+"""The recipe: typed sections, files, checks."""

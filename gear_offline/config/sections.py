@@ -1,0 +1,283 @@
+"""The sections of a recipe: every option, its type, its default and a line about it.
+
+Defaults are the values of the Decision Transformer paper's locomotion experiments (Chen et al.
+2021, arXiv:2106.01345, and its public code).  What several sections must agree on is checked in
+`gear_offline.config.recipe`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+from gear_offline.config.problems import DEVICE_PATTERN, NAME_PATTERN
+from gear_offline.config.strict_yaml import whole_number
+
+Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
+Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
+Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
+Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+def one_as_list(value: Any) -> Any:
+    """Return a single number as a list of it; anything else as it is."""
+    return [value] if type(value) in (int, float) else value
+
+
+Targets = Annotated[tuple[float, ...] | None, BeforeValidator(one_as_list)]
+
+
+class Section(BaseModel):
+    """Frozen, strict (no ``"3"`` for 3), no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class CollectSettings(Section):
+    """Data made on the spot when `data.path` does not exist yet."""
+
+    environment: Text
+    """Gymnasium id, e.g. Pendulum-v1."""
+    policy: Text = "random"
+    """Who acts, as `gear-offline collect --policy` takes it."""
+    quality: Text | None = None
+    """With policy ars: expert, medium, replay, medium-expert or mixed."""
+    mix: dict[Text, PositiveFloat] | None = None
+    """In place of a quality: parts and their shares of the steps."""
+    steps: Positive = 10_000
+    """Steps to record; the last episode is recorded to its end."""
+    action_noise: Annotated[float, Field(ge=0.0)] = 0.0
+    """Gaussian noise on the policy's actions, in half ranges of the action."""
+    train_steps: Positive | None = None
+    """Steps of making the policy; an iteration of ARS is finished; null: the maker's own limit."""
+    gate: float | None = None
+    """Least mean return the best policy must have recorded; else nothing is written."""
+    seed: Seed = 0
+    """Seed of the environments and of the policy's making."""
+
+
+def with_options(value: Any) -> Any:
+    """Take what stands beside a strategy as its options, as the recipe's own section does."""
+    if not isinstance(value, dict) or "strategy" not in value:
+        return value
+    beside = {key: option for key, option in value.items() if key not in ("strategy", "options")}
+    options = value.get("options", {})
+    if not beside or not isinstance(options, dict):
+        return value
+    return {"strategy": value["strategy"], "options": {**options, **beside}}
+
+
+class SelectionSettings(Section):
+    """Which segments make up a batch."""
+
+    strategy: Text = "uniform_steps"
+    """Name of a selection strategy."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The strategy's own options."""
+
+
+class TaskSettings(Section):
+    """One of several tasks: its data, its share of the batches, its evaluation."""
+
+    path: Text
+    """Directory of GEAR shards, as data.path."""
+    source: Text | None = None
+    """What to convert into `path` when it does not exist, as data.source."""
+    collect: CollectSettings | None = None
+    """What to record and convert into `path` when it does not exist."""
+    weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Share of the segments, in proportion to the other tasks' weights."""
+    returns_scale: PositiveFloat | None = None
+    """Its returns-to-go are divided by this; null: loader.returns_scale."""
+    selection: Annotated[SelectionSettings | None, BeforeValidator(with_options)] = None
+    """Which of its segments; null: as the recipe's selection."""
+    environment: Text | None = None
+    """As evaluate.environment, of this task."""
+    reference: Text | None = None
+    """As evaluate.reference, of this task."""
+    targets: Targets = Field(default=None, strict=False)
+    """As evaluate.targets, of this task."""
+
+
+class SchedulePoint(Section):
+    """Weights of the tasks at a step; between two points they change linearly."""
+
+    step: Count
+    """Step of the training."""
+    weights: dict[Name, Annotated[float, Field(ge=0.0)]]
+    """Of every task."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out the tasks of a base that a recipe sets to null."""
+    if not isinstance(value, dict):
+        return value
+    return {name: task for name, task in value.items() if task is not None}
+
+
+class DataSettings(Section):
+    """Where the steps come from."""
+
+    path: Text | None = None
+    """Directory of GEAR shards, relative to the current directory."""
+    source: Text | None = None
+    """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
+    verify: bool = True
+    """Compare each block of the shards that is read with its digest, before it is used."""
+    collect: CollectSettings | None = None
+    """What to record and convert into `path` when it does not exist, instead of `source`."""
+    tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
+    """In place of path, source and collect: several tasks by name, for one model."""
+    schedule: tuple[SchedulePoint, ...] | None = Field(default=None, strict=False)
+    """In place of the tasks' weights: weights that change over the steps."""
+
+
+class LoaderSettings(Section):
+    """What a batch is."""
+
+    batch_size: Positive = 64
+    """Segments in a batch (B)."""
+    context_length: Annotated[Whole, Field(ge=1, le=65_536)] = 20
+    """Steps in a segment (K)."""
+    frame_stack: Annotated[int, Field(ge=1, le=64)] = 1
+    """Frames that make up a state, for data with one image a step."""
+    padding: Literal["right", "left"] = "right"
+    """Side on which segments shorter than K are filled up."""
+    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """Discount of the returns-to-go."""
+    returns_scale: PositiveFloat = 1000.0
+    """Returns-to-go are divided by this, in training and in evaluation."""
+    normalize_states: bool = True
+    """Subtract the dataset's mean from the observations and divide by its deviation."""
+    mode: Literal["read", "mmap"] = "read"
+    """Keep the columns in memory, or map the files."""
+    engine: Literal["auto", "on", "off"] = "auto"
+    """On CUDA: select and gather on the GPU; auto: where that is possible."""
+    placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
+    """Rows in GPU memory, over the node's GPUs, in host memory or on disk; auto: as they fit."""
+    hbm_budget: Positive | None = None
+    """Bytes of GPU memory that rows may take; null: 60 % of what is free."""
+    host_budget: Positive | None = None
+    """For auto and disk, bytes of host memory for rows; null: half of it if on disk, else all."""
+    sharding: Literal["auto", "replicate", "shard"] = "auto"
+    """With several nodes: each holds all, or its shards; auto: its shards where all do not fit."""
+    exchange: Literal["auto", "on", "off"] = "auto"
+    """Rows of other nodes by RDMA: on; by torch.distributed: off; auto: RDMA where it works."""
+
+
+class ModelSettings(Section):
+    """Size and shape of the Decision Transformer."""
+
+    hidden_size: Positive = 128
+    """Width of the embeddings; a multiple of `heads`."""
+    layers: Annotated[Whole, Field(ge=1, le=10_000)] = 3
+    """Transformer blocks."""
+    heads: Positive = 1
+    """Attention heads of a block."""
+    activation: Literal["relu", "gelu", "silu", "tanh", "gelu_new"] = "relu"
+    """Activation of the feed-forward part."""
+    dropout: Fraction = 0.1
+    """Probability of dropout, in residuals, embeddings and attention."""
+    max_timestep: Positive | None = 1000
+    """Longest episode the model can place; null: the longest of the data and the environment."""
+    action_tanh: bool = True
+    """Squash predicted actions into [-1, 1]; false where the actions go beyond."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """Attention implementation."""
+    encoder: Literal["auto", "none", "cnn", "patch"] = "auto"
+    """Of frames: the DQN's convolutions, or linear maps of patches; auto: cnn for frames."""
+
+
+class OptimizerSettings(Section):
+    """AdamW with gradient clipping and a linear warm-up."""
+
+    learning_rate: PositiveFloat = 1e-4
+    """Learning rate after the warm-up."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 1e-4
+    """Decoupled weight decay of all parameters."""
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
+    """Averaging factors of the first and second moment."""
+    clip_norm: PositiveFloat | None = 0.25
+    """Largest norm of the gradient; null: no clipping."""
+    warmup_steps: Count = 10_000
+    """Steps over which the learning rate rises from zero; at most train.steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to zero at train.steps."""
+
+
+class TrainSettings(Section):
+    """How long, on what, and how often to look."""
+
+    steps: Positive = 100_000
+    """Optimiser steps."""
+    device: Annotated[str, StringConstraints(pattern=DEVICE_PATTERN)] = "auto"
+    """auto: CUDA where there is one, else the CPU."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """On CUDA: the whole step as one CUDA graph; auto: where possible, on one node."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """On CUDA: torch.compile; auto: for runs of 20,000 steps or more."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Weights, gradients and residuals that a step computes with; updates are float32 always."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """With several ranks: a replica of the model on each, or shards; auto: replicas if they fit."""
+    reshard: Literal["auto", "on", "off"] = "auto"
+    """Shards: free a block's weights between its passes; auto: where all of them do not fit."""
+    accumulate: Positive = 1
+    """Micro-batches that a rank's share of a batch is cut into, to save memory."""
+    recompute: bool = False
+    """Compute blocks again in the backward pass instead of keeping what is in them."""
+    threads: Annotated[Whole, Field(ge=1, le=4096)] | None = None
+    """CPU threads of torch; null: torch decides."""
+    timeout: PositiveFloat = 600.0
+    """Seconds to wait for other processes; an evaluation of the first one must fit in."""
+    log_every: Annotated[Whole, Field(ge=1, le=1_000_000)] = 100
+    """Steps between two lines of metrics.jsonl."""
+    checkpoint_every: Positive = 10_000
+    """Steps between two checkpoints."""
+    keep_checkpoints: Positive = 3
+    """Newest checkpoints that are kept; the best one stays too."""
+    evaluate_every: Positive | None = 10_000
+    """Steps between two evaluations; null: at the end only."""
+    save: Literal["async", "sync"] = "async"
+    """Write checkpoints beside the next steps, or let training wait for the disk."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time: resumed runs end in the same weights."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl."""
+
+
+class EvaluateSettings(Section):
+    """Rollouts of the policy that was learnt."""
+
+    environment: Text | None = None
+    """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
+    reference: Text | None = None
+    """D4RL name whose reference scores normalise returns; null: the dataset's own."""
+    targets: Targets = Field(default=None, strict=False)
+    """Returns to ask for; null: the best return in the data and the mean one."""
+    episodes: Count = 100
+    """Episodes for each target; 0: no evaluation while training."""
+    environments: Positive = 20
+    """Environments that step together."""
+    seed: Seed = 1000
+    """Seed of the first evaluation environment."""
+    beside: Literal["auto", "on", "off"] = "auto"
+    """Evaluate in other processes while training goes on; auto: where cores are free for it."""
+    device: Annotated[str, StringConstraints(pattern=DEVICE_PATTERN)] = "auto"
+    """Where the policy runs; auto: the CPU when beside training, else where training runs."""
+    workers: Positive | None = None
+    """Processes that evaluate beside training; null: by the cores that training leaves."""

@@ -1,0 +1,1 @@
+"""Files, memory, progress, text: what every room needs."""

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM as a request to stop at the next safe place."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+from gear_offline.core.closing import Closing
+
+
+class Aborted(Exception):
+    """Raised inside `StopRequest.abortable` when a stop is requested."""
+
+
+class StopRequest(Closing):
+    """While entered, SIGINT and SIGTERM set `signal_name` instead of ending the process.
+
+    A second signal raises `KeyboardInterrupt` at once.  Off the main thread, where Python lets
+    nobody handle signals, nothing changes.
+
+    Attributes
+    ----------
+    signal_name
+        ``"SIGINT"`` or ``"SIGTERM"`` once one came, else None.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._abortable = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def close(self) -> None:
+        """Let signals do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+        if self._abortable:
+            raise Aborted
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        """Let a request end the body at once, by `Aborted`, rather than wait for it."""
+        self._abortable = True
+        try:
+            if self.signal_name is not None:
+                raise Aborted
+            yield
+        finally:
+            self._abortable = False

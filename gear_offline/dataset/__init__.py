@@ -1,0 +1,1 @@
+"""The format: schema, shards, manifest, statistics; open, verify, inspect."""

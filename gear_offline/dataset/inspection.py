@@ -1,0 +1,308 @@
+"""What `gear-offline inspect` shows: a JSON-able document, and the same as tables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from gear_offline.core.progress import progress
+from gear_offline.core.split_table import SplitTable
+from gear_offline.core.wording import count_text, printable, size_text
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.source_facts import left_out_of, warnings_of
+from gear_offline.dataset.verification import verify_dataset
+
+__all__ = ["describe", "inspect", "print_inspection"]
+
+BAR_WIDTH = 40
+MOST_LEFT_OUT = 8  # that `convert` names
+MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def inspect(
+    path: str | Path, *, verify: bool = True, threads: int | None = None, quiet: bool = True
+) -> dict[str, Any]:
+    """Describe a dataset.
+
+    Parameters
+    ----------
+    path
+        Dataset directory.
+    verify
+        Check every block first.  With ``False`` the manifest, headers and per-episode tensors are
+        checked all the same.
+    threads
+        Shards checked at once, default one per core up to 8.
+    quiet
+        Show no progress.
+
+    Returns
+    -------
+    dict
+        JSON-able: the manifest's keys (see docs/format.md) with `environment`, `source`,
+        `returns`, `lengths`, `endings`, `statistics`, `shards`; and `path`, `bytes`, `verified`,
+        `digests` (``{"blocks", "block_bytes", "checked"}``), ``returns.left_out``: episodes whose
+        return is NaN or infinite, which `returns` does not cover.
+
+    Raises
+    ------
+    InputError
+        As `gear_offline.dataset.dataset.open_dataset`.
+    """
+    checked = 0
+    if verify:
+        total = Manifest.read(path).total_bytes
+        with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
+            checked = verify_dataset(path, threads=threads, on_progress=advance).blocks
+    return _document(open_dataset(path, verify=False), checked=checked, verified=verify)
+
+
+def describe(dataset: Dataset, *, width: int = 100) -> str:
+    """Return what `gear-offline inspect` prints about an opened dataset, as text.
+
+    Lines are at most `width` characters long.
+    """
+    checked = sum(len(d) for s in dataset.manifest.shards for d in s.digests.values())
+    document = _document(dataset, checked=checked, verified=dataset.verified)
+    with open(os.devnull, "w") as nothing:
+        console = Console(file=nothing, width=width, record=True)
+        print_inspection(document, console=console)
+        lines = console.export_text().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _document(dataset: Dataset, *, checked: int, verified: bool) -> dict[str, Any]:
+    manifest = dataset.manifest
+    document = manifest.to_json()
+    blocks = sum(len(parts) for s in manifest.shards for parts in s.digests.values())
+    for row, shard in zip(document["shards"], manifest.shards, strict=True):
+        row["digests"] = {name: list(parts) for name, parts in shard.digests.items()}
+    steps = manifest.spec.steps
+    for row, column in zip(document["columns"], manifest.spec, strict=True):
+        row["bytes"] = column.step_bytes * steps
+    neither = manifest.spec.episodes - manifest.terminated - manifest.truncated
+    return {
+        **document,
+        "path": str(dataset.path),
+        "bytes": manifest.total_bytes,
+        "returns": {
+            **document["returns"],
+            "left_out": manifest.spec.episodes - manifest.returns.count,
+        },
+        "endings": {**document["endings"], "neither": neither},
+        "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
+        "verified": verified,
+    }
+
+
+def print_inspection(document: Mapping[str, Any], *, console: Console | None = None) -> None:
+    """Print a `document` that `inspect` returned, as tables and text histograms.
+
+    Parameters
+    ----------
+    document
+        From `inspect`.
+    console
+        Where to, of the package `rich`; default stdout.
+    """
+    console = console or Console()
+    console.print(
+        Group(
+            _summary(document),
+            _columns(document),
+            _endings(document),
+            _histogram("return", document["returns"], console.width),
+            _histogram("length", document["lengths"], console.width, whole=True),
+        )
+    )
+
+
+def print_summary(manifest: Manifest, *, console: Console | None = None) -> None:
+    """Print what was converted in a line, and each warning of the source in one more."""
+    console = console or Console(stderr=True, highlight=False)
+    spec, endings = manifest.spec, (manifest.terminated, manifest.truncated)
+    console.print(
+        f"{count_text(spec.episodes, 'episode')} ({endings[0]:,} terminated, "
+        f"{endings[1]:,} truncated), {count_text(spec.steps, 'step')}, "
+        f"{count_text(len(manifest.shards), 'shard')}, "
+        f"{size_text(manifest.total_bytes)}; rule {manifest.source.rule}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for name, found in manifest.statistics.items():
+        if found.nonfinite:
+            count = count_text(found.nonfinite, "value")
+            text = f"warning: column {name}: {count} NaN or infinite"
+            console.print(text, markup=False, soft_wrap=True, style="yellow")
+    left_out, more = left_out_of(manifest.source.attributes)
+    for name, why in list(left_out.items())[:MOST_LEFT_OUT]:
+        console.print(f"left out: {printable(f'{name}: {why}')}", markup=False, soft_wrap=True)
+    if (rest := max(0, len(left_out) - MOST_LEFT_OUT) + more) > 0:
+        console.print(f"left out: {rest} more, see inspect", markup=False, soft_wrap=True)
+    for warning in warnings_of(manifest.source.attributes):
+        text = f"warning: {printable(warning)}"
+        console.print(text, markup=False, soft_wrap=True, style="yellow")
+
+
+def number_text(value: float | None) -> str:
+    """Return a number in about four digits; ``-`` for none."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _summary(document: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", overflow="fold", max_width=30)
+    table.add_column(overflow="fold")
+    for name, value in _summary_rows(document):
+        table.add_row(escape(printable(name)), escape(printable(value)))
+    return table
+
+
+def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    source, environment = document["source"], document["environment"]
+    yield "dataset", document["path"]
+    shards = len(document["shards"])
+    yield "format", f"version {document['format_version']}, {count_text(shards, 'shard')}"
+    yield "size", size_text(document["bytes"])
+    yield "episodes", f"{document['episodes']:,}"
+    yield "steps", f"{document['steps']:,}"
+    yield "environment", environment["id"] or "unknown"
+    scores = environment["reference_scores"]
+    if scores is None:
+        yield "reference scores", "unknown"
+    else:
+        text = f"{scores['minimum']:g} to {scores['maximum']:g} ({scores['name']})"
+        yield "reference scores", text + (", indicative only" if scores["indicative"] else "")
+        if scores["note"]:
+            yield "", scores["note"]
+    yield "source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"
+    yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
+    yield from _leaves("", source["attributes"])
+    digests = document["digests"]
+    if document["verified"]:
+        yield "digests", f"{count_text(digests['checked'], 'block')} checked, all match"
+    else:
+        yield (
+            "digests",
+            "manifest, headers and episodes match; "
+            f"{count_text(digests['blocks'], 'block')} unread",
+        )
+
+
+def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
+    """Yield names and texts of a nested object's leaves: no empty parts, long ones cut short."""
+    if isinstance(value, dict):
+        if prefix and len(value) > MOST_LEAVES:
+            yield f"  {prefix}", f"{len(value)} entries: {', '.join(value)}"[:LONGEST_TEXT] + " …"
+            return
+        for key, part in value.items():
+            key = str(key).removeprefix(f"{prefix}/")  # metadata.algorithm, once
+            yield from _leaves(f"{prefix}.{key}" if prefix else key, part)
+    elif value not in (None, [], ""):
+        text = printable(str(value))
+        yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
+
+
+def _columns(document: Mapping[str, Any]) -> RenderableType:
+    shapes: list[Sequence[str]] = [("name", "dtype", "shape", "bytes", "NaN or Inf")]
+    spreads: list[Sequence[str]] = [("name", "mean", "std", "min", "max")]
+    for column in document["columns"]:
+        found = document["statistics"][column["name"]]
+        shape = " x ".join(map(str, column["shape"])) or "scalar"
+        size, nonfinite = size_text(column["bytes"]), f"{found['nonfinite']:,}"
+        shapes.append((column["name"], column["dtype"], shape, size, nonfinite))
+        spreads.append((column["name"], *_spread(found)))
+    wide = "statistics (of a wide column: lowest to highest element)"
+    return Group(Text(), _table(shapes, "columns"), Text(), _table(spreads, wide), Text())
+
+
+def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
+    """Return `rows`, headings first, so that a narrow terminal loses none of their columns."""
+    return SplitTable(
+        columns=[(cells[0], cells[1:]) for cells in zip(*rows, strict=True)], title=title
+    )
+
+
+def _spread(found: Mapping[str, Any]) -> Iterable[str]:
+    """Return mean, std, min and max of a column; of a wide one, each as a range over elements."""
+    for name in ("mean", "std", "min", "max"):
+        values = np.asarray(found[name], np.float64)  # JSON null becomes NaN
+        finite = values[np.isfinite(values)]
+        if not finite.size:
+            yield "-"
+        elif name == "min":
+            yield number_text(float(finite.min()))
+        elif name == "max":
+            yield number_text(float(finite.max()))
+        else:
+            low, high = number_text(float(finite.min())), number_text(float(finite.max()))
+            yield low if low == high else f"{low} to {high}"
+
+
+def _endings(document: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, title="how episodes end", title_justify="left")
+    table.add_column("ending")
+    table.add_column("episodes", justify="right")
+    table.add_column("share", justify="right")
+    names = {"terminated": "terminated", "truncated": "truncated", "neither": "without a flag"}
+    for key, name in names.items():
+        count = document["endings"][key]
+        table.add_row(name, f"{count:,}", f"{100 * count / document['episodes']:.1f} %")
+    return table
+
+
+def _histogram(
+    what: str, found: Mapping[str, Any], room: int, *, whole: bool = False
+) -> RenderableType:
+    title = (
+        f"episode {what}: mean {number_text(found['mean'])}, std {number_text(found['std'])}, "
+        f"min {number_text(found['min'])}, max {number_text(found['max'])}"
+    )
+    rows: list[tuple[str, int]] = []
+    edges: Sequence[float] = found["histogram"]["edges"]
+    counts: Sequence[int] = found["histogram"]["counts"]
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        label = f"{number_text(low)} to {number_text(high)}"
+        if whole:
+            # bins are half open; those of older datasets have edges between the whole numbers
+            first, last = math.ceil(low), min(math.ceil(high) - 1, int(found["max"]))
+            if high == edges[-1] == found["max"]:
+                last = int(high)  # only the last bin of those holds its upper edge
+            if last < first:
+                continue
+            label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        rows.append((label, count))
+    most = max(counts, default=1)
+    beside = max((len(label) for label, _ in rows), default=0) + len(f"{most:,}") + 4
+    width = max(1, min(BAR_WIDTH, room - beside))
+    table = Table(box=None, title=title, title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=width)
+    table.add_column(justify="right", no_wrap=True)
+    for label, count in rows:
+        table.add_row(label, bar_text(count, most, width=width), f"{count:,}")
+    left_out = found.get("left_out", 0)
+    if left_out:
+        note = f"left out: {count_text(left_out, 'episode')} with a {what} that is NaN or infinite"
+        return Group(table, Text(note, style="yellow"))
+    return table
+
+
+def bar_text(count: int, most: int, *, width: int = BAR_WIDTH) -> str:
+    """Return a bar of eighths of characters; every count above zero shows something."""
+    eighths = round(count / most * width * 8) if most else 0
+    eighths = max(eighths, 1 if count else 0)
+    whole, rest = divmod(eighths, 8)
+    return _BLOCKS[8] * whole + (_BLOCKS[rest] if rest else "")

@@ -1,0 +1,220 @@
+"""What a dataset looks like: columns, tables, and where episodes begin.
+
+Shape legend: N steps of a table, E episodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.core.wording import count_text
+from gear_offline.errors import InputError
+
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
+MAX_DIMENSIONS = 8
+MAX_STEP_BYTES = 1 << 30  # one step of one column; larger is a damaged or hostile shape
+
+
+def is_column_name(name: str) -> bool:
+    """Whether a column may have this name."""
+    return COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
+
+
+def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether a column may have this shape of one step."""
+    return (
+        len(shape) <= MAX_DIMENSIONS
+        and all(n > 0 for n in shape)
+        and prod(shape) * itemsize <= MAX_STEP_BYTES
+    )
+
+
+def check_dtype(dtype: npt.DTypeLike, *, where: str) -> np.dtype[Any]:
+    """Return `dtype` in native byte order, refusing what is neither numeric nor bool.
+
+    Raises
+    ------
+    InputError
+        ``COLUMN_DTYPE`` for object, string, structured, datetime and extended-precision dtypes.
+    """
+    found = np.dtype(dtype)
+    if found.kind not in "biufc" or found.itemsize > 16 or found.char in "gG":
+        raise InputError(
+            "COLUMN_DTYPE",
+            f"dtype {found} is not a numeric or bool dtype of a fixed width",
+            where=where,
+            remedy="store the column as a NumPy bool, integer, float or complex dtype",
+        )
+    return found.newbyteorder("=")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSpec:
+    """One field of every step.
+
+    Attributes
+    ----------
+    name
+        Name in the source and in the shards, e.g. ``"observations"`` or ``"infos/qpos"``.
+    dtype
+        NumPy numeric or bool dtype, native byte order.
+    shape
+        Shape of one step; ``()`` for scalars such as rewards.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not is_column_name(self.name):
+            raise InputError(
+                "COLUMN_NAME",
+                f"column name {self.name!r} is not allowed",
+                remedy="use letters, digits, '_', '-', '.' and single '/' between parts",
+            )
+        object.__setattr__(self, "dtype", check_dtype(self.dtype, where=f"column {self.name}"))
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if not is_step_shape(self.shape, self.dtype.itemsize):
+            raise InputError(
+                "COLUMN_SHAPE",
+                f"per-step shape {self.shape} is not usable",
+                where=f"column {self.name}",
+                remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 1 GiB a step",
+            )
+
+    def __str__(self) -> str:
+        """Name, dtype and shape, e.g. ``observations float32[11]``."""
+        return f"{self.name} {self.dtype.name}{list(self.shape) if self.shape else ''}"
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step."""
+        return int(self.dtype.itemsize) * prod(self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest's form: name, NumPy dtype, shape of one step."""
+        return {"name": self.name, "dtype": self.dtype.name, "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ColumnSpec:
+        """Build from `to_json`'s form; raises `InputError` (``COLUMN_*``) on anything odd."""
+        try:
+            name, dtype, shape = value["name"], np.dtype(str(value["dtype"])), value["shape"]
+            if not isinstance(name, str) or not all(type(n) is int for n in shape):
+                raise TypeError("name must be a string and shape a list of integers")
+        except (KeyError, TypeError) as error:
+            raise InputError("COLUMN_SPEC", f"column description is not usable: {error}") from error
+        return cls(name=name, dtype=dtype, shape=tuple(shape))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TableSpec:
+    """Columns over steps in episodes.
+
+    Attributes
+    ----------
+    columns
+        In the order of the source; no two names are equal or differ by case only.
+    steps, episodes
+        How many there are, N and E.
+    """
+
+    columns: tuple[ColumnSpec, ...]
+    steps: int
+    episodes: int
+
+    def __post_init__(self) -> None:
+        names = [c.name for c in self.columns]
+        folded = {n.casefold() for n in names}
+        if len(folded) != len(names):
+            raise InputError(
+                "COLUMN_NAME",
+                f"column names repeat or differ by case only: {names}",
+                remedy="rename one of them, or leave it out",
+            )
+
+    def __repr__(self) -> str:
+        episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
+        return f"TableSpec({episodes}, {steps}: {', '.join(map(str, self.columns))})"
+
+    def __iter__(self) -> Iterator[ColumnSpec]:
+        return iter(self.columns)
+
+    def __contains__(self, name: object) -> bool:
+        return any(c.name == name for c in self.columns)
+
+    def __getitem__(self, name: str) -> ColumnSpec:
+        for column in self.columns:
+            if column.name == name:
+                return column
+        known = ", ".join(c.name for c in self.columns)
+        remedy = f"columns here: {known}"
+        parts = [c.name for c in self.columns if c.name.startswith(f"{name}/")]
+        if parts:
+            remedy += f"; to put its parts together, convert with --columns {name}="
+            remedy += "+".join(parts)
+        raise InputError("COLUMN_MISSING", f"no column {name!r}", remedy=remedy)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step over all columns."""
+        return sum(c.step_bytes for c in self.columns)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EpisodeIndex:
+    """Where episodes begin: ``offsets[e] <= step < offsets[e + 1]`` belongs to episode ``e``.
+
+    Attributes
+    ----------
+    lengths
+        (E,) int64, steps of each episode, all >= 1.
+    offsets
+        (E + 1,) int64, first step of each episode, and N at the end.
+    """
+
+    lengths: Int64Array
+    offsets: Int64Array = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        lengths = np.ascontiguousarray(self.lengths, dtype=np.int64)
+        if lengths.ndim != 1 or (lengths < 1).any():
+            raise InputError("EPISODE_LENGTHS", "episode lengths must be a list of numbers >= 1")
+        offsets = np.zeros(lengths.size + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        if (offsets[1:] < 1).any():
+            raise InputError("EPISODE_LENGTHS", "episode lengths add up to more than 2^63 steps")
+        for array in (lengths, offsets):
+            array.setflags(write=False)
+        object.__setattr__(self, "lengths", lengths)
+        object.__setattr__(self, "offsets", offsets)
+
+    def __repr__(self) -> str:
+        episodes, steps = count_text(self.episodes, "episode"), count_text(self.steps, "step")
+        return f"EpisodeIndex({episodes}, {steps})"
+
+    @property
+    def episodes(self) -> int:
+        """E, the number of episodes."""
+        return int(self.lengths.size)
+
+    @property
+    def steps(self) -> int:
+        """N, the steps of all episodes."""
+        return int(self.offsets[-1])
+
+    def episode_of(self, steps: npt.ArrayLike) -> Int64Array:
+        """Return the episode of each global step, same shape as `steps`, int64."""
+        found = np.searchsorted(self.offsets, np.asarray(steps, dtype=np.int64), side="right") - 1
+        return np.asarray(found, dtype=np.int64)

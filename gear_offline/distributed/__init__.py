@@ -1,0 +1,1 @@
+"""Ranks, shards of nodes, assignment, exchange of rows."""

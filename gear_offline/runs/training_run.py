@@ -1,0 +1,190 @@
+"""What happens between steps of a run: resume, log, evaluate, save, stop, sum up.
+
+A run that was killed at any instant and resumed ends with the weights of one that was not, on the
+same machine with the same number of threads.  With several ranks all of them go through the same
+steps; the first one alone writes, speaks and evaluates, and its word decides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from gear_offline.training.checkpoint import Checkpoint
+from gear_offline.training.checkpoint_folder import (
+    checkpoint_name,
+)
+from gear_offline.training.checkpoint_writer import CheckpointWriter
+from gear_offline.cli.command import INTERRUPTED_BY_USER
+from gear_offline.errors import GearError
+from gear_offline.core.interruption import StopRequest
+from gear_offline.training.learner import Learner
+from gear_offline.runs.state import StateToSave, common_mark, restore, state_to_save
+from gear_offline.evaluation.tasks import plays
+
+STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
+LOST = ("RANK_LOST", "RANK_FAILED")
+
+
+class TrainingInterrupted(GearError):
+    """Ctrl-C or SIGTERM stopped the work; what was done is saved (exit code 130)."""
+
+    exit_code = INTERRUPTED_BY_USER
+
+
+class Run:
+    """A run as every rank goes through it, from its beginning or its newest checkpoint to its end.
+
+    Parameters
+    ----------
+    path
+        The run directory, for messages.
+    learner
+        Of this rank.
+
+    Attributes
+    ----------
+    mark
+        Set if checkpoints are written in shards, a file of each rank: tells this start apart.
+    """
+
+    saves: CheckpointWriter
+
+    def __init__(self, path: Path, learner: Learner) -> None:
+        self.path, self.learner, self.world = path, learner, learner.world
+        self.recipe, self.settings = learner.recipe, learner.recipe.train
+        self.stop = StopRequest()
+        self.mark: str | None = None
+
+    def complete(self) -> None:
+        """Do what is left of the run."""
+        if self.learner.parallel.sharded:
+            self.mark = common_mark(self.world, self.path, self._make_mark)
+        self._restore()
+        self._begin()
+        try:
+            self._train()
+        finally:
+            self._end()
+        self.learner.close()
+        self._sum_up()
+
+    def _train(self) -> None:
+        with self.stop:
+            if self.learner.step > 0:
+                self._look(self.learner.step)  # the kill may have come before its evaluation
+            while self.learner.step < self.settings.steps:
+                self.learner.advance()
+                self._look(self.learner.step)
+            self._finish()
+
+    def _restore(self) -> None:
+        """Take over the newest whole checkpoint, if there is one."""
+        restore(self.learner, self.path / "checkpoints", self._newest, warn=self._warn)
+
+    def _newest(self, below: int | None) -> Checkpoint | None:
+        """Return the checkpoint to go on from; asked on the first rank."""
+        return None
+
+    def _make_mark(self) -> str:
+        """Write a mark into the run directory; asked on the first rank."""
+        raise NotImplementedError
+
+    def _warn(self, message: str) -> None:
+        """Say it, on the first rank."""
+
+    def _look(self, step: int) -> None:
+        """Log, evaluate, save and stop, whatever is due after `step`."""
+        last = step == self.settings.steps
+        self.saves.check()
+        if self.learner.unreported and (last or step % self.settings.log_every == 0):
+            self._log(step, self.learner.report())
+        due = self._evaluation_due(step)
+        # beside training the checkpoint's weights are played, which are collected when it is saved
+        if due and self.world.gather(self._plays_here(step))[0]:
+            self.learner.prepare_policy()
+        best = due and self._evaluate(step)
+        saving = last or best or step % self.settings.checkpoint_every == 0
+        stopped_by = self.stop.signal_name
+        if self.world.size > 1:
+            if not (last or due or step % self.settings.checkpoint_every == 0) and (
+                step % STOP_EVERY
+            ):
+                return
+            words = self.world.gather({"save": saving, "stop": stopped_by})
+            saving = bool(words[0]["save"])
+            stopped_by = next((word["stop"] for word in words if word["stop"]), None)
+        if saving or stopped_by is not None:
+            self._save(step, whole=last or due)
+        if stopped_by is not None and not last:
+            self._settle()
+            raise TrainingInterrupted(
+                "TRAIN_INTERRUPTED",
+                f"stopped by {stopped_by} after step {step:,}, a checkpoint is saved",
+                where=str(self.path),
+                remedy=f"go on with `gear-offline train {self.path} --resume`",
+            )
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.settings.evaluate_every
+        due = step == self.settings.steps or (every is not None and step % every == 0)
+        return due and plays(self.recipe)
+
+    def _begin(self) -> None:
+        """Open what is written to."""
+        self.saves = self._writer(before=lambda: None)
+
+    def _writer(self, *, before: Callable[[], None]) -> CheckpointWriter:
+        beside = self.settings.save == "async"
+        return CheckpointWriter(self.path / "checkpoints", beside=beside, before=before)
+
+    def _settle(self) -> None:
+        """Wait until what was saved is on the disk."""
+        self.saves.wait()
+
+    def _finish(self) -> None:
+        """Wait for what the last step left under way."""
+        self.saves.wait()
+
+    def _end(self) -> None:
+        """Close it, whatever happened."""
+        error = sys.exc_info()[1]
+        if isinstance(error, GearError) and error.code in LOST:
+            self.saves.leave_others()
+        # a second Ctrl-C waits for nothing
+        self.saves.close(finish=not isinstance(error, KeyboardInterrupt))
+
+    def _sum_up(self) -> None:
+        """Write what a complete run leaves behind."""
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        """Write what the last steps reported."""
+
+    def _evaluate(self, step: int) -> bool:
+        """Play the policy; return whether it is the best one so far."""
+        return False
+
+    def _plays_here(self, step: int) -> bool:
+        """Return whether `_evaluate` plays the learner's own weights; asked on the first rank."""
+        return False
+
+    def _save(self, step: int, *, whole: bool) -> None:
+        """Save a checkpoint; every rank contributes its random numbers, and its shard.
+
+        Of a sharded model its weights are collected too if they are to be there `whole`.
+        """
+        if self.world.gather(self._is_saved(step))[0]:
+            return
+        place = None
+        if self.mark is not None:
+            place = self.path / "checkpoints" / f".partial-{checkpoint_name(step)}-{self.mark}"
+        self._write(step, state_to_save(self.learner, place, whole=whole))
+
+    def _is_saved(self, step: int) -> bool:
+        return False
+
+    def _write(self, step: int, found: StateToSave) -> None:
+        """Write this rank's part of a checkpoint."""
+        if found.shard is not None:
+            self.saves.save_shard(found.shard)

@@ -1,0 +1,369 @@
+"""Prioritised selection: segments of large loss more often (Schaul et al. 2016, proportional).
+
+What is drawn is a pure function of (seed, step) and of the updates so far.  A priority is a loss
+rounded to 11 significant bits; a table made on the host turns it into an integer mass.  So the
+masses, their sums and the draws are the same on every device that was told the same losses.
+
+Shape legend: N steps, B slots of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.dataset.schema import EpisodeIndex, Int64Array
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.philox import UInt64Array, bounded
+from gear_offline.sampling.base import (
+    Float64Array,
+    Segments,
+    Selection,
+    SlotLaw,
+    StepLocator,
+    check_range,
+    register,
+    slot_draws,
+)
+from gear_offline.sampling.options import integer, number
+from gear_offline.sampling.sum_tree import SumTree
+
+if TYPE_CHECKING:
+    import torch
+
+    from gear_offline.kernels.priorities import DevicePriorities
+    from gear_offline.kernels.select import DeviceSelect
+
+DROPPED_BITS = 13  # of a float32's mantissa of 23: 10 stay
+CODES = 0x7F800000 >> DROPPED_BITS  # of finite, non-negative numbers
+MAX_TOTAL = (1 << 63) - 1  # of all masses: sums and draws stay below 2^63
+
+Float32Array = npt.NDArray[np.float32]
+
+
+@runtime_checkable
+class LearnsFromLosses(Protocol):
+    """A law that changes with the losses of what it selected.
+
+    A loader asks it for one step at a time, and whoever trains calls `update` after each.
+    """
+
+    @property
+    def updates(self) -> int:
+        """Updates so far; a part of a loader's state."""
+        ...
+
+    def update(self, segments: Int64Array, losses: Float32Array) -> None:
+        """Take the (B,) float32 losses of (B, 2) int64 segments: episode, start."""
+        ...
+
+    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
+        """Return (B,) weights of the losses that undo the law's preference, at most 1.
+
+        `probability` is that of the segments, `step` the one they were drawn for.
+        """
+        ...
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return what the updates changed, as arrays."""
+        ...
+
+    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over what `state` returned."""
+        ...
+
+
+def learner_of(selection: Selection) -> LearnsFromLosses | None:
+    """Return the selection if it learns from losses, else None."""
+    learns = getattr(selection, "learns", True)
+    return selection if learns and isinstance(selection, LearnsFromLosses) else None
+
+
+def importance_weights(
+    probability: Float64Array, *, segments: int, beta: float = 1.0
+) -> Float64Array:
+    """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
+
+    Parameters
+    ----------
+    probability
+        (B,) float64 of a batch's slots, as selections return them.
+    segments
+        How many segments a uniform law would choose from: the steps of the table.
+    beta
+        1 undoes the law's preference wholly, 0 not at all.
+    """
+    weights = (1.0 / (segments * probability)) ** beta
+    return np.asarray(weights / weights.max())
+
+
+def _check_prioritized(
+    *,
+    alpha: object = 0.6,
+    beta: object = 0.4,
+    beta_steps: object = None,
+    epsilon: object = 1e-6,
+    initial: object = 1.0,
+    largest: object = 100.0,
+) -> None:
+    number("alpha", alpha, least=0.0, most=16.0)
+    number("beta", beta, least=0.0, most=1.0)
+    if beta_steps is not None:
+        integer("beta_steps", beta_steps, least=1)
+    number("epsilon", epsilon, least=0.0)
+    top = number("largest", largest, above=0.0)
+    number("initial", initial, above=0.0, most=top)
+
+
+@register("prioritized", check=_check_prioritized)
+class Prioritized(SlotLaw):
+    """Every start with probability mass / sum of masses; updated from the losses of segments.
+
+    The mass of a start whose priority is p, which is its last loss plus `epsilon`, is
+    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of two of
+    which N make less than ``2**63``.
+    """
+
+    name = "prioritized"
+
+    def __init__(
+        self,
+        index: EpisodeIndex,
+        *,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        beta_steps: int | None = None,
+        epsilon: float = 1e-6,
+        initial: float = 1.0,
+        largest: float = 100.0,
+    ) -> None:
+        self.index = index
+        self._options = {
+            "alpha": float(alpha),
+            "beta": float(beta),
+            "beta_steps": beta_steps,
+            "epsilon": float(epsilon),
+            "initial": float(initial),
+            "largest": float(largest),
+        }
+        self._beta, self._beta_steps = float(beta), beta_steps
+        codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
+        losses = codes.view(np.float32).astype(np.float64)
+        self.mass_of_code = _masses(losses + epsilon, index.steps, alpha, largest)
+        self.first_mass = int(_masses(np.array([float(initial)]), index.steps, alpha, largest)[0])
+        self._device: DevicePriorities | None = None  # then it has the masses, not this
+        self._select: DeviceSelect | None = None  # of the device, for draws that the host asks for
+        self._updates = 0
+
+    @cached_property
+    def _episode_of(self) -> StepLocator:
+        return StepLocator(self.index)
+
+    @cached_property
+    def _tree(self) -> SumTree:
+        return SumTree(np.full(self.index.steps, self.first_mass, dtype=np.uint64))
+
+    def on_device(self, device: torch.device) -> DevicePriorities:
+        """Move the masses to a GPU, where draws and updates are done from then on; return them.
+
+        Raises
+        ------
+        UnavailableError
+            ``ENGINE_SELECTION`` if they are on another GPU; what `DevicePriorities` raises.
+        """
+        from gear_offline.kernels.priorities import DevicePriorities
+
+        device = numbered(device)
+        if self._device is None:
+            moved = DevicePriorities(
+                self.index, self.mass_of_code, device=device, first=self.first_mass
+            )
+            if "_tree" in self.__dict__:
+                moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
+                del self._tree
+            self._device = moved
+        if self._device.device != device:
+            raise UnavailableError(
+                "ENGINE_SELECTION",
+                f"the priorities are in the memory of {self._device.device}, not of {device}",
+                remedy="make a selection for each device",
+            )
+        return self._device
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self._options
+
+    @property
+    def masses(self) -> UInt64Array:
+        """(N,) uint64, the mass of each start."""
+        if self._device is not None:
+            return np.asarray(self._device.state()["masses"].view(np.uint64))
+        return self._tree.masses
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of masses and sums."""
+        return (self._device or self._tree).nbytes
+
+    @property
+    def updates(self) -> int:
+        """Updates so far; waits for a GPU that has the masses."""
+        return self._updates if self._device is None else self._device.updates
+
+    @property
+    def beta(self) -> tuple[float, int | None]:
+        """Exponent of importance weights, and the steps over which it rises to 1."""
+        return self._beta, self._beta_steps
+
+    def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        """Return the segments of `steps` consecutive steps under the masses as they are."""
+        if self._device is not None:
+            check_range(seed=seed, first_step=first_step, steps=steps, count=count)
+            return self._select_on_device(seed, first_step, steps, count)
+        first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
+        total = self._tree.total
+        rows = self._tree.find(bounded(first, total).astype(np.uint64))
+        episodes = self._episode_of(rows)
+        return Segments(
+            episodes=episodes,
+            starts=rows - self.index.offsets[episodes],
+            probability=self._tree.masses[rows] / np.float64(total),
+        )
+
+    def density(self, segments: Segments) -> Float64Array:
+        """Return the probability of each segment in one slot, under the masses as they are."""
+        rows = self.index.offsets[segments.episodes] + segments.starts
+        if self._device is not None:
+            masses, total = self._device.masses_of(rows), self._device.total
+        else:
+            masses, total = self._tree.masses[rows], self._tree.total
+        return np.asarray(masses / np.float64(total))
+
+    def _select_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        from gear_offline.kernels.select import DeviceSelect
+
+        assert self._device is not None
+        if self._select is None or self._select.batch_size != count:
+            self._select = DeviceSelect(self, device=self._device.device, batch_size=count)
+        return self._select.segments(seed=seed, first_step=first_step, steps=steps)
+
+    def update(self, segments: Int64Array, losses: Float32Array) -> None:
+        """Take the losses of segments.  Of a segment that is named twice the larger one counts.
+
+        Parameters
+        ----------
+        segments
+            (B, 2) int64: episode, start.
+        losses
+            (B,) float32, at least 0.
+
+        Raises
+        ------
+        InputError
+            ``SELECTION_PRIORITY``; nothing is changed then.
+        """
+        rows, found = self._rows(np.asarray(segments)), np.asarray(losses, dtype=np.float32)
+        if found.shape != rows.shape or not (np.isfinite(found).all() and (found >= 0).all()):
+            raise InputError(
+                "SELECTION_PRIORITY",
+                "priorities are one finite loss of at least 0 for each segment",
+            )
+        if self._device is not None:
+            self._device.update_from_host(np.asarray(segments), found)
+            return
+        masses = self.mass_of_code[code_of(found)]
+        order = np.lexsort((masses, rows))
+        rows, masses = rows[order], masses[order]
+        last = np.append(rows[1:] != rows[:-1], True)[: rows.size]
+        self._tree.set(rows[last], masses[last])
+        self._updates += 1
+
+    def _rows(self, segments: Int64Array) -> Int64Array:
+        known = segments.ndim == 2 and segments.shape[1] == 2
+        if known:
+            episodes, starts = segments[:, 0], segments[:, 1]
+            known = bool(((episodes >= 0) & (episodes < self.index.episodes) & (starts >= 0)).all())
+        if not known or (starts >= self.index.lengths[episodes]).any():
+            raise InputError(
+                "SELECTION_PRIORITY", "priorities are for segments (B, 2) of the table"
+            )
+        return np.asarray(self.index.offsets[episodes] + starts)
+
+    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
+        """Return (B,) weights of the losses; beta rises to 1 over `beta_steps` if that is set."""
+        beta = self._beta
+        if self._beta_steps is not None:
+            beta += (1.0 - beta) * min(step / self._beta_steps, 1.0)
+        return importance_weights(probability, segments=self.index.steps, beta=beta)
+
+    def state(self) -> dict[str, npt.NDArray[Any]]:
+        """Return masses (N,) int64 and the number of updates (1,) int64."""
+        if self._device is not None:
+            return self._device.state()
+        return {
+            "masses": self._tree.masses.view(np.int64).copy(),
+            "updates": np.array([self._updates], dtype=np.int64),
+        }
+
+    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take over what `state` returned.
+
+        Raises
+        ------
+        InputError
+            ``SELECTION_STATE``; nothing is changed then.
+        """
+        masses, updates = state.get("masses"), state.get("updates")
+        most = largest_mass(self.index.steps)
+        if (
+            masses is None
+            or updates is None
+            or (masses.dtype, masses.shape) != (np.dtype(np.int64), (self.index.steps,))
+            or (updates.dtype, updates.shape) != (np.dtype(np.int64), (1,))
+            or masses.min() < 1
+            or masses.max() > most
+            or updates[0] < 0
+        ):
+            raise InputError(
+                "SELECTION_STATE",
+                f"not the state of priorities over {self.index.steps} steps",
+                remedy="load what state() of the same strategy over the same data returned",
+            )
+        if self._device is not None:
+            self._device.load_state(masses.copy(), int(updates[0]))
+            return
+        self._tree = SumTree(masses.copy().view(np.uint64))
+        self._updates = int(updates[0])
+
+
+def code_of(losses: Float32Array) -> Int64Array:
+    """Return the losses' codes: float32 bits rounded to the nearest of 10 mantissa bits."""
+    bits = losses.view(np.uint32) & np.uint32(0x7FFFFFFF)  # -0 is 0
+    codes = (bits.astype(np.int64) + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS
+    found: Int64Array = np.minimum(codes, CODES - 1)
+    return found
+
+
+def _masses(priorities: Float64Array, steps: int, alpha: float, largest: float) -> UInt64Array:
+    share = (np.minimum(priorities, largest) / largest) ** alpha
+    return np.maximum(np.floor(largest_mass(steps) * share), 1).astype(np.uint64)
+
+
+def largest_mass(steps: int) -> int:
+    """Return M for a table of N steps: a power of two, exact in float64."""
+    return 1 << ((MAX_TOTAL // steps).bit_length() - 1)
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """Return a torch device with its number: ``cuda`` is the current one."""
+    import torch
+
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

@@ -1,0 +1,1 @@
+"""Rows in memory, on GPUs, on disk."""

@@ -1,0 +1,208 @@
+"""What a batch is made of: fields, their kinds, and how stored values become theirs.
+
+The rules are here once; tables apply them when they are built, gathers apply them to columns that
+stay in their source dtype.  The result is the same bits either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.errors import InputError
+
+Array = npt.NDArray[Any]
+Float64Array = npt.NDArray[np.float64]
+
+STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
+EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
+STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
+
+
+class HasMoments(Protocol):
+    """Per-column statistics as far as normalisation needs them."""
+
+    @property
+    def mean(self) -> Float64Array: ...
+    @property
+    def std(self) -> Float64Array: ...
+
+
+class TableSource(Protocol):
+    """What a table is built from; `gear_offline.dataset.dataset.Dataset` is one."""
+
+    @property
+    def spec(self) -> TableSpec: ...
+    @property
+    def episodes(self) -> EpisodeIndex: ...
+    @property
+    def statistics(self) -> Mapping[str, HasMoments]: ...
+    @property
+    def checked(self) -> bool: ...
+    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array: ...
+    def column(self, name: str, *, mode: Literal["mmap"]) -> list[Array]: ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Field:
+    """One field of a batch inside the rows of a store.
+
+    Attributes
+    ----------
+    name
+        ``"states"``, ``"actions"``, ``"rewards"``, ``"returns_to_go"``, or `EXTRA` and the name of
+        a further column.
+    dtype
+        dtype in the batch; what the gather casts to when the store's dtype differs.
+    shape
+        Shape of one step in the batch.
+    offset
+        First element in the store's row.
+    mean, divisor
+        float64, the step's shape: what the gather normalises with; ``None`` when the rows hold
+        final values.
+    lead
+        Earlier steps that each step of a batch is shown with (`frame_stack` - 1): the windows of
+        the field's store have so many rows more, in front.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int = 0
+    mean: Float64Array | None = None
+    divisor: Float64Array | None = None
+    lead: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of one step."""
+        return prod(self.shape)
+
+
+def returns_field() -> Field:
+    """Return the derived field that no column of the source holds."""
+    return Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
+
+
+def standard_fields(
+    source: TableSource, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
+) -> dict[str, Field]:
+    """Return the fields that every batch has, by column: dtype, shape and normalisation.
+
+    States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
+    Integer and bool actions are discrete and become int64 of their own shape, a single one without
+    a dimension; other actions are float32 with at least one dimension.  Rewards are float32 of
+    shape (1,).  Stacks of more than one frame are for images.  Errors name options as a `recipe`
+    names them, or as arguments.
+    """
+    section = "loader." if recipe else ""
+    f32, i64 = np.dtype(np.float32), np.dtype(np.int64)
+    states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
+    for spec in (states, actions, rewards):
+        if spec.dtype.kind == "c":
+            raise _kind(spec, "complex numbers are not supported here")
+    if prod(rewards.shape) != 1:
+        raise _kind(rewards, "rewards must be one number a step")
+    image = is_image(states)
+    if frame_stack > 1 and not image:
+        raise InputError(
+            "FRAME_STACK",
+            f"{section}frame_stack={frame_stack} needs images, {STATES} are {states.dtype} "
+            f"{states.shape} a step",
+            where=f"column {STATES}",
+            remedy=f"use {section}frame_stack=1; images are uint8 with two or more dimensions "
+            "a step",
+        )
+    mean = divisor = None
+    if normalize_states:
+        if image:
+            raise InputError(
+                "NORMALIZE_IMAGES",
+                "uint8 images are not normalised by the loader",
+                where=f"column {STATES}",
+                remedy="set loader.normalize_states=false: the model scales the pixels"
+                if recipe
+                else "set normalize_states to false and scale the pixels in the model",
+            )
+        mean, divisor = normalization(source)
+    discrete = actions.dtype.kind in "iub"
+    action_shape = () if discrete and actions.shape == (1,) else actions.shape
+    return {
+        STATES: Field(
+            name="states",
+            dtype=states.dtype if image else f32,
+            shape=states.shape or (1,),
+            mean=mean,
+            divisor=divisor,
+            lead=frame_stack - 1,
+        ),
+        ACTIONS: Field(
+            name="actions",
+            dtype=i64 if discrete else f32,
+            shape=action_shape if discrete else action_shape or (1,),
+        ),
+        REWARDS: Field(name="rewards", dtype=f32, shape=(1,)),
+    }
+
+
+def is_image(states: ColumnSpec) -> bool:
+    """Return whether a column holds frames: uint8, two or more dimensions a step."""
+    return states.dtype == np.uint8 and len(states.shape) >= 2
+
+
+def normalization(source: TableSource) -> tuple[Float64Array, Float64Array]:
+    """Return mean and divisor (``std + 1e-6``) of the states, float64, the states' batch shape."""
+    shape = source.spec[STATES].shape or (1,)
+    found = source.statistics[STATES]
+    mean = np.asarray(found.mean, dtype=np.float64).reshape(shape)
+    divisor = np.asarray(found.std, dtype=np.float64).reshape(shape) + STD_FLOOR
+    return mean, divisor
+
+
+def convert(values: Array, field: Field) -> Array:
+    """Return `values` (..., *shape) normalised if `field` asks for it, and cast to its dtype.
+
+    Normalisation is computed in float64 and rounded once, so the result does not depend on where
+    it happens.  Values beyond float32 become infinite.
+    """
+    with np.errstate(over="ignore"):
+        if field.mean is not None and field.divisor is not None:
+            values = (values.astype(np.float64) - field.mean) / field.divisor
+        return values.astype(field.dtype, copy=False)
+
+
+def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:
+    """Round to float32, refusing finite values that would become infinite.
+
+    `finite` says that the values were computed from finite ones: then no infinity is allowed.
+    """
+    if values.dtype == np.float32 and not finite:
+        return values  # nothing is rounded
+    with np.errstate(over="ignore"):
+        rounded = values.astype(np.float32, copy=False)
+    lost = np.isinf(rounded) & (np.isfinite(values) | finite)
+    if lost.any():
+        step = first_step + int(np.argwhere(lost)[0][0])
+        raise InputError(
+            "CAST_OVERFLOW",
+            "a value is too large for float32",
+            where=f"column {column}, step {step}",
+            remedy="scale the column in the source, or raise returns_scale for returns-to-go",
+        )
+    return rounded
+
+
+def _kind(spec: ColumnSpec, what: str) -> InputError:
+    return InputError(
+        "COLUMN_KIND",
+        f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}",
+        where=f"column {spec.name}",
+        remedy="convert the source with columns of the kinds that docs/loader.md lists",
+    )

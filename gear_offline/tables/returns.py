@@ -1,0 +1,135 @@
+"""Returns-to-go of whole episodes: sums from each episode's end in float64, rounded once.
+
+Every episode is added in the same order as a loop over its steps, so the bits do not depend on how
+many episodes are summed at once.  Episodes of similar length are the rows of one matrix, padded
+with -0.0 at their ends (the only number that changes no sum), and summed by few NumPy calls: these
+work without the interpreter's lock, where one call an episode would queue for it.
+
+Shape legend: n steps, E episodes, L steps of the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.tables.fields import REWARDS, to_float32
+
+Float64Array = npt.NDArray[np.float64]
+Float32Array = npt.NDArray[np.float32]
+
+FEW_EPISODES = 8  # up to here a discounted sum is faster step by step than episodes side by side
+
+
+def whole_episodes(
+    offsets: Sequence[int] | npt.NDArray[np.int64], steps: int
+) -> Iterator[tuple[int, int]]:
+    """Yield runs of episodes ``[first, last)`` of about `steps` steps, at least one episode."""
+    begins = np.asarray(offsets, dtype=np.int64)
+    first, count = 0, len(begins) - 1
+    while first < count:
+        last = min(int(np.searchsorted(begins, begins[first] + steps)), count)
+        yield first, last
+        first = last
+
+
+def sum_returns(
+    rewards: npt.NDArray[Any],
+    offsets: Sequence[int] | npt.NDArray[np.int64],
+    *,
+    gamma: float,
+    scale: float,
+    work: Float64Array | None = None,
+    out: Float32Array | None = None,
+) -> Float32Array:
+    """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
+
+    Parameters
+    ----------
+    rewards
+        (n,) or (n, 1), any real dtype.
+    offsets
+        First step of each episode, and the end of the last.
+    gamma, scale
+        ``sum_{k >= t} gamma**(k - t) r_k / scale``, ``0 <= gamma <= 1``.
+    work, out
+        Memory for n elements or more; `out` is what is returned, ``out[:n]``.
+
+    Raises
+    ------
+    InputError
+        ``CAST_OVERFLOW`` if finite rewards have a return that float32 cannot hold.
+    """
+    flat = rewards.reshape(-1)
+    count = len(flat)
+    wide = np.empty(count) if work is None else work[:count]
+    found = np.empty(count, np.float32) if out is None else out[:count]
+    wide[...] = flat
+    with np.errstate(over="ignore"):
+        _sum_back(wide, np.diff(offsets), gamma)
+        if scale != 1.0:
+            np.divide(wide, scale, out=wide)
+        np.copyto(found, wide, casting="same_kind")
+    if np.isfinite(found).all():
+        return found
+    return to_float32(wide, REWARDS, int(offsets[0]), finite=bool(np.isfinite(flat).all()))
+
+
+def _sum_back(values: Float64Array, lengths: npt.NDArray[np.int64], gamma: float) -> None:
+    """Replace (n,) values by the discounted sums from each episode's end."""
+    longest = int(lengths.max(initial=0))
+    if longest * len(lengths) == len(values):
+        _scan(values.reshape(len(lengths), longest), gamma)
+        return
+    # Lengths of one class differ by less than a factor of two: so does the memory.
+    classes = np.frexp(lengths)[1]
+    kinds = np.unique(classes)
+    for kind in kinds.tolist():
+        chosen = lengths[classes == kind]
+        inside = np.arange(chosen.max()) < chosen[:, None]  # (E, L)
+        matrix = np.full(inside.shape, -0.0)
+        if len(kinds) == 1:
+            matrix[inside] = values
+            _scan(matrix, gamma)
+            values[...] = matrix[inside]
+        else:
+            steps = np.repeat(classes == kind, lengths)
+            matrix[inside] = values[steps]
+            _scan(matrix, gamma)
+            values[steps] = matrix[inside]
+
+
+def _scan(matrix: Float64Array, gamma: float) -> None:
+    """Sum each row of (E, L) from its end, in place."""
+    back = matrix[:, ::-1]
+    if gamma == 1.0:
+        _add_up(back)
+    elif len(matrix) <= FEW_EPISODES:
+        for row in back:
+            row[:] = list(accumulate(row.tolist(), lambda rest, r: r + gamma * rest))
+    else:
+        columns = np.ascontiguousarray(matrix.T)  # (L, E): a step of all episodes at once
+        rest = np.empty(len(matrix))
+        for step in range(len(columns) - 2, -1, -1):
+            np.multiply(columns[step + 1], gamma, out=rest)
+            np.add(columns[step], rest, out=columns[step])
+        matrix[...] = columns.T
+
+
+def _add_up(matrix: Float64Array) -> None:
+    """Replace each row of (E, L) by its running sums.
+
+    Each addition waits for the one before it, so two rows are added up at once, as the parts of
+    complex numbers: in half the time.
+    """
+    half = len(matrix) // 2
+    pairs = np.empty((half, matrix.shape[1]), np.complex128)
+    pairs.real, pairs.imag = matrix[:half], matrix[half : 2 * half]
+    np.add.accumulate(pairs, axis=1, out=pairs)
+    matrix[:half], matrix[half : 2 * half] = pairs.real, pairs.imag
+    rest = matrix[2 * half :]
+    np.add.accumulate(rest, axis=1, out=rest)

@@ -1,0 +1,230 @@
+"""Loss and gradients of a rank's batch: in one piece or in micro-batches, alone or with others.
+
+Shape legend: W ranks, B segments of a rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gear_offline.distributed.world import World
+from gear_offline.errors import InputError
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.feedback import SegmentFeedback
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.loss import action_loss
+from gear_offline.training.compilation import compile_parts, is_deep
+from gear_offline.training.parallel import Parallel
+
+# small kernels that do not depend on each other become one: a third fewer launches a step
+COMPILE: dict[str, Any] = {"combo_kernels": True}
+SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
+
+
+def global_steps(batch: Batch, world: World) -> Tensor:
+    """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
+
+    With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
+    padding is spread over ranks and micro-batches.
+    """
+    steps = (batch.attention_mask != 0).sum().float()
+    world.sum_into(steps)
+    return steps.clamp(min=1) / world.size
+
+
+def check_micro_batches(batch_size: int, world: World, accumulate: int) -> None:
+    """Raise `InputError` (``BATCH_SHARE``) unless a rank's share has that many equal parts."""
+    check_parts(world.share(batch_size), accumulate, whose="a rank's")
+
+
+def check_parts(share: int, accumulate: int, *, whose: str) -> None:
+    """Raise `InputError` (``BATCH_SHARE``) unless a share has that many equal parts."""
+    if share % accumulate:
+        raise InputError(
+            "BATCH_SHARE",
+            f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches",
+            where="train.accumulate",
+            remedy=f"use a divisor of {share}, or another loader.batch_size",
+        )
+
+
+def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    """Yield consecutive parts of a batch of equal size; views."""
+    if count == 1:
+        yield batch
+        return
+    size = len(batch) // count
+    for first in range(0, len(batch), size):
+        yield batch.part(slice(first, first + size))
+
+
+class GradientPass:
+    """The loss of a rank's batch, and its backward pass, which averages over the ranks.
+
+    Parameters
+    ----------
+    model
+        Sharded already where `parallel` says so.
+    world
+        The ranks that train together.
+    parallel
+        How they share the model.
+    compiled
+        Compile: the whole forward and loss of a small model, each block of a deep one.
+    feedback
+        Segments are weighted, and the selection hears of their losses.
+    accumulate
+        Micro-batches that a rank's share is cut into.
+    precision
+        Autocast type; ``None`` for none.
+    fixed_buckets
+        Replicas' gradients are grouped by the order of parameters in every step.  Otherwise the
+        first step of a process groups them so and later ones by the order in which they were
+        ready; with three ranks or more the place in a group decides the order of the sums.
+    """
+
+    def __init__(
+        self,
+        model: DecisionTransformer,
+        world: World,
+        *,
+        parallel: Parallel,
+        compiled: bool = False,
+        feedback: SegmentFeedback | None = None,
+        accumulate: int = 1,
+        precision: torch.dtype | None = None,
+        fixed_buckets: bool = False,
+    ) -> None:
+        if feedback is not None and accumulate > 1:
+            raise InputError(
+                "LOADER_OPTION",
+                "a strategy that learns from losses needs them of the whole batch at once",
+                where="train.accumulate",
+                remedy="use train.accumulate=1, or another strategy",
+            )
+        self._model, self._world = model, world
+        self._feedback, self._accumulate = feedback, accumulate
+        self._device = next(model.parameters()).device
+        # FSDP casts by itself, and its weights are no longer float32 inside.
+        self._precision = None if parallel.sharded else precision
+        self._keeps_weights = parallel.sharded and not parallel.reshard and accumulate > 1
+        whole = compiled and not (parallel.sharded or is_deep(model))
+        if compiled and not whole:
+            compile_parts(model, sharded=parallel.sharded)
+        self._wrapped: nn.Module = model
+        if parallel.kind == "ddp":
+            with world.guard("building the model"):
+                self._wrapped = DistributedDataParallel(
+                    model,
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    gradient_as_bucket_view=True,
+                    find_unused_parameters=fixed_buckets,  # only so are groups never made anew
+                )
+        self._forward: Callable[..., Any] = self._wrapped
+        if whole:
+            self._forward = torch.compile(self._wrapped, dynamic=False)
+        self._loss: Callable[..., Tensor] = self._rank_loss
+        if parallel.kind == "alone" and feedback is None:
+            self._loss = model.loss
+            if whole:
+                self._loss = torch.compile(model.loss, dynamic=False, options=COMPILE)
+
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        valid_steps: float | None = None,
+        weight: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Add the gradients of a batch to the parameters' and return its loss, detached.
+
+        Parameters
+        ----------
+        valid_steps
+            Divisor of the loss in place of the real steps of the global batch.
+        weight
+            Asked after the forward pass for a scalar float32, which loss and gradients are
+            multiplied by.
+        """
+        valid: Tensor | float | None = valid_steps
+        if valid is None and (self._world.size > 1 or self._accumulate > 1):
+            valid = global_steps(batch, self._world)
+        total: Tensor | None = None
+        for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
+            with self._quiet(last=number == self._accumulate):
+                with torch.autocast(
+                    self._device.type,
+                    dtype=self._precision,
+                    enabled=self._precision is not None,
+                ):
+                    loss = self._loss(part, valid_steps=valid)
+                factor = None if weight is None else weight()
+                with self._world.guard("averaging gradients"):
+                    loss.backward(factor)  # type: ignore[no-untyped-call]
+            found = loss.detach() if factor is None else loss.detach() * factor
+            total = found if total is None else total + found
+        assert total is not None, "a batch has at least one part"
+        return total
+
+    def _quiet(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients of replicas travel once a step; shards add up theirs as they come.
+
+        Shards' weights that stay between the passes also stay from one micro-batch to the next.
+        """
+        if self._keeps_weights:
+            sharded: Any = self._model
+            sharded.set_reshard_after_backward(last)
+        if last or not isinstance(self._wrapped, DistributedDataParallel):
+            return nullcontext()
+        found: AbstractContextManager[None] = self._wrapped.no_sync()
+        return found
+
+    def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
+        output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
+        if self._feedback is not None:
+            return self._feedback.loss(output.action_preds, batch, valid_steps=valid_steps)
+        return action_loss(
+            output.action_preds,
+            batch.actions,
+            batch.attention_mask,
+            valid_steps=valid_steps,
+            valid_actions=self._model.valid_actions(batch),
+        )
+
+
+def seed_rank(seed: int, world: World) -> None:
+    """Give every rank but the first one random numbers of its own."""
+    if world.rank:
+        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
+
+
+def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random numbers of all ranks, by name."""
+    kinds = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        kinds["cuda"] = torch.cuda.get_rng_state(device)
+    found = {}
+    for kind, state in kinds.items():
+        for rank, tensor in enumerate(world.gather_tensor(state)):
+            found[_name(kind, rank)] = tensor
+    return found
+
+
+def restore_random(tensors: Mapping[str, Tensor], world: World, device: torch.device) -> None:
+    """Take over this rank's states, as far as they were saved."""
+    cpu: Any = tensors.get(_name("cpu", world.rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    cuda = tensors.get(_name("cuda", world.rank))
+    if device.type == "cuda" and cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _name(kind: str, rank: int) -> str:
+    return f"random/{kind}" if rank == 0 else f"random/{kind}/{rank}"

@@ -1,0 +1,421 @@
+"""What learns: model, optimiser, batches and random numbers, one step at a time.
+
+Everything a step depends on is in `Learner.tensors`, the model's parameters and the loader's
+state, so that a learner that takes them over goes on bit for bit.
+
+Shape legend: n steps since the last report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import loader_options, recipe_selection
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.statistics import Float64Array
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+from gear_offline.kernels.gather import Windows
+from gear_offline.loaders.batch import Batch
+from gear_offline.loaders.device_feedback import DeviceFeedback
+from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.models.policy import Policy
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.captured_part import CapturedPart
+from gear_offline.training.captured_step import CapturedStep, start_compilers, why_not_captured
+from gear_offline.training.compilation import is_compiled
+from gear_offline.training.data_parallel import (
+    GradientPass,
+    random_states,
+    restore_random,
+    seed_rank,
+)
+from gear_offline.training.optimizer import Optimizer
+from gear_offline.training.parallel import load_model_tensors, model_tensors
+from gear_offline.training.policy_parts import PolicyParts
+from gear_offline.training.task_policy import task_policy
+from gear_offline.training.throughput import make_meter
+from gear_offline.training.training_model import make_training_model
+
+
+class Learner:
+    """A model in training.
+
+    Call it under the torch seed of the run: building the model draws from torch's generator, and
+    so does dropout afterwards.
+
+    Parameters
+    ----------
+    recipe
+        Resolved: see `gear_offline.runs.preparation.resolve`.
+    sizes
+        Of states and actions.
+    dataset
+        Where batches come from.
+    device
+        Where to train.
+    world
+        The ranks that train together; each has a learner, and they call `advance`, `report`,
+        `tensors`, `weights` and `prepare_policy` together.
+
+    Attributes
+    ----------
+    step
+        Optimiser steps done.
+    tasks
+        What the model knows of its tasks, of a recipe of several.
+    model, working
+        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.  Where
+        ranks share the update (`Optimizer.ranks`), `model` is up to date in this rank's part alone
+        until `tensors`, `weights` or `prepare_policy` is called.
+    parallel
+        How the ranks share the model.
+    meter
+        The rate of the model's FLOPs over the steps that were reported.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        sizes: ModelSizes,
+        dataset: Dataset,
+        device: torch.device,
+        *,
+        world: World | None = None,
+    ) -> None:
+        self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
+        self.world = World() if world is None else world
+        made = make_training_model(recipe, sizes, device, self.world)
+        self.model, self.working, self.parallel = made.model, made.working, made.parallel
+        self.precision, self.precision_reason = made.autocast, made.remark
+        self.loader = GearLoader(
+            dataset,
+            **loader_options(recipe, dataset),
+            selection=recipe_selection(recipe, dataset),
+            seed=recipe.seed,
+            device=device,
+            world=self.world,
+        )
+        self._batches = iter(self.loader)
+        self.graph_reason = why_not_captured(
+            recipe, device, self.world, self.loader, sharded=self.parallel.sharded
+        )
+        if is_compiled(recipe.train) and not self.graph_reason:
+            start_compilers()
+        self.optimizer = Optimizer(
+            self.model,
+            recipe.optimizer,
+            steps=recipe.train.steps,
+            captured=not self.graph_reason,
+            device=device,
+            working=None if self.working is self.model else self.working,
+            world=self.world,
+        )
+        self._captured: CapturedPart | None = None  # made by the first step
+        self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
+        self._gradients = self._launched_gradients() if self.graph_reason else None
+        seed_rank(recipe.seed, self.world)
+        self.state_mean: Float64Array | None = None
+        self.state_std: Float64Array | None = None
+        if recipe.loader.normalize_states and not sizes.tasks:
+            statistics = dataset.statistics["observations"]
+            self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
+        self.meter = make_meter(recipe, self.loader.share, device, half=made.half)
+        self.step = 0
+        self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
+        self._filled = self._timed = 0
+        self._busy_seconds = self._wait_seconds = self._began = 0.0
+        self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
+
+    def _launched_gradients(self) -> GradientPass:
+        """Return the passes of steps that are launched one by one."""
+        train = self.recipe.train
+        return GradientPass(
+            self.working,
+            self.world,
+            parallel=self.parallel,
+            compiled=is_compiled(train) and self.device.type == "cuda",
+            feedback=LossFeedback(self.loader) if self.loader.learner is not None else None,
+            accumulate=train.accumulate,
+            precision=self.precision,
+            fixed_buckets=train.deterministic,
+        )
+
+    @property
+    def step_kind(self) -> str:
+        """How steps are run on a GPU, and why, as a clause to print."""
+        if self.device.type != "cuda":
+            return ""
+        if self.graph_reason:
+            return f", steps launched one by one: {self.graph_reason}"
+        engine = self.loader.engine
+        shared = "" if self.optimizer.ranks is None else ", whose update the ranks share"
+        return f", one CUDA graph a step{shared}, {engine.placed.reason if engine else ''}"
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the time of all steps of this process that waited for batches."""
+        return self._all_wait_seconds / self._all_busy_seconds if self._all_busy_seconds else 0.0
+
+    @property
+    def unreported(self) -> int:
+        """Steps since the last report."""
+        return self._filled
+
+    def advance(self) -> None:
+        """Do one optimiser step.
+
+        Raises
+        ------
+        GearError
+            ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
+            not waited for at each step, at the next `report` or `check`.
+        """
+        if self._gradients is None:
+            self._replay()
+            return
+        self.apply(self._gradients(self.take()))
+
+    def take(self) -> Batch:
+        """Begin a step that is launched by itself: return its batch."""
+        self._began = time.perf_counter()
+        batch = next(self._batches)
+        self._wait_seconds += time.perf_counter() - self._began
+        self.optimizer.zero_gradients()
+        return batch
+
+    def apply(self, loss: Tensor) -> None:
+        """End it: update the weights by the gradients that they have."""
+        if self.optimizer.is_on_device:
+            self.optimizer.finish(self.step, loss, self._window, self._filled)
+            self._filled += 1
+        else:
+            norm = self.optimizer.clip()
+            row = self._window[self._filled]
+            row[0], row[1] = loss, norm
+            self._filled += 1
+            if self.device.type == "cpu":
+                self._check()
+            self.optimizer.update(self.step)
+        self.step += 1
+        self._timed += 1
+        self._busy_seconds += time.perf_counter() - self._began
+
+    def _replay(self) -> None:
+        began = time.perf_counter()
+        if self._captured is None:
+            batches = self.loader.device_batches(ahead=True)
+            learns = self.loader.learner is not None
+            self._captured = CapturedStep(
+                self.working,
+                self.optimizer,
+                batches,
+                self._window,
+                step=self.step,
+                filled=self._filled,
+                precision=self.precision,
+                compiled=is_compiled(self.recipe.train),
+                feedback=DeviceFeedback(self.loader, batches) if learns else None,
+                world=self.world,
+            )
+            began = time.perf_counter()  # not a part of this step
+        assert isinstance(self._captured, CapturedStep), (
+            "others launch the steps of one that joined"
+        )
+        self._captured.replay()
+        self.count_replay()
+        self._busy_seconds += time.perf_counter() - began
+
+    def count_replay(self) -> None:
+        """Count a captured step that was launched."""
+        self.loader.skip()
+        self.step += 1
+        self._filled += 1
+        self._timed += 1
+
+    def join(self, windows: Windows) -> CapturedPart:
+        """Return this learner's part of a step that is captured together with others' steps.
+
+        From then on those steps are launched there, and `count_replay` tells of each.  Its batches
+        lie in `windows`.
+        """
+        batches = self.loader.device_batches(ahead=True, windows=windows)
+        self._captured = CapturedPart(
+            self.optimizer, batches, self._window, step=self.step, filled=self._filled
+        )
+        return self._captured
+
+    def count_busy(self, seconds: float) -> None:
+        """Count time in which the GPU did steps while the host looked after something else."""
+        self._busy_seconds += seconds
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step is one replay of a graph that is there."""
+        return self._captured is not None
+
+    def check(self) -> None:
+        """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
+        not finite."""
+        began = time.perf_counter()
+        self._check()
+        self._busy_seconds += time.perf_counter() - began  # a GPU's steps are done only now
+
+    def _check(self) -> None:
+        captured = self._captured
+        rows = self._window[: self._filled] if captured is None else captured.rows(self._filled)
+        if self.device.type == "cpu":
+            rows = rows[-1:]  # those before were checked in their own step
+        wrong = (~torch.isfinite(rows)).nonzero()
+        if wrong.numel() == 0:
+            return
+        row, column = (int(v) for v in wrong[0])
+        # The window ends with the last step; on the CPU that one is not counted in `step` yet.
+        last = self.step + 1 if self.device.type == "cpu" else self.step
+        step = last - (rows.shape[0] - 1 - row)
+        raise GearError(
+            "LOSS_NONFINITE",
+            f"the {'gradient norm' if column else 'loss'} of step {step} is "
+            f"{float(rows[row, column])}",
+            where=self.recipe.name,
+            remedy="checkpoints before it are kept: lower optimizer.learning_rate, or look for "
+            "outliers with `gear-offline inspect`",
+        )
+
+    def report(self) -> dict[str, float]:
+        """Return means over the steps since the last report, and begin anew.
+
+        Without rates where another process did all of them, before the run was resumed.
+        """
+        began = time.perf_counter()
+        self._check()
+        window = self._window[: self._filled].clone()
+        self.world.sum_into(window)  # a rank's loss is its part of the global one
+        values: Float64Array = window.cpu().double().numpy() / self.world.size  # (n, 2)
+        busy = self._busy_seconds + time.perf_counter() - began
+        if self._captured is not None and self._timed:
+            self._wait_seconds = self._timed * self._captured.wait_seconds()
+        loss, norm = (float(v) for v in np.mean(values, axis=0))
+        rate = self.optimizer.rate(self.step - 1)
+        found = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        if steps := self._timed:  # fewer than the window has when the run was resumed in it
+            found |= {
+                "step_seconds": busy / steps,
+                "data_wait_share": self._wait_seconds / busy,
+                "samples_per_second": steps * self.recipe.loader.batch_size / busy,
+                **self.meter.add(steps, busy),
+            }
+        self._all_busy_seconds += busy
+        self._all_wait_seconds += self._wait_seconds
+        self._filled = self._timed = 0
+        self._busy_seconds = self._wait_seconds = 0.0
+        if self._captured is not None:
+            self._captured.begin_window()
+        return found
+
+    def prepare_policy(self) -> None:
+        """Collect what `policy` needs on the first rank; all ranks together."""
+        self._collect(moments=False)
+        if self.parallel.sharded:
+            tensors = self.weights()
+            if self.world.is_first:
+                with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
+                    self._acting = DecisionTransformer(self.model.config)
+                self._acting.attention = self.model.attention
+                self._acting.load_state_dict(tensors)
+
+    @property
+    def acting(self) -> DecisionTransformer:
+        """The model as it acts: itself, or what `prepare_policy` has collected."""
+        return self.model if self._acting is None else self._acting
+
+    def policy(self, task: str | None = None) -> Policy:
+        """Return the model as it stands, ready to act; call `resume_training` afterwards.
+
+        Several ranks call `prepare_policy` before.  `task` names one of several tasks.
+        """
+        if task is not None:
+            return task_policy(self.acting, task, self.recipe, self.device)
+        return self.policy_parts().policy(self.device)
+
+    def policy_parts(self) -> PolicyParts:
+        """Return what `policy` is built from, of a recipe of one task."""
+        scales = self.recipe.loader.returns_scale, self.recipe.loader.context_length
+        return PolicyParts(self.acting, self.state_mean, self.state_std, *scales, self.recipe)
+
+    def close(self) -> None:
+        """Give back what the loader holds open; all ranks together."""
+        self.loader.close()
+
+    def release(self) -> None:
+        """Give back what would keep the ranks' connections from being closed; after errors too."""
+        if self._captured is not None and self.world.size > 1:
+            self._captured.close()
+
+    def resume_training(self) -> None:
+        """Undo what acting changed: dropout is on again."""
+        self._acting = None
+        self.model.train()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
+        self.check()
+        self._collect(moments=True)
+        found = self.optimizer.state() | random_states(self.world, self.device)
+        window = self._window[: self._filled].clone()
+        self.world.sum_into(window)
+        found["window"] = window / self.world.size
+        found |= selection_tensors(self.loader.learner)
+        return found
+
+    def _collect(self, *, moments: bool) -> None:
+        """Bring what other ranks have updated, once their steps are done."""
+        if self.optimizer.ranks is not None:
+            if self._captured is not None:
+                self._captured.rows(0)  # waits; what is wrong with a loss only `check` tells
+            self.optimizer.collect(self.step, moments=moments)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the parameters by name; ranks call this together.
+
+        Of a sharded model the first one gets them, the others nothing.
+        """
+        self._collect(moments=False)
+        return model_tensors(self.model, wanted=self.world.is_first)
+
+    def load(
+        self,
+        *,
+        step: int,
+        model: Mapping[str, Tensor] | None,
+        tensors: Mapping[str, Tensor],
+        loader: Mapping[str, Any],
+    ) -> None:
+        """Take over the state of another learner of the same recipe; None: weights are there.
+
+        Raises
+        ------
+        KeyError, RuntimeError
+            The tensors are not those of such a learner.
+        """
+        if model is not None:
+            load_model_tensors(self.model, model)
+        self.optimizer.refresh()
+        self.optimizer.load_state(tensors)
+        load_selection(self.loader.learner, tensors)
+        self.loader.load_state_dict(dict(loader))
+        self._batches = iter(self.loader)
+        restore_random(tensors, self.world, self.device)
+        window = tensors["window"]
+        self._filled = window.shape[0]
+        self._window[: self._filled] = window
+        self.step = step

@@ -1,0 +1,303 @@
+"""The optimiser: AdamW, clipping by norm, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from gear_offline.config.sections import OptimizerSettings
+from gear_offline.training.parallel import spread, whole
+
+if TYPE_CHECKING:
+    from gear_offline.distributed.world import World
+    from gear_offline.kernels.adamw import DeviceAdamW, Update
+    from gear_offline.training.rank_update import RankUpdate
+
+STATE = "optimizer/"  # before the names of the state's tensors
+
+
+def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> float:
+    """Return the learning rate of one step.
+
+    The warm-up is the paper's code: step 0 already moves, with ``1 / warmup_steps`` of the rate.
+
+    Parameters
+    ----------
+    step
+        Optimiser steps done before this one.
+    steps
+        Optimiser steps of the run; where ``linear`` and ``cosine`` reach zero.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    left = max(0.0, (steps - step) / max(1, steps - warmup))
+    if settings.schedule == "linear":
+        return settings.learning_rate * left
+    return settings.learning_rate * 0.5 * (1.0 - math.cos(math.pi * left))
+
+
+def has_cupy() -> bool:
+    """Whether CUDA sources of our own can be compiled."""
+    return importlib.util.find_spec("cupy") is not None
+
+
+class Optimizer:
+    """AdamW over all trainable parameters, decayed alike, as the paper's code does.
+
+    Parameters
+    ----------
+    model
+        Parameters without ``requires_grad`` are left out.
+    settings
+        The recipe's ``optimizer`` section.
+    steps
+        Optimiser steps of the run.
+    captured
+        Keep everything on the GPU, for `finish_on_device`.
+    device
+        Of the parameters.
+    working
+        A bfloat16 copy of the model that forward and backward passes run on: gradients are taken
+        from its parameters, and updates go to both.
+    world
+        The ranks whose captured steps this is a part of.
+
+    Attributes
+    ----------
+    ranks
+        How they share the update; ``None``: each does all of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        *,
+        steps: int,
+        captured: bool = False,
+        device: torch.device | None = None,
+        working: nn.Module | None = None,
+        world: World | None = None,
+    ) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._settings, self._steps = settings, steps
+        self._shadows: list[nn.Parameter] | None = None
+        if working is not None:
+            self._shadows = [p for p in working.parameters() if p.requires_grad]
+        self._device_adamw: DeviceAdamW | None = None
+        self.ranks: RankUpdate | None = None
+        if captured and world is not None:
+            self.ranks = self._share(world)
+        # the steps after which all ranks had all weights, and all moments
+        self._weights_of: int | None = None
+        self._moments_of: int | None = None
+        self._places: Tensor | None = None
+        on_gpu = device is not None and device.type == "cuda"
+        if captured or (self._shadows is not None and on_gpu and has_cupy()):
+            self._device_adamw = self._on_device()
+        else:
+            self._adamw = torch.optim.AdamW(
+                self._parameters,
+                lr=settings.learning_rate,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+                fused=True,
+            )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that learn."""
+        return self._parameters
+
+    @property
+    def computed(self) -> list[nn.Parameter]:
+        """Those that forward and backward passes compute with: of the working copy, if any."""
+        return self._parameters if self._shadows is None else self._shadows
+
+    def clip(self) -> Tensor:
+        """Clip the gradients to ``clip_norm``; return the norm before, a scalar."""
+        limit = self._settings.clip_norm
+        limit = math.inf if limit is None else limit
+        for parameter, shadow in zip(self._parameters, self._shadows or (), strict=False):
+            parameter.grad = None if shadow.grad is None else shadow.grad.float()
+        return whole(nn.utils.clip_grad_norm_(self._parameters, limit))
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of step `step`, counted from 0."""
+        return learning_rate(step, self._settings, steps=self._steps)
+
+    def finish_on_device(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
+        """Clip and update without the host; see `DeviceAdamW.enqueue`."""
+        assert self._device_adamw is not None, "made with captured=True"
+        self._device_adamw.enqueue(loss, index=index, row=row, window=window)
+
+    def update_on_device(
+        self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor
+    ) -> Update:
+        """Return what `finish_on_device` would do, to be done together with others."""
+        from gear_offline.kernels.adamw import Update
+
+        assert self._device_adamw is not None, "made with captured=True"
+        return Update(self._device_adamw, loss, index, row, window)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether steps end with `finish` or `finish_on_device`, not with `clip` and `update`."""
+        return self._device_adamw is not None
+
+    def finish(self, step: int, loss: Tensor, window: Tensor, row: int) -> None:
+        """Clip and update by the gradients of step `step`; write row `row` of `window`."""
+        if self._places is None:
+            self._places = torch.zeros(2, 1, dtype=torch.int64, device=window.device)
+            self._next = (-1, -1)
+        if self._next != (step, row):  # else the kernel has counted on
+            self._places[0].fill_(step)
+            self._places[1].fill_(row)
+        self.finish_on_device(loss, index=self._places[0], row=self._places[1], window=window)
+        self._next = (step + 1, row + 1)
+
+    def finish_capture(self) -> None:
+        """Make a captured `finish_on_device` ready for replays."""
+        assert self._device_adamw is not None, "made with captured=True"
+        self._device_adamw.send_addresses()
+
+    def update(self, step: int) -> None:
+        """Apply the gradients of step `step`, counted from 0."""
+        rate = self.rate(step)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Give the working copy the parameters' values."""
+        if self._shadows is not None:
+            torch._foreach_copy_([*self._shadows], [*self._parameters])
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Everything that an update writes, besides `state`."""
+        return [*self._parameters, *(self._shadows or ())]
+
+    def collect(self, step: int, *, moments: bool) -> None:
+        """Bring what other ranks have updated, after step `step`: `parameters`, and `state`.
+
+        Ranks that share the update call this together before anybody reads these; the others need
+        not.
+
+        Parameters
+        ----------
+        moments
+            These too.
+        """
+        if self.ranks is None:
+            return
+        if self._weights_of != step:
+            self.ranks.collect_weights()
+            self._weights_of = step
+        if moments and self._moments_of != step:
+            self.ranks.collect_moments()
+            self._moments_of = step
+
+    def zero_gradients(self) -> None:
+        for parameter in self._parameters + (self._shadows or []):
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
+
+        Of a sharded model the moments are spread over the ranks as its parameters are.  Where ranks
+        share the update, see `collect`.
+        """
+        found = {}
+        states: Sequence[Mapping[str, Tensor]]
+        if self._device_adamw is None:
+            states = [self._adamw.state[parameter] for parameter in self._parameters]
+        else:
+            states = self._device_adamw.states()
+        for name, state in zip(self._names, states, strict=True):
+            for kind, value in state.items():
+                found[f"{STATE}{kind}/{name}"] = value
+        return found
+
+    def room(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return zeros for those of `names` that `state` gives to moments, laid out as there.
+
+        Raises
+        ------
+        KeyError
+            For a parameter that there is not.
+        """
+        parameters = dict(zip(self._names, self._parameters, strict=True))
+        found = {}
+        for name in names:
+            if name.startswith(STATE):
+                parameter = parameters[name.removeprefix(STATE).partition("/")[2]]
+                found[name] = torch.zeros_like(parameter, requires_grad=False)
+        return found
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state` returned; other names in `tensors` are ignored.
+
+        Raises
+        ------
+        KeyError
+            A tensor is missing or too many.
+        """
+        self._weights_of = self._moments_of = None
+        state: dict[int, dict[str, Tensor]] = {}
+        numbers = {name: number for number, name in enumerate(self._names)}
+        for key, value in tensors.items():
+            if key.startswith(STATE):
+                kind, _, name = key.removeprefix(STATE).partition("/")
+                number = numbers[name]
+                if value.ndim:  # a moment; of the steps done each rank has its own count
+                    value = spread(value, self._parameters[number])
+                state.setdefault(number, {})[kind] = value
+        if state and sorted(state) != list(range(len(numbers))):
+            raise KeyError("optimizer state of some parameters")
+        if self._device_adamw is not None:
+            if not state:  # of an optimiser before its first step
+                return
+            for number, mine in enumerate(self._device_adamw.states()):
+                for kind, tensor in mine.items():
+                    tensor.copy_(state[number][kind])
+            return
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": state, "param_groups": groups})
+
+    def _share(self, world: World) -> RankUpdate | None:
+        """Move the parameters so that the ranks can share the update, if that pays."""
+        from gear_offline.training.rank_update import RankUpdate, shares_update
+
+        parameters = sum(parameter.numel() for parameter in self._parameters)
+        if not shares_update(parameters, world.size, world.node_count):
+            return None
+        return RankUpdate(self._parameters, self._shadows, world)
+
+    def _on_device(self) -> DeviceAdamW:
+        from gear_offline.kernels.adamw import DeviceAdamW
+
+        settings, steps = self._settings, self._steps
+        rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
+        device = self._parameters[0].device
+        return DeviceAdamW(
+            self._parameters,
+            torch.tensor(rates, dtype=torch.float32, device=device),
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            clip_norm=settings.clip_norm,
+            shadows=self._shadows,
+            part=self.ranks,
+        )

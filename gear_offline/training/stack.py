@@ -1,0 +1,268 @@
+"""Learners of one shape that advance together: one forward and one backward pass for all.
+
+Each keeps what is its own: batches, optimiser, learning rate, metrics, checkpoints.  Only products
+are shared, see `gear_offline.models.stacked`.  Dropout of a step is drawn from the run's seed and
+the number of the step where kernels draw it, so it does not depend on who else is in the stack, nor
+on where a run was stopped.
+
+Shape legend: N learners.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.errors import GearError
+from gear_offline.loaders.batch import Batch, join_batches
+from gear_offline.loaders.device_batches import side_by_side
+from gear_offline.models.loss import TrainingBatch
+from gear_offline.models.stacked import StackedModels, refuse_stack
+from gear_offline.runs.preparation import ModelSizes
+from gear_offline.training.captured_part import capture, warm_up
+from gear_offline.training.compilation import is_compiled
+from gear_offline.training.data_parallel import COMPILE
+from gear_offline.training.learner import Learner
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.adamw import Update
+
+
+def stack_key(recipe: Recipe) -> str:
+    """Return what runs must have in common to be stacked: all but seed and optimiser."""
+    own = ("name", "description", "seed", "optimizer")
+    shared = {key: value for key, value in recipe.to_dict().items() if key not in own}
+    return json.dumps(shared, sort_keys=True)
+
+
+def check_stackable(
+    recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool = False
+) -> None:
+    """Refuse a recipe whose steps need more than one forward and backward pass of plain models.
+
+    Parameters
+    ----------
+    sizes
+        Of the model, where they are known already.
+    learns
+        The selection learns from losses.
+
+    Raises
+    ------
+    UnavailableError
+        ``STACK_UNAVAILABLE``
+    """
+    train = recipe.train
+    reason = ""
+    if train.accumulate > 1:
+        reason = "batches are computed in micro-batches (train.accumulate)"
+    elif train.recompute:
+        reason = "blocks are computed twice (train.recompute)"
+    elif train.weights != "fp32":
+        reason = "steps run on a bfloat16 copy of the weights (train.weights)"
+    elif recipe.loader.padding != "right":
+        reason = "windows are padded on the left (loader.padding)"
+    elif learns:
+        reason = "their selection learns from losses"
+    elif sizes is not None and sizes.tasks:
+        reason = "the model has several tasks"
+    elif sizes is not None and sizes.discrete:
+        reason = "actions are discrete"
+    elif sizes is not None and sizes.frame_shape and recipe.model.encoder != "none":
+        reason = "frames have an encoder"
+    refuse_stack(reason)
+
+
+class Stack:
+    """Learners that advance together.
+
+    Build and use it with torch's random numbers and stream set to the group's own.
+
+    Parameters
+    ----------
+    learners
+        After as many steps each, of recipes with one `stack_key`.
+
+    Raises
+    ------
+    UnavailableError
+        ``STACK_UNAVAILABLE`` for models or selections that cannot be stacked.
+    """
+
+    def __init__(self, learners: Sequence[Learner]) -> None:
+        first = learners[0]
+        for learner in learners:
+            check_stackable(learner.recipe, learns=learner.loader.learner is not None)
+        self.learners = list(learners)
+        self._batches: list[Batch] = []
+        self._left: set[int] = set()
+        models = [learner.model for learner in learners]
+        self._models = StackedModels(models, precision=first.precision)
+        self._losses: Callable[[TrainingBatch, Tensor], Tensor] = self._models.losses
+        seeds = [learner.recipe.seed for learner in learners]
+        steps = [learner.step for learner in learners]
+        self._draws = torch.tensor([seeds, steps], device=first.device)
+        self._ones = torch.ones(len(seeds), device=first.device)
+        if is_compiled(first.recipe.train) and first.device.type == "cuda":
+            self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
+        if first.device.type == "cuda":  # each was made on a stream of its own
+            torch.cuda.synchronize(first.device)
+        self._captured: CapturedStack | None = None
+        self._is_captured = not first.graph_reason
+
+    @property
+    def will_capture(self) -> bool:
+        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        return self._is_captured and self._captured is None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step is one replay of a graph that is there."""
+        return self._captured is not None
+
+    def prepare(self) -> None:
+        """Capture a step, where steps are captured and that is not done yet: no step is done."""
+        if self.will_capture:
+            self._captured = CapturedStack(self.learners, self._gradients, self._draws)
+
+    def advance(self) -> dict[int, GearError]:
+        """Do one step of each learner; return what ended some of them, by number.
+
+        On a GPU that shows at a learner's next `report` or `check`: tell of it with `leave`.
+        """
+        if not self._is_captured:
+            return self._launch()
+        self.prepare()
+        assert self._captured is not None, "it is prepared"
+        self._captured.replay()
+        for number, learner in enumerate(self.learners):
+            if number not in self._left:
+                learner.count_replay()
+        return {}
+
+    def leave(self, number: int) -> None:
+        """Advance a learner no more; its place stays, and what is computed there is not used."""
+        self._left.add(number)
+
+    def _launch(self) -> dict[int, GearError]:
+        failed: dict[int, GearError] = {}
+        there = [n for n in range(len(self.learners)) if n not in self._left]
+        taken = {n: self.learners[n].take() for n in there}
+        if not self._batches:
+            self._batches = list(taken.values())
+        for number, batch in taken.items():
+            self._batches[number] = batch
+        self._draws[1] = torch.tensor([learner.step for learner in self.learners])
+        losses = self._gradients(join_batches(self._batches))
+        for number in there:
+            try:
+                self.learners[number].apply(losses[number])
+            except GearError as error:
+                failed[number] = error
+                self.leave(number)
+        return failed
+
+    def _gradients(self, batch: TrainingBatch) -> Tensor:
+        """Give every parameter its gradient; return the losses, (N,), detached."""
+        self._models.zero_gradients()
+        losses = self._losses(batch, self._draws)
+        losses.backward(self._ones)  # type: ignore[no-untyped-call]
+        self._models.hand_out_gradients()
+        return losses.detach()
+
+
+class CapturedStack:
+    """One step of every learner as one CUDA graph.
+
+    The batches are branches of the graph, each made on a stream of its own, and lie one after
+    another in memory.  Those of the following step are made beside the update, which needs none;
+    large ones that come from host memory travel beside the whole step.
+
+    Parameters
+    ----------
+    learners
+        Whose steps are captured.
+    gradients
+        Gives every parameter its gradient, and returns the losses, (N,).
+    draws
+        (2, N) int64: seeds, and steps to come, which are written.
+    """
+
+    def __init__(
+        self,
+        learners: Sequence[Learner],
+        gradients: Callable[[TrainingBatch], Tensor],
+        draws: Tensor,
+    ) -> None:
+        self._gradients, self._device = gradients, learners[0].device
+        self._steps, self._first = draws[1], draws[1].clone()
+        loader = learners[0].loader
+        assert loader.engine is not None, "steps that are captured have one"
+        places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
+        self._parts = [learner.join(place) for learner, place in zip(learners, places, strict=True)]
+        self._streams: list[Any] = [
+            torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            for _ in learners
+        ]
+        self._is_early = not self._parts[0].batches.ahead
+        if self._is_early:
+            self._make_batches()
+        self._graph = torch.cuda.CUDAGraph()
+        written = [tensor for part in self._parts for tensor in part.written()]
+        warm_up(self._rehearse, written, self._device)
+        for part in self._parts:
+            part.put_back()
+        capture(self._graph, self._run)
+        for part in self._parts:
+            part.finish_capture()
+        self._steps.copy_(self._first)
+        if self._is_early:
+            self._make_batches()
+
+    def replay(self) -> None:
+        """Do the next step of each; returns at once."""
+        self._graph.replay()
+
+    def _run(self) -> None:
+        if not self._is_early:
+            self._make_batches()
+        losses = self._gradients(self._batch).unbind()
+        updates = [part.update(loss) for part, loss in zip(self._parts, losses, strict=True)]
+        if self._is_early:
+            self._make_batches(updates)
+        else:
+            self._update(updates)
+        for part in self._parts:
+            part.batches.end(timed=True)
+
+    def _make_batches(self, updates: Sequence[Update] = ()) -> None:
+        """Make the batches of the next step, and do updates meanwhile."""
+        main = torch.cuda.current_stream(self._device)
+        for part, stream in zip(self._parts, self._streams, strict=True):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                part.batches.begin(timed=True)
+        if updates:
+            self._update(updates)
+        for stream in self._streams:
+            main.wait_stream(stream)
+
+    def _update(self, updates: Sequence[Update]) -> None:
+        from gear_offline.kernels.adamw import enqueue_together
+
+        first = self._streams[0]  # counted beside the update
+        first.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(first):
+            self._steps.add_(1)
+        enqueue_together(updates)
+        torch.cuda.current_stream(self._device).wait_stream(first)
+
+    def _rehearse(self) -> None:
+        for part in self._parts:
+            part.repeat()
+        self._run()
