@@ -132,17 +132,6 @@ def test_recipes_in_pages_are_valid(page: Path, tmp_path: Path) -> None:
             base = file.name  # a schedule further down is of these tasks
 
 
-def test_every_error_code_that_a_page_names_is_documented() -> None:
-    errors = (ROOT / "docs" / "errors.md").read_text()
-    documented = set(re.findall(r"^\| `([A-Z0-9_]+)` \|", errors, re.MULTILINE))
-    sources = [p for f in ("gear_offline", "loaders", "kernels") for p in (ROOT / f).rglob("*.py")]
-    program = "\n".join(path.read_text() for path in sources)
-    codes = {code for page in PAGES for code in inline(page.read_text())}
-    names = {code for code in codes if re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)+", code)}
-    assert len(names & documented) > 20
-    assert {name for name in names - documented if not re.search(rf"\b{name}\b", program)} == set()
-
-
 def test_pages_that_the_program_names_exist() -> None:
     named = {
         name
@@ -152,15 +141,6 @@ def test_pages_that_the_program_names_exist() -> None:
     }
     assert len(named) > 10
     assert {name for name in named if not (ROOT / name).exists()} == {"docs/none.md"}  # here
-
-
-def test_the_tree_of_the_readme_exists() -> None:
-    text = (ROOT / "README.md").read_text()
-    tree = next(block.text for block in blocks(text) if "cli.py" in block.text)
-    names = re.findall(r"(?<![\w/])([a-z_*]+(?:\.py|/))", tree)
-    assert len(names) > 25
-    folders = [ROOT, ROOT / "gear_offline", ROOT / "kernels", ROOT / "tests"]
-    assert [n for n in names if not any(list(f.glob(n.rstrip("/"))) for f in folders)] == []
 
 
 def test_pages_are_reachable_from_the_readme() -> None:

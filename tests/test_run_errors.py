@@ -62,7 +62,7 @@ def break_step(
 
 
 def lose_gpu(patch: pytest.MonkeyPatch) -> None:
-    for module in ("run_errors", "sweep", "sweep_worker"):
+    for module in ("runs.errors", "sweep.sweep", "sweep.worker"):
         patch.setattr(f"gear_offline.{module}.is_gpu_lost", lambda device: True)
 
 

@@ -130,16 +130,6 @@ def test_a_file_names_no_module_to_import(
         resolve(tiny_recipe(dataset.path, f"evaluate.environment={name}"), dataset)
 
 
-def test_no_read_path_unpickles() -> None:
-    command = [sys.executable, "-m", "tests.trust.no_pickle"]
-    for more, status in (([], 0), (["--self-test"], 1)):
-        found = subprocess.run(
-            command + more, cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert found.returncode == status, found.stderr
-    assert "PickleUsed" in found.stderr
-
-
 def test_the_source_has_no_way_to_run_what_it_reads() -> None:
     banned = re.compile(
         r"import (?:pickle|marshal|shelve|dill|joblib|cloudpickle)|from (?:pickle|marshal) "

@@ -193,7 +193,7 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
     the other half after a random time.  Prints how many children were killed.  The parent never
     computes, so that a child starts with everything imported and no threads.
     """
-    for name in ("evaluate", "models.policy", "dataset"):
+    for name in ("evaluation.evaluate", "models.policy", "dataset.dataset"):
         import_module(f"gear_offline.{name}")
     import gear_offline.runs.report
     from gear_offline.runs.trainer import train

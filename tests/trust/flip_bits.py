@@ -28,7 +28,8 @@ from gear_offline.errors import InputError
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.table import build_table
 from gear_offline.training.checkpoint import read_checkpoint
-from tests.trust.corpus.case import FIXTURES
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 Span = tuple[str, Path, int, int, str]  # class, file, first byte, byte after the last, says
 
