@@ -113,7 +113,7 @@ def test_little_is_loaded_before_interrupts_are_handled() -> None:
     words = [sys.executable, "-S", "-c", script]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= {
-        *("gear_offline", "gear_offline.cli.command"),
+        *("gear_offline", "gear_offline.cli", "gear_offline.cli.command"),
         *("__future__", "_signal", "atexit"),
     }
 

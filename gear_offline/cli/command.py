@@ -118,7 +118,7 @@ def _is_loading(frame: FrameType | None) -> bool:
     while frame is not None:
         within, name = name, frame.f_code.co_filename
         folder, file = os.path.split(name)
-        ours = folder == _HERE and (file == "command.py" or file.startswith("cli"))
+        ours = folder == _HERE
         if ours and within.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

@@ -13,7 +13,7 @@ from typing import Any
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
 from gear_offline.errors import InputError
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
 _SELECTION = ("strategy", "options")  # keys of the section; others are the strategy's options
 _REPLACED_WHOLE = ("selection.options",)  # another strategy's options mean nothing to this one

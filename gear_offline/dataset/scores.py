@@ -64,7 +64,7 @@ class ReferenceScores:
 @functools.cache
 def _table() -> dict[str, tuple[float, float, str]]:
     """Return {dataset: (minimum, maximum, file on the server)}."""
-    data = resources.files("gear_offline") / "data" / "d4rl_reference_scores.csv"
+    data = resources.files("gear_offline.dataset") / "data" / "d4rl_reference_scores.csv"
     with data.open(encoding="utf-8") as text:
         return {
             row["env"]: (float(row["ref_min"]), float(row["ref_max"]), row["dataset_file"])

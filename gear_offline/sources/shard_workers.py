@@ -85,7 +85,7 @@ def _processes(count: int) -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     # Safe path: a file named like a module of ours in the working directory is not imported.
     command = [sys.executable, "-P", "-m", "gear_offline.sources.shard_workers", str(os.getpid())]
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     try:
         for _ in range(count):
