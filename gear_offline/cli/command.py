@@ -117,9 +117,8 @@ def _is_loading(frame: FrameType | None) -> bool:
     name = ""
     while frame is not None:
         within, name = name, frame.f_code.co_filename
-        folder, file = os.path.split(name)
-        ours = folder == _HERE
-        if ours and within.startswith("<frozen importlib"):
+        folder = os.path.dirname(name)
+        if folder == _HERE and within.startswith("<frozen importlib"):
             return True
         frame = frame.f_back
     return False
