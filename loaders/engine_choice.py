@@ -12,7 +12,7 @@ from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.sampling.mixture import prioritized_parts
 from gear_offline.sampling.selection import Segments
-from gear_offline.tables.disk_gather import Stream
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.placement_plan import Placement
 from gear_offline.tables.shared_tables import current_tables
 from gear_offline.tables.table import Table

@@ -38,7 +38,7 @@ from gear_offline.sampling.selection import (
     learner_of,
     selection_for,
 )
-from gear_offline.tables.disk_gather import Stream
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.node_table import shared_table
 from gear_offline.tables.placement_plan import Placement
 from gear_offline.tables.table import Layout, Mode

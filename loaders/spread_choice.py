@@ -12,7 +12,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling.selection import Selection
-from gear_offline.tables.disk_gather import Stream
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.host_memory import RESERVE_BYTES, available_bytes
 from gear_offline.tables.host_table import table_bytes
 from gear_offline.tables.pinning import format_bytes

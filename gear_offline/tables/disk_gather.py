@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows
-from gear_offline.sampling.selection import Segments, Selection
+from gear_offline.sampling.selection import Segments
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.disk_files import DiskFile
 from gear_offline.tables.disk_reader import DiskCounts, DiskReader
 from gear_offline.tables.disk_sizes import share_out
@@ -40,35 +40,6 @@ from gear_offline.tables.table import Store, StorePlan
 from gear_offline.tables.window_reader import Chosen, WindowReader
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """The segments of every step of a loader, or of one rank's part of it.
-
-    Attributes
-    ----------
-    selection, seed, batch_size
-        The law, its key, and how many it draws in each step.
-    first_slot, share
-        Which of them are this rank's.
-    """
-
-    selection: Selection
-    seed: int
-    batch_size: int
-    first_slot: int
-    share: int
-
-    def segments(self, first_step: int, steps: int) -> Segments:
-        """Return the segments of consecutive steps, (steps, share)."""
-        if not self.share:  # of a rank that does not feed a model's input
-            none = np.zeros((steps, 0), np.int64)
-            return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
-        drawn = self.selection.select_many(
-            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
-        )
-        return drawn[:, self.first_slot : self.first_slot + self.share]
 
 
 class SlotGather(CpuGather):
