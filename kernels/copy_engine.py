@@ -96,7 +96,7 @@ class CopyEngine:
 
 
 class LongWindows:
-    """The stores whose windows are copied, not read by a kernel.
+    """The groups whose windows are copied, not read by a kernel.
 
     Parameters
     ----------
@@ -110,17 +110,17 @@ class LongWindows:
     Attributes
     ----------
     numbers
-        Of those stores: final values of `LEAST_BYTES` a window, some of them in host memory.
+        Of those groups: final values of `LEAST_BYTES` a window, some of them in host memory.
     """
 
     def __init__(self, placed: PlacedTable, *, span: int, padding: Padding) -> None:
         self._placed, self._span, self._padding = placed, span, padding
         self.numbers: Sequence[int] = [
             number
-            for number, store in enumerate(placed.stores)
+            for number, group in enumerate(placed.groups)
             if placed.host_bytes
-            and store.store.is_final
-            and (span + store.store.lead) * store.row_bytes >= LEAST_BYTES
+            and group.group.is_final
+            and (span + group.group.history) * group.row_bytes >= LEAST_BYTES
         ]
         self._engine = CopyEngine(placed.device) if self.numbers else None
 
@@ -135,18 +135,20 @@ class LongWindows:
         current = torch.cuda.current_stream(self._placed.device)
         self._engine.stream.wait_stream(current)
         for number in self.numbers:
-            store, buffer = self._placed.stores[number], windows.buffers[number]
-            lead, flat = store.store.lead, buffer.view(-1, *buffer.shape[-2:])
-            first, last = filled(starts, real, span=self._span, lead=lead, padding=self._padding)
-            places = np.arange(len(real)) * (self._span + lead) + first
-            rows = starts - np.minimum(starts, lead)
+            group, buffer = self._placed.groups[number], windows.buffers[number]
+            history, flat = group.group.history, buffer.view(-1, *buffer.shape[-2:])
+            first, last = filled(
+                starts, real, span=self._span, history=history, padding=self._padding
+            )
+            places = np.arange(len(real)) * (self._span + history) + first
+            rows = starts - np.minimum(starts, history)
             self._engine.copy(
-                (flat.data_ptr() + places * store.row_bytes).astype(np.uint64),
-                (store.addresses[episodes] + rows * store.row_bytes).astype(np.uint64),
-                ((last - first) * store.row_bytes).astype(np.uint64),
+                (flat.data_ptr() + places * group.row_bytes).astype(np.uint64),
+                (group.addresses[episodes] + rows * group.row_bytes).astype(np.uint64),
+                ((last - first) * group.row_bytes).astype(np.uint64),
             )
             # other bytes than those that are copied
-            for short in np.flatnonzero(last - first < self._span + lead).tolist():
+            for short in np.flatnonzero(last - first < self._span + history).tolist():
                 flat[short, : int(first[short])].zero_()
                 flat[short, int(last[short]) :].zero_()
         current.wait_stream(self._engine.stream)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.arrays import DeviceArrays
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.copy_engine import LongWindows
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.gather import Padding, Windows, torch_dtype
-from gear_offline.kernels.job import describe_job, describe_store, group_of, leave_out
+from gear_offline.kernels.job import describe_group, describe_job, group_of, leave_out
 from gear_offline.kernels.rules import (
     CHOSEN,
     MIN_DT,
@@ -32,8 +33,7 @@ from gear_offline.kernels.rules import (
     law_number,
 )
 from gear_offline.sampling.selection import Segments, Selection, check_range
-from gear_offline.tables.placement import PlacedStore, PlacedTable
-from gear_offline.tables.table import Store
+from gear_offline.tables.placement import PlacedGroup, PlacedTable
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
@@ -90,7 +90,7 @@ class DeviceEngine:
         offsets = placed.episodes.offsets
         guide, shift = self._arrays.guide(offsets)
         self._job = describe_job(
-            [self._row(store) for store in placed.stores],
+            [self._row(group) for group in placed.groups],
             seed=seed,
             law=law,
             offsets=self._arrays.keep(offsets),
@@ -113,7 +113,7 @@ class DeviceEngine:
         self._job["ticket"] = self._ticket.data_ptr()
         self._job["wrong"] = self._ticket.data_ptr() + 8
         self._lanes = self._lanes_of()
-        self._row_sum = sum(store.row_bytes for store in placed.stores)
+        self._row_sum = sum(group.row_bytes for group in placed.groups)
         self._most_blocks = (
             BLOCKS_PER_SM * torch.cuda.get_device_properties(self.device).multi_processor_count
         )
@@ -193,18 +193,18 @@ class DeviceEngine:
         """Return uninitialised windows of leading shape `shape`."""
         whole = (*shape, self.context_length)
 
-        def rows(store: Store) -> tuple[int, ...]:
-            return (*shape, self.context_length + store.lead, store.width)
+        def rows(group: ColumnGroup) -> tuple[int, ...]:
+            return (*shape, self.context_length + group.history, group.width)
 
         def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
         return Windows(
             buffers=tuple(
-                empty(*rows(s.store), dtype=torch_dtype(s.store.final_dtype))
-                for s in self.placed.stores
+                empty(*rows(s.group), dtype=torch_dtype(s.group.final_dtype))
+                for s in self.placed.groups
             ),
-            fields=tuple(s.store.fields for s in self.placed.stores),
+            fields=tuple(s.group.fields for s in self.placed.groups),
             timesteps=empty(*whole),
             attention_mask=empty(*whole),
             segments=empty(*shape, 2),
@@ -212,7 +212,7 @@ class DeviceEngine:
 
     @property
     def long_stores(self) -> Sequence[int]:
-        """Numbers of the stores that the copy engine serves where the host knows the segments."""
+        """Numbers of the groups that the copy engine serves where the host knows the segments."""
         return self._long.numbers
 
     def static(self, *, chances: bool = False, windows: Windows | None = None) -> StaticFill:
@@ -241,13 +241,13 @@ class DeviceEngine:
         names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
         self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
 
-    def _row(self, placed: PlacedStore) -> Any:
-        field = placed.store.fields[0]
+    def _row(self, placed: PlacedGroup) -> Any:
+        field = placed.group.fields[0]
         moments = (0, 0)
         if field.mean is not None and field.divisor is not None:
             moments = (self._arrays.keep(field.mean), self._arrays.keep(field.divisor))
-        return describe_store(
-            placed.store,
+        return describe_group(
+            placed.group,
             addresses=self._arrays.keep(placed.addresses),
             moments=moments,
             span=self.context_length,

@@ -5,7 +5,7 @@ one run, and then the padding of those that reach beyond their episode is overwr
 (so nothing of a neighbour or of the future stays).  Rows are copied as whole words, never
 computed with, except where a column is cast or normalised.
 
-A store of frames may have `lead` rows in front of each window: the frames before its first step,
+A group of frames may have `history` rows in front of each window: the frames before its first step,
 zeros before the episode's first.  So a frame is read once, and the stacks of a batch are views.
 
 Shape legend: n segments, K steps of a window, W elements of a row, N steps of the table.
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.kernels.arena import Arena, carve
+from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.sampling.selection import Segments
-from gear_offline.tables.fields import Field, convert
-from gear_offline.tables.table import Store, Table
+from gear_offline.tables.table import Table
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread
@@ -45,7 +45,7 @@ class Windows:
     Attributes
     ----------
     buffers
-        What was gathered, one per store, ``(*S, K + lead, W)``; moving these moves everything.
+        What was gathered, one per group, ``(*S, K + history, W)``; moving these moves everything.
     fields
         Per buffer, the fields it holds; a field is a view of its buffer.
     timesteps, attention_mask
@@ -63,8 +63,8 @@ class Windows:
     def tensors(self) -> dict[str, Tensor]:
         """Return each field, ``(*S, K, *shape)``, by name; views of the buffers.
 
-        A field with a lead is ``(*S, K, lead + 1, *shape)``: a step's own frame is the last one of
-        its stack, and stacks share memory.
+        A field with a history is ``(*S, K, history + 1, *shape)``: a step's own frame is the last
+        one of its stack, and stacks share memory.
         """
         found: dict[str, Tensor] = {}
         for buffer, fields in zip(self.buffers, self.fields, strict=True):
@@ -73,9 +73,9 @@ class Windows:
                 if len(fields) > 1:
                     part = buffer[..., field.offset : field.offset + field.width]
                 part = part.view(*part.shape[:-1], *field.shape)
-                if field.lead:
+                if field.history:
                     steps = part.dim() - len(field.shape) - 1
-                    part = part.unfold(steps, field.lead + 1, 1).movedim(-1, steps + 1)
+                    part = part.unfold(steps, field.history + 1, 1).movedim(-1, steps + 1)
                 found[field.name] = part
         return found
 
@@ -102,7 +102,7 @@ class CpuGather:
     table
         Where the rows are.
     context_length
-        K, with the longest lead at most the table's margin.
+        K, with the longest history at most the table's margin.
     padding
         ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
     pin
@@ -112,26 +112,26 @@ class CpuGather:
     def __init__(
         self, table: Table, *, context_length: int, padding: Padding = "right", pin: bool = False
     ) -> None:
-        lead = max((store.lead for store in table.stores), default=0)
-        if not 1 <= context_length <= table.margin - lead:
+        history = max((group.history for group in table.groups), default=0)
+        if not 1 <= context_length <= table.margin - history:
             raise InputError(
                 "CONTEXT_LENGTH",
                 f"windows of {context_length} steps cannot be cut",
-                remedy=f"use a context_length from 1 to {table.margin - lead}, the table's margin",
+                remedy=f"use a context_length from 1 to {table.margin - history}, the margin",
             )
         self.table = table
         self.context_length = context_length
         self.padding = padding
         self._arena = Arena(pin=pin)
-        self._stores = table.stores
+        self._groups = table.groups
         self._rows = [
-            ((context_length + store.lead, store.width), torch_dtype(store.final_dtype))
-            for store in table.stores
+            ((context_length + group.history, group.width), torch_dtype(group.final_dtype))
+            for group in table.groups
         ]
-        self._places = np.arange(context_length + lead, dtype=np.int64)
+        self._places = np.arange(context_length + history, dtype=np.int64)
         self._masks = _masks(context_length, padding)
         self._clock = _clock(table, context_length)
-        self._views = [_windows(store, context_length + store.lead) for store in table.stores]
+        self._views = [_windows(group, context_length + group.history) for group in table.groups]
 
     def fill(self, segments: Segments) -> Windows:
         """Gather `segments`, of any shape ``S``.
@@ -153,16 +153,12 @@ class CpuGather:
         parts = [((real.size, *rows), dtype) for rows, dtype in self._rows]
         outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
         *buffers, timesteps, mask, named = outputs
-        for store, view, buffer in zip(self._stores, self._views, buffers, strict=True):
-            lead, first = store.lead, low + shift
-            if lead:
-                first = first - lead
-            if view is None:
-                before = low - np.minimum(starts, lead)
-                self._mapped(store, buffer, first, before, low + real - 1)
-            else:
-                self._owned(store, buffer, view, first)
-            _clear(buffer, self._unfilled(starts, real, lead) if lead else padded)
+        for group, view, buffer in zip(self._groups, self._views, buffers, strict=True):
+            history, first = group.history, low + shift
+            if history:
+                first = first - history
+            self._owned(group, buffer, view, first)
+            _clear(buffer, self._unfilled(starts, real, history) if history else padded)
         self._count(timesteps, starts + shift)
         timesteps.numpy().reshape(-1)[padded] = 0
         # Row r of the view begins at its r-th number: r ones, or all but r.
@@ -171,7 +167,7 @@ class CpuGather:
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
-            fields=tuple(store.fields for store in self._stores),
+            fields=tuple(group.fields for group in self._groups),
             timesteps=timesteps.view(*shape, span),
             attention_mask=mask.view(*shape, span),
             segments=named.view(*shape, 2),
@@ -208,61 +204,41 @@ class CpuGather:
         positions: Int64Array = (short * span + places)[mask]
         return positions
 
-    def _unfilled(self, starts: Int64Array, real: Int64Array, lead: int) -> Int64Array:
-        """Return the flat positions, in (n, K + lead), that hold no row of the episode."""
-        some = np.flatnonzero((real < self.context_length) | (starts < lead))[:, None]
-        span, places = self.context_length, self._places[: self.context_length + lead]
-        first, last = filled(starts[some], real[some], span=span, lead=lead, padding=self.padding)
+    def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
+        """Return the flat positions, in (n, K + history), that hold no row of the episode."""
+        some = np.flatnonzero((real < self.context_length) | (starts < history))[:, None]
+        span, places = self.context_length, self._places[: self.context_length + history]
+        first, last = filled(
+            starts[some], real[some], span=span, history=history, padding=self.padding
+        )
         outside = (places < first) | (places >= last)
         positions: Int64Array = (some * len(places) + places)[outside]
         return positions
 
-    def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
-        """Copy the windows that begin at step `first` into `out`, (n, K + lead, W)."""
+    def _owned(self, group: ColumnGroup, out: Tensor, view: Tensor, first: Int64Array) -> None:
+        """Copy the windows that begin at step `first` into `out`, (n, K + history, W)."""
         rows = torch.from_numpy(first + self.table.margin)
-        if store.is_final:
+        if group.is_final:
             _select(view, rows, out.flatten(1).view(view.dtype))
         else:
             words = torch.empty((first.size, view.shape[1]), dtype=view.dtype)
             _select(view, rows, words)
-            values = words.view(torch_dtype(store.dtype)).view(*out.shape[:2], store.width)
-            convert_rows(store, values.numpy(), out)
-
-    def _mapped(
-        self, store: Store, out: Tensor, first: Int64Array, low: Int64Array, high: Int64Array
-    ) -> None:
-        """As `_owned`, from mapped pieces; only steps `low` to `high` are read: padding repeats
-        one of them."""
-        assert store.firsts is not None, "a store has rows or pieces"
-        places = self._places[: out.shape[1]]
-        rows = np.clip(first[:, None] + places, low[:, None], high[:, None])
-        # Bytes, since a mapped column may lie at an odd address.
-        row_bytes = store.width * store.dtype.itemsize
-        if store.is_final:
-            found = out.view(torch.uint8).numpy()
-        else:
-            found = np.empty((*rows.shape, row_bytes), dtype=np.uint8)
-        piece_of = np.searchsorted(store.firsts, low, side="right") - 1
-        for number in np.unique(piece_of).tolist():
-            piece = store.pieces[number].view(np.uint8)
-            mine = np.flatnonzero(piece_of == number)
-            found[mine] = piece[rows[mine] - store.firsts[number]]
-        if not store.is_final:
-            convert_rows(store, found.view(store.dtype), out)
+            values = words.view(torch_dtype(group.dtype)).view(*out.shape[:2], group.width)
+            convert_rows(group, values.numpy(), out)
 
 
 def filled(
-    starts: Int64Array, real: Int64Array, *, span: int, lead: int, padding: Padding
+    starts: Int64Array, real: Int64Array, *, span: int, history: int, padding: Padding
 ) -> tuple[Int64Array, Int64Array]:
-    """Return where a window's rows of its episode begin and end among its ``span + lead`` rows.
+    """Return where a window's rows of its episode begin and end among its ``span + history`` rows.
 
     Parameters
     ----------
     starts, real
         First step of each window and how many steps of it there are, int64 of one shape.
     """
-    ahead = np.minimum(starts, lead)  # rows that the lead finds in the episode
-    first = lead - ahead if padding == "right" else span - real + lead - ahead
+    ahead = np.minimum(starts, history)  # rows that the history finds in the episode
+    first = history - ahead if padding == "right" else span - real + history - ahead
     return first, first + ahead + real
 
 
@@ -293,9 +269,9 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
             job.result()
 
 
-def convert_rows(store: Store, values: Array, out: Tensor) -> None:
-    """Cast or normalise (n, K, W) values of a store's only field into `out`."""
-    field = store.fields[0]
+def convert_rows(group: ColumnGroup, values: Array, out: Tensor) -> None:
+    """Cast or normalise (n, K, W) values of a group's only field into `out`."""
+    field = group.fields[0]
     final = convert(values.reshape(*values.shape[:2], *field.shape), field)
     out.numpy()[...] = final.reshape(values.shape)
 
@@ -328,17 +304,15 @@ def _masks(span: int, padding: Padding) -> Tensor:
     return numbers.as_strided((span + 1, span), (1, 1))
 
 
-def _windows(store: Store, span: int) -> Tensor | None:
+def _windows(group: ColumnGroup, span: int) -> Tensor:
     """Return (rows - K + 1, K * W) words: row ``i`` is the window that begins at row ``i``.
 
     The rows overlap in memory and are only read.  Words are as wide as the row's size allows, for
     fewer and longer runs; only moved, whatever their type, so that no bit pattern changes.
     """
-    if store.rows is None:
-        return None
-    row_bytes = store.rows.strides[0]
+    row_bytes = group.rows.strides[0]
     width = next(w for w in (16, 8, 4, 2, 1) if row_bytes % w == 0)
     word = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}[width]
-    words = torch.from_numpy(store.rows.view(word))
+    words = torch.from_numpy(group.rows.view(word))
     count, wide = words.shape
     return words.as_strided((count - span + 1, span * wide), (wide, 1))

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.rules import RULE
-from gear_offline.tables.table import Store
 
 MAX_STORES: Final = 24
 COPY_PIECE_BYTES: Final = 4096  # of a task: one warp with 8 loads of 16 bytes a lane
@@ -54,51 +54,53 @@ TYPES: Final = {np.dtype(name): i for i, name in enumerate((*_FLOATS, *_INTEGERS
 TYPES[np.dtype(np.bool_)] = TYPES[np.dtype(np.uint8)]  # bytes 0 and 1: convert checks them
 
 
-def describe_store(store: Store, *, addresses: int, moments: tuple[int, int], span: int) -> Any:
-    """Return the `STORE` row of a store; `out` is set for each launch.
+def describe_group(
+    group: ColumnGroup, *, addresses: int, moments: tuple[int, int], span: int
+) -> Any:
+    """Return the `STORE` row of a group; `out` is set for each launch.
 
     Parameters
     ----------
-    store
+    group
         dtype, width and fields; its rows may be empty.
     addresses
         Device address of the (E,) addresses of episodes.
     moments
         Device addresses of mean and divisor, (width,) float64; zeros for none.
     span
-        K, without the store's lead.
+        K, without the group's history.
 
     Raises
     ------
     InputError
         ``COLUMN_KIND`` for a cast that the kernel does not have.
     """
-    row_bytes = store.width * store.dtype.itemsize
+    row_bytes = group.width * group.dtype.itemsize
     row = np.zeros((), STORE)
-    row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, store.width
+    row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, group.width
     row["mean"], row["divisor"] = moments
-    row["lead"] = store.lead
-    span += store.lead
+    row["lead"] = group.history
+    span += group.history
     row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
-    if store.is_final:
+    if group.is_final:
         row["source"], row["piece"] = COPY, max(COPY_PIECE_BYTES // unit, 1)
         row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
         return row
-    final = store.final_dtype
-    if store.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
+    final = group.final_dtype
+    if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
         raise InputError(
             "COLUMN_KIND",
-            f"{store.fields[0].name}: no cast from {store.dtype} to {final} on the GPU",
+            f"{group.fields[0].name}: no cast from {group.dtype} to {final} on the GPU",
             remedy="use engine='off'",
         )
-    row["source"], row["to_int64"] = TYPES[store.dtype], final == np.int64
+    row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64
     row["piece"] = CAST_PIECE
-    row["pieces"] = -(-span * store.width // CAST_PIECE)
+    row["pieces"] = -(-span * group.width // CAST_PIECE)
     return row
 
 
 def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
-    """Return a `JOB` of shape (1,) with the rows of its stores; unnamed values are zero."""
+    """Return a `JOB` of shape (1,) with the rows of its groups; unnamed values are zero."""
     if len(rows) > MAX_STORES:
         raise InputError(
             "EXTRA_COLUMN",
@@ -116,7 +118,7 @@ def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
 
 
 def leave_out(job: npt.NDArray[Any], numbers: Sequence[int]) -> None:
-    """Take stores out of a job, whose outputs are set."""
+    """Take groups out of a job, whose outputs are set."""
     kept = [n for n in range(int(job["stores"][0])) if n not in numbers]
     rows = job["store"][0, kept].copy()
     job["store"][0, : len(kept)] = rows
@@ -126,7 +128,7 @@ def leave_out(job: npt.NDArray[Any], numbers: Sequence[int]) -> None:
 
 def group_of(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
     """Return how many segments a warp takes at once; 0 where windows are long, cast or few, or
-    have a lead.
+    have a history.
 
     Enough groups stay to keep `warps` busy twice over.
     """

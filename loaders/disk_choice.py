@@ -28,15 +28,13 @@ def open_disk(
     host_budget: int | None,
     engine: str,
     device: torch.device,
-    mode: str,
-    layout: str,
     **rows: Any,
 ) -> DiskGather | None:
     """Return the gather over shards if the rows stay there, else None.
 
     Parameters
     ----------
-    placement, host_budget, engine, device, mode, layout
+    placement, host_budget, engine, device
         As `gear_offline.loaders.loader.GearLoader`.
     rows
         The other options of `DiskGather`.
@@ -44,7 +42,7 @@ def open_disk(
     Raises
     ------
     InputError
-        ``HOST_BUDGET``; ``PLACEMENT`` if the GPU shall gather what is on disk; ``LAYOUT``.
+        ``HOST_BUDGET``; ``PLACEMENT`` if the GPU shall gather what is on disk.
     """
     if isinstance(host_budget, np.integer):
         host_budget = int(host_budget)
@@ -68,18 +66,12 @@ def open_disk(
         return None  # each would copy all rows
     reason = "as asked for"
     if placement != "disk":
-        if placement != "auto" or mode != "read":
+        if placement != "auto":
             return None
-        why = _too_large(dataset, world, host_budget, layout, rows)
+        why = _too_large(dataset, world, host_budget, rows)
         if why is None:
             return None
         reason = why
-    if mode != "read" or layout == "records":
-        raise InputError(
-            "LAYOUT",
-            "rows that stay on disk are neither mapped nor arranged as records",
-            remedy="leave mode='read' and layout='auto' with placement='disk'",
-        )
     on_gpu = device.type == "cuda"
     if on_gpu and engine == "on":
         raise InputError(
@@ -102,7 +94,7 @@ def open_disk(
 
 
 def _too_large(
-    dataset: Dataset, world: World, host_budget: int | None, layout: str, rows: dict[str, Any]
+    dataset: Dataset, world: World, host_budget: int | None, rows: dict[str, Any]
 ) -> str | None:
     """Return why the table should not be in memory, or None."""
     if host_budget is None and world.size > 1:
@@ -110,7 +102,6 @@ def _too_large(
     needed = table_bytes(
         dataset,
         context_length=rows["context_length"],
-        layout=layout,
         normalize_states=rows["normalize_states"],
         extra_columns=rows["extra_columns"],
         frame_stack=rows["frame_stack"],

@@ -41,7 +41,6 @@ from gear_offline.sampling.selection import (
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.node_table import shared_table
 from gear_offline.tables.placement_plan import Placement
-from gear_offline.tables.table import Layout, Mode
 
 if TYPE_CHECKING:
     from gear_offline.distributed.sharding import NodeShare
@@ -58,7 +57,7 @@ class GearLoader(Closing, Iterator[Batch]):
     """Batches of segments of a dataset, without end.
 
     The batch of a step depends on the dataset, the seed, the step and the options here; not on
-    the device, the layout, earlier steps or the number of steps prepared at a time.
+    the device, earlier steps or the number of steps prepared at a time.
 
     Parameters
     ----------
@@ -77,7 +76,7 @@ class GearLoader(Closing, Iterator[Batch]):
         ``"auto"`` (CUDA if there is one), or a torch device.
     padding
         Side on which windows that reach beyond their episode's end are filled up with zeros.
-    gamma, returns_scale, normalize_states, layout, mode, extra_columns
+    gamma, returns_scale, normalize_states, extra_columns
         As `gear_offline.tables.table.build_table`.
     frame_stack
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
@@ -154,8 +153,6 @@ class GearLoader(Closing, Iterator[Batch]):
         gamma: float = 1.0,
         returns_scale: float = 1.0,
         normalize_states: bool = False,
-        layout: Layout = "auto",
-        mode: Mode = "read",
         extra_columns: Sequence[str] = (),
         frame_stack: int = 1,
         start_step: int = 0,
@@ -174,8 +171,6 @@ class GearLoader(Closing, Iterator[Batch]):
             padding=padding,
             gamma=gamma,
             returns_scale=returns_scale,
-            layout=layout,
-            mode=mode,
             engine=engine,
             exchange=exchange,
             world=world,
@@ -194,7 +189,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self._law = law | {"normalize_states": bool(normalize_states)}
         self.share = self.world.share(batch_size)
         if not self.world.feeds:  # it holds no rows, whatever the options say
-            self.share, placement, engine, sharding, mode = 0, "host", "off", "replicate", "read"
+            self.share, placement, engine, sharding = 0, "host", "off", "replicate"
         self._stream = Stream(
             selection=self.selection,
             seed=int(seed),
@@ -212,15 +207,12 @@ class GearLoader(Closing, Iterator[Batch]):
             host_budget=host_budget,
             engine=engine,
             device=self.device,
-            mode=mode,
-            layout=layout,
             padding=padding,
             frame_stack=frame_stack,
             **rows,
         )
         node_share: NodeShare | None = None
         if self.disk is None:
-            rows |= {"layout": layout, "mode": mode}
             node_share = choose_share(self.dataset, self.world, sharding, self.selection, **rows)
             held = self.dataset if node_share is None else node_share.dataset
             self.table = shared_table(self.world, held, frame_stack=frame_stack, **rows)

@@ -58,8 +58,6 @@ def check_options(
     padding: Literal["right", "left"],
     gamma: float,
     returns_scale: float,
-    layout: str,
-    mode: str,
     engine: str,
     exchange: str = "auto",
     world: object = None,
@@ -81,10 +79,6 @@ def check_options(
         raise bad_option("gamma", gamma, "a number from 0 to 1")
     if not (isinstance(returns_scale, Real) and math.isfinite(returns_scale) and returns_scale > 0):
         raise bad_option("returns_scale", returns_scale, "a positive number")
-    if layout not in ("auto", "records", "columns"):
-        raise bad_option("layout", layout, "'auto', 'records' or 'columns'")
-    if mode not in ("read", "mmap"):
-        raise bad_option("mode", mode, "'read' or 'mmap'")
     for name, chosen in (("engine", engine), ("exchange", exchange)):
         if chosen not in ("auto", "on", "off"):
             raise bad_option(name, chosen, "'auto', 'on' or 'off'")
@@ -160,9 +154,9 @@ def no_engine(what: str) -> UnavailableError:
 def window_bytes(table: Table, context_length: int) -> int:
     """Return the bytes that a window of `context_length` steps takes while it is gathered."""
     rows = sum(
-        (context_length + store.lead)
-        * store.width
-        * max(store.dtype.itemsize, max(field.dtype.itemsize for field in store.fields))
-        for store in table.stores
+        (context_length + group.history)
+        * group.width
+        * max(group.dtype.itemsize, max(field.dtype.itemsize for field in group.fields))
+        for group in table.groups
     )
     return rows + 16 * context_length  # timesteps and mask

@@ -25,9 +25,9 @@ from gear_offline.distributed.exchange.contract import Destination, Exchange, Pi
 from gear_offline.distributed.sharding import NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
+from gear_offline.kernels.columns import convert
 from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
 from gear_offline.sampling.selection import Segments, Selection, learner_of
-from gear_offline.tables.fields import convert
 from gear_offline.tables.table import Table
 
 Int64Array = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class _Block:
     segments: Segments  # (T, B), of the whole dataset
     far: Int64Array  # flat positions whose rows come from other nodes
     real: Int64Array  # of those, the real steps
-    lands: list[Any]  # (positions of the block, L + K, width), one for each store
+    lands: list[Any]  # (positions of the block, L + K, width), one for each group
 
 
 def shelf_of(table: Table, share: NodeShare, node: int) -> Shelf:
@@ -57,10 +57,9 @@ def shelf_of(table: Table, share: NodeShare, node: int) -> Shelf:
     episodes = np.flatnonzero(share.nodes == node)
     last = table.margin + table.episodes.steps
     rows = []
-    for store in table.stores:
-        assert store.rows is not None, "tables of nodes are in memory"
-        rows.append(store.rows[table.margin : last])
-    sizes = [store.width * store.dtype.itemsize for store in table.stores]
+    for group in table.groups:
+        rows.append(group.rows[table.margin : last])
+    sizes = [group.width * group.dtype.itemsize for group in table.groups]
     return Shelf(
         lengths=share.lengths, row_bytes=sizes, pieces=[Piece(episodes=episodes, rows=tuple(rows))]
     )
@@ -107,7 +106,7 @@ class ShardedBatches:
             context_length,
             padding,
         )
-        self._lead = max(store.lead for store in table.stores)
+        self._history = max(group.history for group in table.groups)
         self._ahead_blocks = AHEAD - 1 if learner_of(selection) is None else 0
         self._assigner = Assigner(torch.tensor(world.nodes))
         self._nodes = np.array(world.nodes)
@@ -224,13 +223,15 @@ class ShardedBatches:
         moved = slots[readers, places]
         episodes, starts = drawn.episodes[moved], drawn.starts[moved]
         real = self._real(drawn)[moved]
-        first, last = filled(starts, real, span=self._span, lead=self._lead, padding=self._padding)
+        first, last = filled(
+            starts, real, span=self._span, history=self._history, padding=self._padding
+        )
         owners = np.empty(len(moved), np.int64)
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
             there = homes[moved] == node
             owners[there] = members[moved[there] % len(members)]
-        rows = (step * width + places) * (self._span + self._lead) + first
-        begins = starts - np.minimum(starts, self._lead)
+        rows = (step * width + places) * (self._span + self._history) + first
+        begins = starts - np.minimum(starts, self._history)
         return readers, owners, episodes, begins, last - first, rows
 
     def _place(self, positions: int) -> tuple[list[Any], Destination]:
@@ -241,8 +242,8 @@ class ShardedBatches:
             if len(lands[0]) == positions:
                 return lands, destination
         lands = [
-            np.zeros((positions, self._span + self._lead, store.width), store.dtype)
-            for store in self._table.stores
+            np.zeros((positions, self._span + self._history, group.width), group.dtype)
+            for group in self._table.groups
         ]
         flat = [array.reshape(-1, array.shape[-1]) for array in lands]
         made = lands, self._exchange.register(flat)
@@ -257,7 +258,7 @@ class ShardedBatches:
         if not len(block.far):
             return
         starts = block.segments.starts.reshape(-1)[block.far]
-        inside, first = self._inside(starts, block.real, lead=0)
+        inside, first = self._inside(starts, block.real, history=0)
         steps = np.arange(self._span)
         times = np.where(inside, starts[:, None] + steps - first[:, None], 0)
         at = torch.from_numpy(block.far).to(device)
@@ -268,25 +269,25 @@ class ShardedBatches:
 
         put(windows.timesteps, times)
         put(windows.attention_mask, inside.astype(np.int64))
-        for store, buffer, land in zip(
-            self._table.stores, windows.buffers, block.lands, strict=True
+        for group, buffer, land in zip(
+            self._table.groups, windows.buffers, block.lands, strict=True
         ):
-            inside, _ = self._inside(starts, block.real, lead=store.lead)
-            came = land[block.far, self._lead - store.lead :]
+            inside, _ = self._inside(starts, block.real, history=group.history)
+            came = land[block.far, self._history - group.history :]
             rows = np.where(inside[:, :, None], came, land.dtype.type(0))
-            if not store.is_final:
-                field = store.fields[0]
+            if not group.is_final:
+                field = group.fields[0]
                 final = convert(rows.reshape(*rows.shape[:2], *field.shape), field)
                 rows = np.where(inside[:, :, None], final.reshape(rows.shape), field.dtype.type(0))
                 assert torch_dtype(rows.dtype) == buffer.dtype
             put(buffer, rows)
 
     def _inside(
-        self, starts: Int64Array, real: Int64Array, *, lead: int
+        self, starts: Int64Array, real: Int64Array, *, history: int
     ) -> tuple[npt.NDArray[np.bool_], Int64Array]:
-        """Return (n, K + lead): which rows are of the episode, and (n,) the first of them."""
-        first, last = filled(starts, real, span=self._span, lead=lead, padding=self._padding)
-        rows = np.arange(self._span + lead)
+        """Return (n, K + history): which rows are of the episode, and (n,) the first of them."""
+        first, last = filled(starts, real, span=self._span, history=history, padding=self._padding)
+        rows = np.arange(self._span + history)
         return (rows >= first[:, None]) & (rows < last[:, None]), first
 
 

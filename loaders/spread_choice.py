@@ -29,8 +29,6 @@ def choose_share(
     world: World,
     sharding: Sharding,
     selection: Selection | None = None,
-    *,
-    mode: str,
     **rows: Any,
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
@@ -44,7 +42,7 @@ def choose_share(
     sharding
         ``"replicate"``, ``"shard"``, or ``"auto"``: spread over nodes if there are several and one
         of them has too little memory for all.
-    mode, rows
+    rows
         As `gear_offline.tables.table.build_table`.
     selection
         Nodes get equal shares of its probability if it says how often episodes are drawn, else of
@@ -61,12 +59,11 @@ def choose_share(
             f"sharding={sharding!r} is not usable",
             remedy="use 'auto', 'replicate' or 'shard'",
         )
-    if world.node_count == 1 or sharding == "replicate" or mode != "read":
+    if world.node_count == 1 or sharding == "replicate":
         return None
     needed = table_bytes(
         dataset,
         context_length=rows["context_length"],
-        layout=rows["layout"],
         normalize_states=rows["normalize_states"],
         extra_columns=rows["extra_columns"],
     )

@@ -27,7 +27,7 @@ from gear_offline.kernels import adamw, engine, priorities, select
 from gear_offline.kernels.job import JOB
 from gear_offline.kernels.rules import RULE
 from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
-from gear_offline.tables.placement import PlacedStore, PlacedTable
+from gear_offline.tables.placement import PlacedGroup, PlacedTable
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,22 +118,22 @@ class _Stream:
 
 def place(table: Table) -> PlacedTable:
     """Return the rows of a table where they are, for an engine on the CPU."""
-    stores = []
-    for store in table.stores:
-        assert store.rows is not None
+    groups = []
+    for group in table.groups:
+        assert group.rows is not None
         first = table.margin + table.episodes.offsets[:-1]
-        row_bytes = store.rows.strides[0]
-        stores.append(
-            PlacedStore(
-                store=store,
-                addresses=store.rows.ctypes.data + first * row_bytes,
+        row_bytes = group.rows.strides[0]
+        groups.append(
+            PlacedGroup(
+                group=group,
+                addresses=group.rows.ctypes.data + first * row_bytes,
                 row_bytes=row_bytes,
                 tiers=np.zeros(table.episodes.episodes, np.uint8),
             )
         )
     return PlacedTable(
         episodes=table.episodes,
-        stores=tuple(stores),
+        groups=tuple(groups),
         device=torch.device("cpu"),
         hbm_bytes=1,
         host_bytes=0,

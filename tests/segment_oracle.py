@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,17 +60,6 @@ class MemoryTable:
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array:
         self.checked_reads += check
         return self.columns[column][start:stop].copy()
-
-    def column(self, name: str, *, mode: Literal["mmap"]) -> list[Array]:
-        found = []
-        for start, stop in zip(self.cuts[:-1], self.cuts[1:], strict=True):
-            part = self.columns[name][start:stop]
-            # At an odd address and read-only, as a column in a mapped file can be.
-            room = np.zeros(part.nbytes + 1, dtype=np.uint8)
-            room[1:] = np.frombuffer(part.tobytes(), dtype=np.uint8)
-            room.setflags(write=False)
-            found.append(room[1:].view(part.dtype).reshape(part.shape))
-        return found
 
 
 def oracle_window(

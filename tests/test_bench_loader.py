@@ -83,7 +83,7 @@ def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PEERS", {**chosen, "absent": missing})
     document = bench.run(quick=True)
     assert json.loads(json.dumps(document)) == document
-    names = ["GearLoader, records", "GearLoader, columns", *chosen]
+    names = ["GearLoader", *chosen]
     assert [row["name"] for row in document["results"]] == names * 2
     assert all(row["ratio"] > 0 for row in document["results"])
     assert {row["ratio"] for row in document["results"] if row["name"] == bench.BASE} == {1.0}

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders import device_batches as module
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches
-from gear_offline.tables.fields import Field
 
 NAMES = ("states", "actions", "rewards", "returns_to_go")
 

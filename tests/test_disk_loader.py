@@ -183,8 +183,6 @@ def test_the_least_budget_is_the_least(dataset: Dataset) -> None:
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"mode": "mmap"}, "LAYOUT"),
-        ({"layout": "records"}, "LAYOUT"),
         ({"placement": "tape"}, "PLACEMENT"),
         ({"extra_columns": ["nothing"]}, "COLUMN_MISSING"),
     ],
@@ -214,7 +212,6 @@ def test_auto_goes_to_disk_where_memory_is_short(
     assert GearLoader(dataset, **OPTIONS).disk is None
     monkeypatch.setattr(disk_choice, "available_bytes", lambda: needed - 16384)
     assert GearLoader(dataset, placement="host", **OPTIONS).disk is None
-    assert GearLoader(dataset, mode="mmap", **OPTIONS).disk is None
     assert not capsys.readouterr().err
     with GearLoader(dataset, **OPTIONS) as loader:
         assert loader.disk is not None

@@ -47,7 +47,7 @@ def test_the_parts_are_within_the_budget(
         sizes = share_out(
             budget_bytes=budget_bytes,
             row_bytes=row_bytes,
-            leads=[0] * len(row_bytes),
+            histories=[0] * len(row_bytes),
             batch_bytes=batch * window,
             converted_share=0.0,
             longest=500,

@@ -55,11 +55,10 @@ def loaders(dataset: Any, **options: Any) -> tuple[GearLoader, GearLoader]:
 )
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("placement", ["hbm", "host"])
-@pytest.mark.parametrize("layout", ["records", "columns"])
 def test_batches_are_those_of_the_cpu(
-    dataset: Any, law: str, padding: Padding, placement: str, layout: str
+    dataset: Any, law: str, padding: Padding, placement: str
 ) -> None:
-    options = {"selection": law, "padding": padding, "layout": layout, "normalize_states": True}
+    options = {"selection": law, "padding": padding, "normalize_states": True}
     gpu, cpu = loaders(dataset, placement=placement, **options)
     for _ in range(700):  # more than one block of steps
         same(next(gpu), next(cpu))
@@ -68,7 +67,7 @@ def test_batches_are_those_of_the_cpu(
 
 
 def test_both_tiers_in_one_launch(dataset: Any) -> None:
-    bytes_a_step = GearLoader(dataset, batch_size=1, device="cpu").table.stores[0].width * 4
+    bytes_a_step = GearLoader(dataset, batch_size=1, device="cpu").table.groups[0].width * 4
     budget = bytes_a_step * sum(LENGTHS) // 2
     gpu, cpu = loaders(dataset, hbm_budget=budget)
     assert gpu.engine is not None
@@ -87,11 +86,11 @@ def test_long_windows_by_the_copy_engine(
     from gear_offline.kernels import copy_engine
 
     monkeypatch.setattr(copy_engine, "LEAST_BYTES", 8 * 4 * 4)  # some columns, not all
-    options: dict[str, Any] = {"padding": padding, "layout": "columns", "hbm_budget": budget}
+    options: dict[str, Any] = {"padding": padding, "hbm_budget": budget}
     gpu, cpu = loaders(dataset, **options)
     engine = gpu.engine
     assert engine is not None and engine.placed.host_bytes
-    assert 0 < len(engine.long_stores) < len(engine.placed.stores)
+    assert 0 < len(engine.long_stores) < len(engine.placed.groups)
     if not batched:
         assert engine._long._engine is not None
         monkeypatch.setattr(engine._long._engine, "_batch", None)
@@ -219,10 +218,9 @@ def test_a_graph_takes_the_next_step_at_each_replay(
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("layout", ["records", "columns"])
 @pytest.mark.parametrize("span", [1, 8, 40])
-def test_many_short_windows(dataset: Any, padding: Padding, layout: str, span: int) -> None:
-    options = {"padding": padding, "layout": layout, "context_length": span}
+def test_many_short_windows(dataset: Any, padding: Padding, span: int) -> None:
+    options = {"padding": padding, "context_length": span}
     for count in (70_001, 300_000):
         gpu, cpu = loaders(dataset, batch_size=count, **options)
         assert gpu.engine is not None

@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, torch_dtype
 from gear_offline.kernels.guide import guide
-from gear_offline.kernels.job import JOB, TYPES, describe_job, describe_store
+from gear_offline.kernels.job import JOB, TYPES, describe_group, describe_job
 from gear_offline.kernels.philox import draws
 from gear_offline.kernels.rules import CHOSEN, WEIGHTED_EPISODES, law_number
 from gear_offline.sampling.selection import Facts, Segments, WeightedEpisodes, make_selection
-from gear_offline.tables.table import Store, Table, build_table
+from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,7 @@ class Emulated:
         guides, shift = guide(offsets)
         self.wrong = np.zeros(1, np.int64)
         self.job = describe_job(
-            [self.row(store) for store in table.stores],
+            [self.row(group) for group in table.groups],
             offsets=self.keep(offsets),
             guide=self.keep(guides),
             shift=shift,
@@ -76,15 +77,15 @@ class Emulated:
         self.kept.append(np.ascontiguousarray(values))
         return self.kept[-1].ctypes.data
 
-    def row(self, store: Store) -> Any:
-        assert store.rows is not None
+    def row(self, group: ColumnGroup) -> Any:
+        assert group.rows is not None
         first = self.table.margin + self.table.episodes.offsets[:-1]
-        addresses = store.rows.ctypes.data + first * store.rows.strides[0]
-        field, moments = store.fields[0], (0, 0)
+        addresses = group.rows.ctypes.data + first * group.rows.strides[0]
+        field, moments = group.fields[0], (0, 0)
         if field.mean is not None and field.divisor is not None:
             moments = (self.keep(field.mean), self.keep(field.divisor))
-        return describe_store(
-            store, addresses=self.keep(addresses), moments=moments, span=self.span
+        return describe_group(
+            group, addresses=self.keep(addresses), moments=moments, span=self.span
         )
 
     def run(self, library: Any, count: int, *, step: int = 0, lanes: int = 32, **job: int) -> Any:
@@ -92,9 +93,9 @@ class Emulated:
         for name, value in job.items():
             self.job[name] = np.uint64(value)
         outputs = []
-        for number, store in enumerate(self.table.stores):
-            shape = (count, self.span + store.lead, store.width)
-            outputs.append(np.full(shape, 0x55, np.uint8).astype(store.final_dtype))
+        for number, group in enumerate(self.table.groups):
+            shape = (count, self.span + group.history, group.width)
+            outputs.append(np.full(shape, 0x55, np.uint8).astype(group.final_dtype))
             self.job["store"]["out"][0, number] = outputs[-1].ctypes.data
         times, mask = (np.full((count, self.span), -7, np.int64) for _ in range(2))
         names = np.full((count, 2), -7, np.int64)
@@ -147,7 +148,6 @@ EXTRAS = st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (1,), (5,), (3,
     actions=st.sampled_from(["float32", "float64", "int32", "uint8"]),
     extra=EXTRAS,
     padding=st.sampled_from(["right", "left"]),
-    layout=st.sampled_from(["records", "columns"]),
     law=st.sampled_from(sorted(LAWS)),
     normalize=st.booleans(),
     lanes=st.sampled_from([8, 16, 32]),
@@ -163,7 +163,6 @@ def test_the_kernel_gives_the_bits_of_its_twin(
     actions: str,
     extra: tuple[str, tuple[int, ...]],
     padding: Padding,
-    layout: Any,
     law: str,
     normalize: bool,
     lanes: int,
@@ -174,7 +173,6 @@ def test_the_kernel_gives_the_bits_of_its_twin(
     table = build_table(
         source,
         context_length=span,
-        layout=layout,
         normalize_states=normalize,
         extra_columns=["extra"],
     )
@@ -213,7 +211,7 @@ def test_frames_before_a_window_are_those_of_the_twin(
     source = MemoryTable(source.columns | {"observations": frames.astype(np.uint8)}, lengths)
     table = build_table(source, context_length=span, frame_stack=stack)
     if cast:  # no column needs it today; the kernel can
-        table = replace(table, stores=tuple(as_float(store) for store in table.stores))
+        table = replace(table, groups=tuple(as_float(group) for group in table.groups))
     engine = Emulated(table, padding=padding, span=span, per_step=9)
     law = make_selection("uniform_steps", table.episodes)
     segments = law.select_many(seed=seed, first_step=3, steps=2, count=9)
@@ -222,11 +220,11 @@ def test_frames_before_a_window_are_those_of_the_twin(
     same(engine.run(library, 18, step=3, lanes=lanes, law=0, seed=seed), expected)
 
 
-def as_float(store: Store) -> Store:
-    """Return the store with frames cast to float32."""
-    if not store.lead:
-        return store
-    return replace(store, fields=(replace(store.fields[0], dtype=np.dtype(np.float32)),))
+def as_float(group: ColumnGroup) -> ColumnGroup:
+    """Return the group with frames cast to float32."""
+    if not group.history:
+        return group
+    return replace(group, fields=(replace(group.fields[0], dtype=np.dtype(np.float32)),))
 
 
 def test_chosen_segments_and_those_outside_of_the_table(library: Any) -> None:

@@ -62,7 +62,6 @@ def check(windows: Windows, frames: Frames, lengths: list[int], stack: int) -> i
     stack=st.integers(2, 6),
     frame=st.sampled_from([(4, 4), (3, 5), (2, 3, 3)]),
     padding=st.sampled_from(["right", "left"]),
-    form=st.sampled_from(["records", "columns", "mmap"]),
     pieces=st.integers(1, 3),
 )
 def test_every_stack_of_every_segment(
@@ -71,11 +70,10 @@ def test_every_stack_of_every_segment(
     stack: int,
     frame: tuple[int, ...],
     padding: Padding,
-    form: str,
     pieces: int,
 ) -> None:
     columns = image_columns(sum(lengths), frame)
-    options: dict[str, Any] = {"mode": "mmap"} if form == "mmap" else {"layout": form}
+    options: dict[str, Any] = {}
     table = build_table(
         MemoryTable(columns, lengths, pieces=pieces),
         context_length=span,

@@ -15,10 +15,11 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels import gather as module
 from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
+from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.sampling.selection import Segments
-from gear_offline.tables.fields import Field, TableSource
-from gear_offline.tables.table import Store, Table, build_table
+from gear_offline.tables.fields import TableSource
+from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import Array, MemoryTable, expect, oracle_window, same_bits
 
 NUMERIC = [np.float16, np.float32, np.float64, np.int8, np.int64, np.uint8, np.uint16, np.bool_]
@@ -73,7 +74,6 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
     lengths=LENGTHS,
     context_length=st.integers(1, 15),
     padding=st.sampled_from(["right", "left"]),
-    layout=st.sampled_from(["records", "columns", "mmap"]),
     pieces=st.integers(1, 4),
     states=st.sampled_from([((3,), d) for d in NUMERIC] + [((2, 3), np.uint8), ((), np.float64)]),
     actions=st.sampled_from(
@@ -86,7 +86,6 @@ def test_every_field_of_every_segment_equals_the_oracle(
     lengths: list[int],
     context_length: int,
     padding: str,
-    layout: str,
     pieces: int,
     states: tuple[tuple[int, ...], Any],
     actions: tuple[tuple[int, ...], Any],
@@ -110,7 +109,6 @@ def test_every_field_of_every_segment_equals_the_oracle(
         gamma=gamma,
         returns_scale=returns_scale,
         extra_columns=["infos/x"],
-        **({"mode": "mmap"} if layout == "mmap" else {"layout": layout}),
     )
     dtypes = expected_kinds(states, actions)
     found = windows.tensors()
@@ -136,10 +134,9 @@ def test_every_field_of_every_segment_equals_the_oracle(
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("form", ["records", "columns", "mmap"])
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_normalised_states_equal_the_formula_and_padding_stays_zero(
-    padding: str, form: str, shape: tuple[int, ...]
+    padding: str, shape: tuple[int, ...]
 ) -> None:
     lengths, generator = [4, 1, 6], np.random.default_rng(0)
     columns: dict[str, Array] = {
@@ -147,14 +144,12 @@ def test_normalised_states_equal_the_formula_and_padding_stays_zero(
         "actions": generator.normal(size=(11, 1)).astype(np.float32),
         "rewards": generator.normal(size=11),
     }
-    options = {"mode": "mmap"} if form == "mmap" else {"layout": form}
     windows = gathered(
         MemoryTable(columns, lengths, pieces=2),
         all_segments(lengths),
         context_length=5,
         padding=padding,
         normalize_states=True,
-        **options,
     )
     wide = columns["observations"]
     final = ((wide - wide.mean(0)) / (wide.std(0) + 1e-6)).astype(np.float32)
@@ -171,11 +166,10 @@ def test_normalised_states_equal_the_formula_and_padding_stays_zero(
         assert same_bits(windows.tensors()["states"][i].numpy(), expected)
 
 
-@pytest.mark.parametrize("form", ["read", "mmap"])
 @pytest.mark.parametrize(
     "dtype", [*NUMERIC, np.int16, np.int32, np.uint32, np.uint64, np.complex64, np.complex128]
 )
-def test_extra_columns_keep_every_bit(form: str, dtype: Any) -> None:
+def test_extra_columns_keep_every_bit(dtype: Any) -> None:
     """Random bytes: NaN payloads, negative zeros and subnormals included."""
     lengths, size = [5, 2, 9], np.dtype(dtype).itemsize
     raw = np.random.default_rng(3).integers(0, 256, size=(16, 3 * size), dtype=np.uint8)
@@ -191,7 +185,6 @@ def test_extra_columns_keep_every_bit(form: str, dtype: Any) -> None:
         MemoryTable(columns, lengths, pieces=3),
         all_segments(lengths),
         context_length=4,
-        mode=form,
         extra_columns=["extra"],
     )
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -211,11 +204,8 @@ def test_float_states_keep_their_bits_too(width: int) -> None:
         "actions": np.ones((20, 1), np.float32),
         "rewards": np.ones(20, np.float32),
     }
-    for layout in ("records", "columns"):
-        windows = gathered(
-            MemoryTable(columns, [20]), all_segments([20]), context_length=1, layout=layout
-        )
-        assert windows.tensors()["states"].numpy().tobytes() == raw.tobytes()
+    windows = gathered(MemoryTable(columns, [20]), all_segments([20]), context_length=1)
+    assert windows.tensors()["states"].numpy().tobytes() == raw.tobytes()
 
 
 def test_no_future_and_no_neighbour_leaks() -> None:
@@ -240,20 +230,15 @@ def test_no_future_and_no_neighbour_leaks() -> None:
             segment = Segments(
                 episodes=np.array([episode]), starts=np.array([start]), probability=np.ones(1)
             )
-            for layout in ("records", "columns"):
-                one, other = (
-                    gathered(
-                        MemoryTable(data, lengths),
-                        segment,
-                        context_length=span,
-                        padding=padding,
-                        layout=layout,
-                    ).tensors()
-                    for data in (columns, spoiled)
-                )
-                for name in one:
-                    assert same_bits(one[name].numpy(), other[name].numpy())
-                    assert torch.isfinite(one[name]).all()
+            one, other = (
+                gathered(
+                    MemoryTable(data, lengths), segment, context_length=span, padding=padding
+                ).tensors()
+                for data in (columns, spoiled)
+            )
+            for name in one:
+                assert same_bits(one[name].numpy(), other[name].numpy())
+                assert torch.isfinite(one[name]).all()
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -318,9 +303,8 @@ def test_rows_beyond_two_gibibytes_are_reached() -> None:
     field = Field(name="states", dtype=rows.dtype, shape=(32, 32))
     table = Table(
         episodes=EpisodeIndex(np.array([steps - 10, 10])),
-        stores=(Store(fields=(field,), rows=rows),),
+        groups=(ColumnGroup(fields=(field,), rows=rows),),
         margin=margin,
-        layout="columns",
     )
     windows = CpuGather(table, context_length=3).fill(
         Segments(episodes=np.array([1, 0]), starts=np.array([8, 0]), probability=np.ones(2))

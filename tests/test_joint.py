@@ -19,7 +19,7 @@ from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling.selection import Segments
 from gear_offline.tables.joint import JointDataset, Task, join_datasets
-from gear_offline.tables.table import Layout, build_table
+from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts, reopened
@@ -48,7 +48,6 @@ def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Datase
         np.testing.assert_array_equal(joint.read(column, 33, 71), found[33:71])
         assert joint.read(column, 5, 5).shape == (0, *joint.spec[column].shape)
     assert failing_code(lambda: joint.read("rewards", 3, 10_000)) == "STEP_RANGE"
-    assert failing_code(lambda: joint.column("rewards", mode="mmap")) == "TASK_TIER"
 
 
 def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str, Dataset]) -> None:
@@ -67,7 +66,6 @@ def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str,
 )
 @given(
     normalize=st.booleans(),
-    layout=st.sampled_from(["records", "columns"]),
     padding=st.sampled_from(["right", "left"]),
     span=st.integers(1, 12),
     gamma=st.sampled_from([1.0, 0.9]),
@@ -77,16 +75,15 @@ def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str,
 def test_windows_are_those_of_each_task_alone(
     parts: dict[str, Dataset],
     normalize: bool,
-    layout: Layout,
     padding: Padding,
     span: int,
     gamma: float,
     threads: int,
     picks: list[int],
 ) -> None:
-    """Bit for bit, padding apart, whatever layout, side, scale and normalisation."""
+    """Bit for bit, padding apart, whatever side, scale and normalisation."""
     joint = join(parts, normalize_states=normalize)
-    common: dict[str, Any] = {"context_length": span, "gamma": gamma, "layout": layout}
+    common: dict[str, Any] = {"context_length": span, "gamma": gamma}
     whole = CpuGather(
         build_table(joint, threads=threads, **common), context_length=span, padding=padding
     )
@@ -187,8 +184,8 @@ def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
         np.testing.assert_array_equal(share.dataset.column("observations"), rows[mine])
         table = build_table(share.dataset, context_length=2)
         whole = build_table(joint, context_length=2)
-        assert table.stores[0].rows is not None and whole.stores[0].rows is not None
-        np.testing.assert_array_equal(table.stores[0].rows[2:-2], whole.stores[0].rows[2:-2][mine])
+        assert table.groups[0].rows is not None and whole.groups[0].rows is not None
+        np.testing.assert_array_equal(table.groups[0].rows[2:-2], whole.groups[0].rows[2:-2][mine])
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -269,4 +266,3 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: GearLoader(joint, placement="disk", world=ranks, **loader)) == (
         "TASK_TIER"
     )
-    assert failing_code(lambda: GearLoader(joint, mode="mmap", **loader)) == "TASK_TIER"

@@ -45,7 +45,7 @@ def table_of(width: int, rewards: str = "float32") -> Table:
         "actions": generator.normal(size=(total, 2)).astype(np.float32),
         "rewards": generator.normal(size=total).astype(rewards),
     }
-    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, layout="columns")
+    return build_table(MemoryTable(columns, LENGTHS), context_length=SPAN)
 
 
 def bits(windows: Any) -> list[bytes]:
@@ -98,7 +98,7 @@ def test_long_windows_odd_widths_and_leads(
         "rewards": generator.normal(size=total),
         "frames": generator.integers(0, 256, size=(total, 5, 7), dtype=np.uint8),
     }
-    options: dict[str, Any] = {"layout": "columns"}
+    options: dict[str, Any] = {}
     if kind == "bytes":
         columns["observations"] = columns["observations"][:, :3]
         columns["actions"] = generator.integers(0, 9, size=total).astype(np.int16)
@@ -115,7 +115,7 @@ def test_long_windows_odd_widths_and_leads(
                               context_length=SPAN)  # fmt: skip
         drawn = law.select_many(seed=9, first_step=5, steps=2, count=30)
         assert bits(engine.fill(first_step=5, steps=2)) == bits(gather.fill(drawn))
-    pieces = engine._job["store"]["pieces"][0, : len(table.stores)]
+    pieces = engine._job["store"]["pieces"][0, : len(table.groups)]
     assert (pieces.max() > 3) == (kind == "wide")
     assert (engine._job["store"]["lead"].max() == 2) == (kind == "stacks")
 

@@ -117,7 +117,7 @@ def test_shapes_and_dtypes(dataset: Dataset) -> None:
 def test_a_batch_is_a_pure_function_of_seed_and_step(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of the blocks that are prepared, of earlier steps, of the layout or the mode."""
+    """Not of the blocks that are prepared, of earlier steps."""
     options: dict[str, Any] = {
         "batch_size": 7,
         "context_length": 5,
@@ -128,17 +128,16 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(
         "extra_columns": ["infos/qpos"],
     }
     batches = take(GearLoader(dataset, **options), 10)
-    forms: list[dict[str, Any]] = [{"layout": "records"}, {"layout": "columns"}, {"mode": "mmap"}]
     for segments in (1, 21, 10**6):
         monkeypatch.setattr(module, "BLOCK_SEGMENTS", segments)
-        for further in forms:
-            loader = GearLoader(dataset, **(options | further))
-            assert loader._block_steps == max(segments // 7, 1) or segments == 10**6
-            for step in (9, 0, 4):
-                assert same(loader.batch_at(step), batches[step])
-            assert loader.step == 0  # looking does not advance
-            for one, other in zip(take(loader, 10), batches, strict=True):
-                assert same(one, other)
+        loader = GearLoader(dataset, **options)
+        assert loader._block_steps == max(segments // 7, 1) or segments == 10**6
+        for step in (9, 0, 4):
+            assert same(loader.batch_at(step), batches[step])
+        assert loader.step == 0  # looking does not advance
+        for one, other in zip(take(loader, 10), batches, strict=True):
+            assert same(one, other)
+
     late = GearLoader(dataset, **options, start_step=6)
     assert same(next(late), batches[6]) and late.step == 7
     reseeded = GearLoader(dataset, **(options | {"seed": 0}))
@@ -146,7 +145,7 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(
 
 
 def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=700, device="cpu", layout="records")
+    loader = GearLoader(dataset, batch_size=700, device="cpu")
     held = take(loader, 3)
     copies = [{f: getattr(batch, f).clone() for f in FIELDS} for batch in held]
     for _ in range(12):  # released blocks are used again meanwhile
@@ -159,10 +158,9 @@ def test_batches_stay_valid_while_they_are_held(dataset: Dataset) -> None:
     assert not loader.batch_at(0).states.eq(0).all()
 
 
-@pytest.mark.parametrize("layout", ["records", "columns"])
-def test_a_saved_batch_takes_its_own_bytes(dataset: Dataset, layout: Any) -> None:
+def test_a_saved_batch_takes_its_own_bytes(dataset: Dataset) -> None:
     """It took the whole block of batches, and `torch.save` refused storage of several dtypes."""
-    loader = GearLoader(dataset, batch_size=64, device="cpu", layout=layout)
+    loader = GearLoader(dataset, batch_size=64, device="cpu")
     batch = next(loader)
     file = io.BytesIO()
     torch.save(batch, file)
@@ -317,15 +315,12 @@ def test_context_longer_than_every_episode(dataset: Dataset) -> None:
         ({"gamma": float("nan")}, "LOADER_OPTION"),
         ({"returns_scale": 0.0}, "LOADER_OPTION"),
         ({"returns_scale": float("inf")}, "LOADER_OPTION"),
-        ({"layout": "rows"}, "LOADER_OPTION"),
-        ({"mode": "stream"}, "LOADER_OPTION"),
         ({"device": "abacus"}, "LOADER_OPTION"),
         ({"device": "meta"}, "LOADER_OPTION"),
         ({"device": "hpu"}, "LOADER_OPTION"),
         ({"exchange": "fast"}, "LOADER_OPTION"),
         ({"world": 2}, "LOADER_OPTION"),
         ({"extra_columns": None}, "LOADER_OPTION"),
-        ({"layout": "records", "mode": "mmap"}, "LAYOUT"),
         ({"selection": "uniform"}, "SELECTION_UNKNOWN"),
         ({"seed": -1}, "SELECTION_RANGE"),
         ({"start_step": -1}, "SELECTION_RANGE"),
@@ -350,9 +345,8 @@ def test_cuda_without_cuda(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
-@pytest.mark.parametrize("layout", ["records", "columns"])
-def test_cuda_batches_have_the_same_bits(dataset: Dataset, layout: Any) -> None:
-    options: dict[str, Any] = {"batch_size": 300, "layout": layout, "seed": 1}
+def test_cuda_batches_have_the_same_bits(dataset: Dataset) -> None:
+    options: dict[str, Any] = {"batch_size": 300, "seed": 1}
     here = take(GearLoader(dataset, device="cpu", **options), 30)
     there = GearLoader(dataset, device="cuda", **options)
     assert GearLoader(dataset, **options).device.type == "cuda"
@@ -423,7 +417,7 @@ def test_workers_of_a_data_loader_share_the_batches(
     assert caught.value.code == "LOADER_OPTION"
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "mmap"}, {"selection": "prioritized"}])
+@pytest.mark.parametrize("options", [{}, {"selection": "prioritized"}])
 def test_a_copy_in_another_process_goes_on(dataset: Dataset, options: dict[str, Any]) -> None:
     """Batches made ahead are views of one block, which pickle would copy for each of them."""
     loader = GearLoader(dataset, batch_size=4, context_length=5, device="cpu", **options)

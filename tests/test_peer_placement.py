@@ -109,21 +109,21 @@ def test_addresses_lead_to_the_rows_on_every_gpu(
     if weight_seed is not None:
         weights = np.random.default_rng(weight_seed).integers(0, 4, len(lengths)).astype(float)
     placed, memories = place_all(table, gpus, hbm_budget=budget, episode_weight=weights)
-    row_bytes = sum(s.width * s.dtype.itemsize for s in table.stores)
+    row_bytes = sum(s.width * s.dtype.itemsize for s in table.groups)
     for found, memory in zip(placed, memories, strict=True):
-        for store, source in zip(found.stores, table.stores, strict=True):
+        for group, source in zip(found.groups, table.groups, strict=True):
             assert source.rows is not None
             for e, length in enumerate(lengths):
                 begin = 3 + table.episodes.offsets[e]
                 expected = source.rows[begin : begin + length]
-                there = same_memory(int(store.addresses[e]), length * store.row_bytes)
+                there = same_memory(int(group.addresses[e]), length * group.row_bytes)
                 assert there.tobytes() == expected.tobytes()
         parts = found.hbm_bytes, found.peer_bytes, found.host_bytes
         assert sum(parts) == sum(lengths) * row_bytes
-        tiers = found.stores[0].tiers
+        tiers = found.groups[0].tiers
         sizes = np.array(lengths) * row_bytes
         assert parts == tuple(int(sizes[tiers == t].sum()) for t in (HBM, PEER, HOST))
-        if budget is not None and budget >= 256 * len(table.stores):
+        if budget is not None and budget >= 256 * len(table.groups):
             assert sum(memory.allocated) <= budget
         assert bool(memory.runtime.registered) == bool(found.host_bytes)
 
@@ -185,8 +185,8 @@ def test_auto_parts_only_what_does_not_fit() -> None:
     placed, _ = place_all(table, 3, place_with)
     assert all(p.peer_bytes == p.host_bytes == 0 for p in placed)
     assert placed[0].reason.startswith("placement auto: all ")
-    row_bytes = sum(s.width * s.dtype.itemsize for s in table.stores)
-    budget = 9 * row_bytes + 256 * len(table.stores)
+    row_bytes = sum(s.width * s.dtype.itemsize for s in table.groups)
+    budget = 9 * row_bytes + 256 * len(table.groups)
     placed, _ = place_all(table, 3, place_with, hbm_budget=budget)
     assert all(p.peer_bytes and not p.host_bytes for p in placed)
     assert "over 3 GPUs" in placed[0].reason and "from peers" in placed[0].reason

@@ -77,7 +77,7 @@ class FakeMemory:
         return pin(rows, self.runtime)
 
 
-def make_table(lengths: list[int], layout: Any = "records") -> Table:
+def make_table(lengths: list[int]) -> Table:
     steps = sum(lengths)
     data = columns(steps)
     data["infos/qpos"] = np.random.default_rng(2).normal(size=(steps, 2))
@@ -85,7 +85,6 @@ def make_table(lengths: list[int], layout: Any = "records") -> Table:
     return build_table(
         MemoryTable(data, lengths),
         context_length=3,
-        layout=layout,
         extra_columns=["infos/qpos", "frames"],
     )
 
@@ -97,7 +96,6 @@ def placed(table: Table, memory: FakeMemory, **options: Any) -> module.PlacedTab
 
 @given(
     lengths=LENGTHS,
-    layout=st.sampled_from(["records", "columns"]),
     placement=st.sampled_from(["auto", "auto", "hbm", "host"]),
     budget=st.one_of(st.none(), st.integers(0, 6000)),
     weight_seed=st.one_of(st.none(), st.integers(0, 5)),
@@ -105,13 +103,12 @@ def placed(table: Table, memory: FakeMemory, **options: Any) -> module.PlacedTab
 )
 def test_addresses_lead_to_the_rows_of_every_episode_within_the_budget(
     lengths: list[int],
-    layout: str,
     placement: Placement,
     budget: int | None,
     weight_seed: int | None,
     staging: int,
 ) -> None:
-    table, memory = make_table(lengths, layout), FakeMemory()
+    table, memory = make_table(lengths), FakeMemory()
     weights = None
     if weight_seed is not None:
         weights = np.random.default_rng(weight_seed).integers(0, 4, len(lengths)).astype(float)
@@ -129,20 +126,20 @@ def test_addresses_lead_to_the_rows_of_every_episode_within_the_budget(
         assert sum(memory.allocated) <= budget
     offsets = table.episodes.offsets
     total = 0
-    for store, source in zip(found.stores, table.stores, strict=True):
+    for group, source in zip(found.groups, table.groups, strict=True):
         assert source.rows is not None
-        assert (store.store.width, store.store.dtype) == (source.width, source.dtype)
-        assert store.row_bytes == source.rows.strides[0]
-        assert store.addresses.dtype == np.int64 and store.tiers.dtype == np.uint8
-        if store.row_bytes % 16 == 0:
-            assert not (store.addresses % 16).any()
+        assert (group.group.width, group.group.dtype) == (source.width, source.dtype)
+        assert group.row_bytes == source.rows.strides[0]
+        assert group.addresses.dtype == np.int64 and group.tiers.dtype == np.uint8
+        if group.row_bytes % 16 == 0:
+            assert not (group.addresses % 16).any()
         for e, length in enumerate(lengths):
             expected = source.rows[3 + offsets[e] : 3 + offsets[e + 1]]
-            bytes_there = same_memory(int(store.addresses[e]), length * store.row_bytes)
+            bytes_there = same_memory(int(group.addresses[e]), length * group.row_bytes)
             assert bytes_there.tobytes() == expected.tobytes()
-        total += sum(lengths) * store.row_bytes
-        assert (store.tiers == found.stores[0].tiers).all()
-    tiers = found.stores[0].tiers
+        total += sum(lengths) * group.row_bytes
+        assert (group.tiers == found.groups[0].tiers).all()
+    tiers = found.groups[0].tiers
     assert found.hbm_bytes + found.host_bytes == total
     assert {"hbm": (tiers == HBM).all(), "host": (tiers == HOST).all(), "auto": True}[placement]
     assert found.reason.startswith(f"placement {placement}: ") and "\n" not in found.reason
@@ -181,24 +178,24 @@ def test_the_choice_is_the_knapsack_rule_by_density(
 def test_uniform_steps_take_a_prefix_and_weights_the_hottest() -> None:
     lengths = [5, 3, 9, 1, 4]
     table = make_table(lengths)
-    row_bytes = sum(s.width * s.dtype.itemsize for s in table.stores)
+    row_bytes = sum(s.width * s.dtype.itemsize for s in table.groups)
     memory = FakeMemory()
-    spare = module.ALIGNMENT_BYTES * len(table.stores)
+    spare = module.ALIGNMENT_BYTES * len(table.groups)
     found = placed(table, memory, hbm_budget=8 * row_bytes + spare)
-    assert found.stores[0].tiers.tolist() == [HBM, HBM, HOST, HOST, HOST]
-    assert memory.uploads == len(table.stores)
+    assert found.groups[0].tiers.tolist() == [HBM, HBM, HOST, HOST, HOST]
+    assert memory.uploads == len(table.groups)
     assert "2 of 5 episodes, 36% of accesses" in found.reason
     hot = placed(
         table, memory, hbm_budget=9 * row_bytes + spare, episode_weight=[0, 0, 100, 0.1, 0]
     )
-    assert hot.stores[0].tiers.tolist() == [HOST, HOST, HBM, HOST, HOST]
+    assert hot.groups[0].tiers.tolist() == [HOST, HOST, HBM, HOST, HOST]
     assert hot.hbm_bytes == 9 * row_bytes
 
 
 def test_the_default_budget_leaves_memory_for_training() -> None:
     table = make_table([5, 5])
-    need = sum(s.width * s.dtype.itemsize for s in table.stores) * 10
-    enough = int((need + 256 * len(table.stores)) / HBM_SHARE) + 1
+    need = sum(s.width * s.dtype.itemsize for s in table.groups) * 10
+    enough = int((need + 256 * len(table.groups)) / HBM_SHARE) + 1
     whole = placed(table, FakeMemory(enough))
     assert whole.host_bytes == 0 and "60% of" in whole.reason
     assert placed(table, FakeMemory(enough - 100)).host_bytes > 0
@@ -209,10 +206,10 @@ def test_pinned_memory_is_shared_and_outlives_the_first_user() -> None:
     table, memory = make_table([4, 4]), FakeMemory()
     one = placed(table, memory, placement="host")
     two = placed(table, memory, placement="host")
-    assert len(memory.runtime.registered) == len(table.stores)
-    assert (one.stores[0].addresses == two.stores[0].addresses).all()
+    assert len(memory.runtime.registered) == len(table.groups)
+    assert (one.groups[0].addresses == two.groups[0].addresses).all()
     one.close()
-    assert len(memory.runtime.registered) == len(table.stores)
+    assert len(memory.runtime.registered) == len(table.groups)
     del two
     gc.collect()
     assert not memory.runtime.registered
@@ -222,9 +219,9 @@ def test_tables_in_memory_of_one_process_share_no_page() -> None:
     """Otherwise registering the second of two small tables would fail."""
     pages: set[int] = set()
     kept = [make_table([2]) for _ in range(4)]
-    for store in (s for t in kept for s in t.stores):
-        assert store.rows is not None
-        begin, end = store.rows.ctypes.data, store.rows.ctypes.data + store.rows.nbytes
+    for group in (s for t in kept for s in t.groups):
+        assert group.rows is not None
+        begin, end = group.rows.ctypes.data, group.rows.ctypes.data + group.rows.nbytes
         mine = set(range(begin // 4096, -(-end // 4096)))
         assert begin % 4096 == 0 and not mine & pages
         pages |= mine
@@ -247,9 +244,6 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code(FakeMemory(status=712), placement="host") == "HOST_PIN"
     monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
     assert code(FakeMemory(status=2), placement="host") == "MEMLOCK_LIMIT"
-    source = MemoryTable(columns(8), [4, 4])
-    table = build_table(source, context_length=3, mode="mmap")
-    assert code() == "PLACEMENT"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -152,10 +152,9 @@ def test_rows_are_those_of_the_real_table(tmp_path: Path) -> None:
         batch_size=4,
         context_length=recipe.loader.context_length,
         normalize_states=recipe.loader.normalize_states,
-        layout="records",
         device="cpu",
     )
-    row = sum(store.width * store.dtype.itemsize for store in loader.table.stores)
+    row = sum(group.width * group.dtype.itemsize for group in loader.table.groups)
     assert workload.row_bytes == row
     assert workload.window_bytes == row * recipe.loader.context_length
     assert workload.table_bytes == row * dataset.spec.steps

@@ -50,9 +50,7 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
     owners = share_shards(shard_weights(dataset), len(set(nodes)))
     parts: list[Any] = []
     shelves: dict[int, Shelf] = {}
-    table_options = {
-        k: options.pop(k) for k in ("normalize_states", "layout", "frame_stack") if k in options
-    }
+    table_options = {k: options.pop(k) for k in ("normalize_states", "frame_stack") if k in options}
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
         table = build_table(
@@ -99,14 +97,12 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
         "context_length": span,
         "padding": data.draw(st.sampled_from(["left", "right"])),
-        "layout": data.draw(st.sampled_from(["records", "columns"])),
         "normalize_states": data.draw(st.booleans()),
     }
     ranks = spread(dataset, nodes, **options)
     whole = build_table(
         dataset,
         context_length=options["context_length"],
-        layout=options["layout"],
         normalize_states=options["normalize_states"],
     )
     gather = CpuGather(whole, context_length=options["context_length"], padding=options["padding"])
@@ -160,11 +156,10 @@ def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> No
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
         "context_length": span,
         "padding": padding,
-        "layout": data.draw(st.sampled_from(["records", "columns"])),
         "frame_stack": stack,
     }
     ranks = spread(frames, nodes, **options)
-    whole = build_table(frames, context_length=span, layout=options["layout"], frame_stack=stack)
+    whole = build_table(frames, context_length=span, frame_stack=stack)
     gather = CpuGather(whole, context_length=span, padding=padding)
     compare(ranks, gather, (0, 2), 2, options)
 
@@ -175,9 +170,7 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
     """Closing raised the error again, and left connections and threads behind."""
     law = make_selection("uniform_steps", dataset)
     options: dict[str, Any] = {"selection": law, "seed": 0, "batch_size": 8, "padding": "right"}
-    rank, _ = spread(
-        dataset, (0, 1), context_length=4, layout="columns", normalize_states=False, **options
-    )
+    rank, _ = spread(dataset, (0, 1), context_length=4, normalize_states=False, **options)
     closed: list[str] = []
 
     def lost(self: OneProcess, step: int, **_: Any) -> None:
@@ -234,8 +227,8 @@ def test_skewed_laws_share_their_probability(
     weight = getattr(law, "episode_weight", None)
     assert weight is not None and weight.max() > 2 * weight.min()
     share = choose_share(
-        dataset, World(rank=1, nodes=(0, 1)), "shard", law, mode="read",
-        context_length=4, layout="auto", normalize_states=False, extra_columns=(),
+        dataset, World(rank=1, nodes=(0, 1)), "shard", law,
+        context_length=4, normalize_states=False, extra_columns=(),
     )  # fmt: skip
     assert share is not None
     equal = weight[share.nodes == 1].sum() / weight.sum()

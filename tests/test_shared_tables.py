@@ -39,10 +39,9 @@ def test_equal_options_share_a_table_and_others_do_not(dataset: Dataset) -> None
         assert current_tables() is tables
         one, other = loader(dataset, seed=1), loader(dataset, seed=2, batch_size=9)
         scaled = loader(dataset, returns_scale=3.0)
-        mapped = loader(dataset, mode="mmap")
     assert current_tables() is None
     assert one.table is other.table
-    assert len({id(x.table) for x in (one, scaled, mapped)}) == 3
+    assert len({id(x.table) for x in (one, scaled)}) == 2
     for shared, options in (
         (other, {"seed": 2, "batch_size": 9}),
         (scaled, {"returns_scale": 3.0}),
@@ -96,7 +95,7 @@ print([float(value.double().sum()) for value in next(loader).model_inputs().valu
 def test_a_placed_table_is_made_once_unless_weights_matter(dataset: Dataset) -> None:
     tables = SharedTables()
     made: list[Any] = []
-    options: dict[str, Any] = {"mode": "read", "layout": "auto", "context_length": 3, "gamma": 1.0}
+    options: dict[str, Any] = {"context_length": 3, "gamma": 1.0}
     table = tables.table(dataset, **options)
     assert tables.table(dataset, **options) is table
 

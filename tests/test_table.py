@@ -1,4 +1,4 @@
-"""Tables: layouts, memory, returns-to-go, normalisation, refusals."""
+"""Tables: memory, returns-to-go, normalisation, refusals."""
 
 from __future__ import annotations
 
@@ -39,34 +39,18 @@ def test_records_are_aligned_and_cost_what_is_stated(
     state: tuple[int, ...], action: tuple[int, ...], row_bytes: int
 ) -> None:
     data = columns(state=state, action=action)
-    table = build_table(MemoryTable(data, LENGTHS), context_length=5, layout="records")
-    (store,) = table.stores
-    assert store.rows is not None
-    assert store.rows.strides == (row_bytes, 4)
-    assert store.rows.ctypes.data % 64 == 0
+    table = build_table(MemoryTable(data, LENGTHS), context_length=5)
+    (group,) = table.groups
+    assert group.rows.strides == (row_bytes, 4)
+    assert group.rows.ctypes.data % 64 == 0
     assert table.owned_bytes == row_bytes * (13 + 2 * 5)
-    assert table.mapped_bytes == 0
     found = {
-        field.name: store.rows[5:18, field.offset :][:, : field.width] for field in store.fields
+        field.name: group.rows[5:18, field.offset :][:, : field.width] for field in group.fields
     }
     assert same_bits(found["states"], data["observations"].reshape(13, -1))
     assert same_bits(found["actions"], data["actions"].reshape(13, -1))
     assert same_bits(found["rewards"], data["rewards"].reshape(13, 1))
-    assert not store.rows[:5].any() and not store.rows[18:].any()
-
-
-def test_columns_layout_and_its_cost() -> None:
-    source = MemoryTable(columns(), LENGTHS)
-    assert build_table(source, context_length=5).layout == "records"
-    table = build_table(source, context_length=5, layout="columns")
-    assert table.layout == "columns"
-    assert [store.fields[0].name for store in table.stores] == [
-        "states",
-        "actions",
-        "rewards",
-        "returns_to_go",
-    ]
-    assert table.owned_bytes == 4 * (11 + 3 + 1 + 1) * (13 + 2 * 5)
+    assert not group.rows[:5].any() and not group.rows[18:].any()
 
 
 def test_wide_discrete_and_extra_columns_stand_alone_in_their_dtype() -> None:
@@ -74,10 +58,8 @@ def test_wide_discrete_and_extra_columns_stand_alone_in_their_dtype() -> None:
     data["observations"] = np.arange(13 * 4 * 4 * 3, dtype=np.uint8).reshape(13, 4, 4, 3)
     data["actions"] = np.arange(13, dtype=np.int8)
     data["infos/qpos"] = np.arange(26, dtype=np.float64).reshape(13, 2)
-    table = build_table(
-        MemoryTable(data, LENGTHS), context_length=2, layout="records", extra_columns=["infos/qpos"]
-    )
-    dtypes = {store.fields[0].name: store.dtype for store in table.stores}
+    table = build_table(MemoryTable(data, LENGTHS), context_length=2, extra_columns=["infos/qpos"])
+    dtypes = {group.fields[0].name: group.dtype for group in table.groups}
     assert dtypes == {
         "rewards": np.dtype(np.float32),
         "states": np.dtype(np.uint8),
@@ -85,18 +67,6 @@ def test_wide_discrete_and_extra_columns_stand_alone_in_their_dtype() -> None:
         "extras/infos/qpos": np.dtype(np.float64),
     }
     assert table.owned_bytes == (16 + 48 + 1 + 16) * (13 + 4)
-
-
-def test_mapped_tables_own_the_returns_only() -> None:
-    source = MemoryTable(columns(), LENGTHS, pieces=2)
-    table = build_table(source, context_length=4, mode="mmap")
-    assert table.owned_bytes == 4 * (13 + 8)
-    assert table.mapped_bytes == 4 * 15 * 13
-    firsts = table.stores[0].firsts
-    assert firsts is not None and firsts.tolist() == [0, 4]
-    with pytest.raises(InputError) as caught:
-        build_table(source, context_length=4, mode="mmap", layout="records")
-    assert caught.value.code == "LAYOUT"
 
 
 @given(
@@ -137,8 +107,7 @@ def test_columns_are_read_in_chunks_with_their_digests(monkeypatch: pytest.Monke
     whole = build_table(source, context_length=3)
     monkeypatch.setattr(table_filling, "PIECE_BYTES", 100)
     parts = build_table(source, context_length=3)
-    for one, other in zip(whole.stores, parts.stores, strict=True):
-        assert one.rows is not None and other.rows is not None
+    for one, other in zip(whole.groups, parts.groups, strict=True):
         assert same_bits(one.rows, other.rows)
     before = source.checked_reads
     source.checked = False
@@ -150,12 +119,11 @@ def test_normalisation_is_rounded_once_from_float64() -> None:
     data = columns()
     data["observations"][:, 4] = 2.5  # no deviation: the floor keeps it finite
     source = MemoryTable(data, LENGTHS)
-    table = build_table(source, context_length=2, normalize_states=True, layout="columns")
-    rows = table.stores[0].rows
-    assert rows is not None
+    table = build_table(source, context_length=2, normalize_states=True)
+    rows = table.groups[0].rows
     wide = data["observations"].astype(np.float64)
     expected = ((wide - wide.mean(0)) / (wide.std(0) + 1e-6)).astype(np.float32)
-    assert same_bits(rows[2:-2], expected)
+    assert same_bits(rows[2:-2, :11], expected)
     assert not rows[2:-2, 4].any()
     assert not rows[:2].any() and not rows[-2:].any()
 

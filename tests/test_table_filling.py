@@ -52,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, MemoryTable
 
 
 def assert_same(one: Table, other: Table) -> None:
-    for a, b in zip(one.stores, other.stores, strict=True):
+    for a, b in zip(one.groups, other.groups, strict=True):
         assert a.rows is not None and b.rows is not None
         assert [f.name for f in a.fields] == [f.name for f in b.fields]
         assert same_bits(a.rows, b.rows)
@@ -62,7 +62,6 @@ def assert_same(one: Table, other: Table) -> None:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    layout=st.sampled_from(["records", "columns"]),
     threads=st.sampled_from([1, 2, 3, 16]),
     verify=st.booleans(),
     piece=st.sampled_from([1, 90, 700, 1 << 20]),
@@ -73,7 +72,6 @@ def assert_same(one: Table, other: Table) -> None:
 def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     data: tuple[Dataset, MemoryTable],
     monkeypatch: pytest.MonkeyPatch,
-    layout: Any,
     threads: int,
     verify: bool,
     piece: int,
@@ -89,7 +87,6 @@ def test_any_number_of_threads_gives_the_bits_of_the_arrays(
     monkeypatch.setattr(module, "LAID_BYTES", piece // 3)
     options: dict[str, Any] = {
         "context_length": 4,
-        "layout": layout,
         "gamma": gamma,
         "returns_scale": 3.0,
         "extra_columns": ["frames", "flags", "waves"],
@@ -125,7 +122,6 @@ def test_pieces_end_where_pages_end(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    layout=st.sampled_from(["records", "columns"]),
     threads=st.sampled_from([1, 2, 16]),
     piece=st.sampled_from([1, 700, 5000, 1 << 20]),
     old_kernel=st.booleans(),
@@ -134,7 +130,6 @@ def test_pieces_end_where_pages_end(
 def test_shared_memory_has_the_same_bits_and_nothing_else(
     data: tuple[Dataset, MemoryTable],
     monkeypatch: pytest.MonkeyPatch,
-    layout: Any,
     threads: int,
     piece: int,
     old_kernel: bool,
@@ -145,10 +140,10 @@ def test_shared_memory_has_the_same_bits_and_nothing_else(
     monkeypatch.setattr(module, "PAGED_BYTES", piece)
     monkeypatch.setattr(page_filling, "SYSTEM_CALL", page_filling.SYSTEM_CALL if paged else {})
     monkeypatch.setattr(host_memory, "MADV_POPULATE_WRITE", 9999 if old_kernel else 23)
-    options: dict[str, Any] = {"context_length": 4, "layout": layout, "extra_columns": ["frames"]}
+    options: dict[str, Any] = {"context_length": 4, "extra_columns": ["frames"]}
     table, block = host_table(dataset, threads=threads, **options)
     assert_same(table, build_table(arrays, **options))
-    assert block.place(table.stores[0].rows) == 0  # type: ignore[arg-type]
+    assert block.place(table.groups[0].rows) == 0
 
 
 def test_one_thread_writes_through_the_file(
@@ -165,7 +160,7 @@ def test_one_thread_writes_through_the_file(
     monkeypatch.setattr(page_filling, "SYSTEM_CALL", {})
     dataset, _ = data
     table, _ = host_table(dataset, context_length=4, threads=1)
-    rows = table.stores[0].rows
+    rows = table.groups[0].rows
     assert rows is not None and sum(written) == rows[4:-4].nbytes
     written.clear()
     build_table(dataset, context_length=4, threads=1)  # memory without a file
@@ -212,10 +207,10 @@ def test_values_that_are_not_float32_are_cast_and_normalised_alike(
     wide = arrays.columns["observations"]
     moments = dataset.statistics["observations"]
     expected = ((wide - moments.mean) / (moments.std + 1e-6)).astype(np.float32)
-    rows = table.stores[0].rows
+    rows = table.groups[0].rows
     assert rows is not None and same_bits(rows[4:-4, :11], expected)
     assert not rows[:, 16:].any()
-    plain = build_table(dataset, context_length=4, threads=1).stores[0].rows
+    plain = build_table(dataset, context_length=4, threads=1).groups[0].rows
     assert plain is not None and same_bits(plain[4:-4, :11], wide.astype(np.float32))
 
 
@@ -223,7 +218,7 @@ def test_infinities_of_the_source_stay(tmp_path: Path) -> None:
     columns = mixed_columns(30)
     columns["observations"][7, 2] = -np.inf
     columns["observations"][8, 3] = np.nan
-    rows = build_table(MemoryTable(columns, [30]), context_length=2).stores[0].rows
+    rows = build_table(MemoryTable(columns, [30]), context_length=2).groups[0].rows
     assert rows is not None
     assert rows[9, 2] == -np.inf and np.isnan(rows[10, 3])
 

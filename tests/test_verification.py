@@ -123,7 +123,6 @@ def test_compared_on_use_damage_is_found_before_anything_is_handed_out(
     tensors = {t.name: t for t in manifest.tensors(shard)}
     uses: dict[str, Callable[[Dataset], object]] = {
         "table": lambda d: build_table(d, context_length=2),
-        "mapped": lambda d: build_table(d, context_length=2, mode="mmap"),
         "disk": lambda d: GearLoader(
             d, batch_size=2, context_length=2, device="cpu", placement="disk", host_budget=4 << 20
         ).close(),

@@ -70,7 +70,6 @@ def write_probes(recipe: Recipe, dataset: Dataset, path: Path) -> Probes:
             "placement": "auto",
             "hbm_budget": None,
             "sharding": "auto",
-            "mode": "mmap",
             "exchange": "off",
         }
         law = make_selection(

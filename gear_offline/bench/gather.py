@@ -20,10 +20,10 @@ import torch
 from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
+from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling.selection import Segments, make_selection
-from gear_offline.tables.fields import Field
-from gear_offline.tables.table import Store, Table
+from gear_offline.tables.table import Table
 
 # segment: steps of the window, bytes of a row
 SEGMENTS = {
@@ -36,7 +36,7 @@ SEGMENTS = {
     1 << 20: (4, 1 << 18),
 }
 # The same bytes a step as one record and as columns: steps of a window, and (dtype, width) of
-# each store.
+# each group.
 LAYOUTS: dict[str, tuple[int, dict[str, list[tuple[str, int]]]]] = {
     "state vectors": (
         20,
@@ -132,9 +132,8 @@ def _tier_row(
     placed = place_table(
         Table(
             episodes=EpisodeIndex(lengths),
-            stores=(Store(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span]),),
+            groups=(ColumnGroup(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span]),),
             margin=span,
-            layout="records",
         ),
         device="cuda",
         placement=tier,
@@ -183,20 +182,19 @@ def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
             for layout, parts in layouts.items():
                 step_bytes = sum(np.dtype(d).itemsize * w for d, w in layouts["columns"])
                 episodes = memory.nbytes // (step_bytes + 16) // EPISODE_STEPS - 1
-                stores, at = [], 0
+                groups, at = [], 0
                 for number, (name, width) in enumerate(parts):
                     dtype = np.dtype(name)
                     size = (episodes * EPISODE_STEPS + 2 * span) * width * dtype.itemsize
                     rows = memory.view(np.uint8)[at : at + size].view(dtype).reshape(-1, width)
                     at += size + -size % 4096  # pages are pinned once
                     field = Field(name=f"column {number}", dtype=dtype, shape=(width,))
-                    stores.append(Store(fields=(field,), rows=rows))
+                    groups.append(ColumnGroup(fields=(field,), rows=rows))
                 placed = place_table(
                     Table(
                         episodes=EpisodeIndex(np.full(episodes, EPISODE_STEPS, np.int64)),
-                        stores=tuple(stores),
+                        groups=tuple(groups),
                         margin=span,
-                        layout="records",
                     ),
                     device="cuda",
                     placement=tier,

@@ -29,10 +29,10 @@ from gear_offline.core.progress import progress
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
+from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sampling.selection import Segments, make_selection
-from gear_offline.tables.fields import Field
-from gear_offline.tables.table import Store, Table
+from gear_offline.tables.table import Table
 from gear_offline.training.learner import Learner
 
 FRAME, STACK, CONTEXT, EPISODE = (84, 84), 4, 30, 1000
@@ -99,29 +99,31 @@ def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any
     from gear_offline.kernels.engine import DeviceEngine
     from gear_offline.tables.placement import place_table
 
-    lead, width = (LEAD, FRAME_BYTES) if stored == 1 else (0, stored * FRAME_BYTES)
-    margin = CONTEXT + lead
+    history, width = (LEAD, FRAME_BYTES) if stored == 1 else (0, stored * FRAME_BYTES)
+    margin = CONTEXT + history
     rows = memory[: len(memory) // width * width].reshape(-1, width)
     episodes = (len(rows) - 2 * margin) // EPISODE
     field = Field(
-        name="states", dtype=np.dtype(np.uint8), shape=(stored, *FRAME)[stored == 1 :], lead=lead
+        name="states",
+        dtype=np.dtype(np.uint8),
+        shape=(stored, *FRAME)[stored == 1 :],
+        history=history,
     )
     placed = place_table(
         Table(
             episodes=EpisodeIndex(np.full(episodes, EPISODE, np.int64)),
-            stores=(Store(fields=(field,), rows=rows[: episodes * EPISODE + 2 * margin]),),
+            groups=(ColumnGroup(fields=(field,), rows=rows[: episodes * EPISODE + 2 * margin]),),
             margin=margin,
-            layout="columns",
         ),
         device="cuda",
         placement=tier,
     )
     law = make_selection("uniform_steps", placed.episodes)
-    delivered = (CONTEXT + lead) * width
+    delivered = (CONTEXT + history) * width
     count = LAUNCH_BYTES // delivered
     engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=CONTEXT)
     drawn = law.select(seed=0, step=0, count=count)
-    whole = np.clip(drawn.starts, lead, EPISODE - CONTEXT)  # no padding: every byte is moved
+    whole = np.clip(drawn.starts, history, EPISODE - CONTEXT)  # no padding: every byte is moved
     known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
     named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()
     windows = engine.allocate((count,))

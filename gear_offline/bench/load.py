@@ -90,7 +90,7 @@ def read_raw(dataset: Dataset, threads: int, *, through: bool = False) -> npt.ND
 def load(dataset: Dataset, threads: int, *, verify: bool = True) -> Memory:
     """Return the rows of a table in shared memory."""
     table, _ = host_table(dataset, context_length=20, verify=verify, threads=threads)
-    return [store.rows for store in table.stores if store.rows is not None]
+    return [group.rows for group in table.groups if group.rows is not None]
 
 
 @dataclass

@@ -47,8 +47,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     with _hopper_like(steps, episodes) as (dataset, data):
         for batch_size in BATCH_SIZES:
             candidates = {
-                "GearLoader, records": _gear_loader(dataset, batch_size, "records"),
-                "GearLoader, columns": _gear_loader(dataset, batch_size, "columns"),
+                "GearLoader": _gear_loader(dataset, batch_size),
             }
             for name, make in loader_peers.PEERS.items():
                 try:
@@ -101,10 +100,8 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _gear_loader(dataset: Dataset, batch_size: int, layout: Any) -> NextBatch:
-    loader = GearLoader(
-        dataset, batch_size=batch_size, context_length=CONTEXT, layout=layout, device="cpu"
-    )
+def _gear_loader(dataset: Dataset, batch_size: int) -> NextBatch:
+    loader = GearLoader(dataset, batch_size=batch_size, context_length=CONTEXT, device="cpu")
     return loader.__next__
 
 

@@ -21,9 +21,9 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.distributed.assignment import Assigner
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import UnavailableError
+from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.sampling.selection import make_selection
-from gear_offline.tables.fields import Field
-from gear_offline.tables.table import Store, Table
+from gear_offline.tables.table import Table
 
 SIZES = (880, 4096, 65536)
 LAUNCH_BYTES = 1 << 30
@@ -75,8 +75,8 @@ def _row(world: World, device: torch.device, memory: Any, size: int, turns: int)
     rows = memory[: len(memory) // width * width].reshape(-1, width)
     lengths = np.full((len(rows) - 2 * span) // EPISODE_STEPS, EPISODE_STEPS, np.int64)
     field = Field(name="states", dtype=np.dtype(np.float32), shape=(width,))
-    store = Store(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span])
-    source = Table(episodes=EpisodeIndex(lengths), stores=(store,), margin=span, layout="records")
+    group = ColumnGroup(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span])
+    source = Table(episodes=EpisodeIndex(lengths), groups=(group,), margin=span)
     placed = place_table(source, device=device, placement="peer", world=world)
     law = make_selection("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)

@@ -161,7 +161,6 @@ class LoaderSettings(Section):
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
     """Subtract the dataset's mean from the observations and divide by its deviation."""
-    mode: Literal["read", "mmap"] = "read"
     """Keep the columns in memory, or map the files."""
     engine: Literal["auto", "on", "off"] = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sampling.prioritized import Prioritized
 from gear_offline.sampling.selection import Selection, learner_of
 from gear_offline.tables.fields import is_image
-from gear_offline.tables.table import plan_stores
+from gear_offline.tables.table import plan_groups
 
 __all__ = ["Described", "Workload", "describe", "make_workload"]
 
@@ -62,7 +62,7 @@ class Workload:
     window_bytes
         Bytes of the rows of one window of K steps.
     reads
-        Reads from a tier for one window: one a store.
+        Reads from a tier for one window: one a group.
     disk_bytes
         Bytes of the shards on disk.
     sizes
@@ -94,7 +94,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Described:
-    """Columns and episodes without rows: enough for the widths of stores.
+    """Columns and episodes without rows: enough for the widths of groups.
 
     Attributes
     ----------
@@ -114,10 +114,6 @@ class Described:
 
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Any:
         """Refuse the rows `start` to `stop` of `column`, whatever `check` says: there are none."""
-        raise AssertionError("described data have no rows")
-
-    def column(self, name: str, *, mode: Literal["mmap"]) -> Any:
-        """Refuse the column `name` in any `mode`: there are no rows."""
         raise AssertionError("described data have no rows")
 
 
@@ -185,15 +181,17 @@ def _measure(
     recipe: Recipe, source: Dataset | Described, text: str, data_bytes: int | None
 ) -> Workload:
     loader = recipe.loader
-    stores = plan_stores(
+    groups = plan_groups(
         source,
-        layout="records",
         normalize_states=loader.normalize_states,
         frame_stack=loader.frame_stack,
     )
-    rows = [store.width * store.dtype.itemsize for store in stores]
-    leads = [max((f.lead for f in store.fields.values()), default=0) for store in stores]
-    spans = [(loader.context_length + lead) * row for row, lead in zip(rows, leads, strict=True)]
+    rows = [group.width * group.dtype.itemsize for group in groups]
+    histories = [max((f.history for f in group.fields.values()), default=0) for group in groups]
+    spans = [
+        (loader.context_length + history) * row
+        for row, history in zip(rows, histories, strict=True)
+    ]
     here = float(source.episodes.steps) * sum(rows)
     scale = 1.0 if data_bytes is None else data_bytes / here
     if data_bytes is not None:

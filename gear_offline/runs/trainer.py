@@ -36,7 +36,6 @@ __all__ = ["TrainingInterrupted", "train"]
 
 RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
     "description",
-    "loader.mode",
     "loader.engine",
     "loader.placement",
     "loader.hbm_budget",
@@ -156,7 +155,7 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
         return made
     path = str(recipe.data.path)
     loader = recipe.loader
-    parts = loader.mode == "mmap" or loader.placement == "disk" or loader.host_budget is not None
+    parts = loader.placement == "disk" or loader.host_budget is not None
 
     def opened() -> Dataset:
         found = made or open_recipe_dataset(recipe)

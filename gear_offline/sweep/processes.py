@@ -241,13 +241,11 @@ def build_tables(points: Sequence[SweepPoint], datasets: Callable[[SweepPoint], 
     tables = SharedTables(publish=True)
     for point in points:
         loader = point.recipe.loader
-        if loader.mode != "read" or loader.placement == "disk":
+        if loader.placement == "disk":
             continue
         with suppress(GearError):  # the run itself says what is wrong, or reads from disk
             tables.table(
                 datasets(point),
-                mode=loader.mode,
-                layout="auto",
                 context_length=loader.context_length,
                 extra_columns=(),
                 gamma=float(loader.gamma),

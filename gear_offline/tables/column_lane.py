@@ -1,4 +1,4 @@
-"""Take a column from the source into its place in the rows of a store, a piece at a time.
+"""Take a column from the source into its place in the rows of a group, a piece at a time.
 
 Rows hold several fields, so a field is laid with a stride.  It is copied as one opaque item a row:
 NumPy then makes one loop over the rows, where a two-dimensional copy would begin a loop of a few
@@ -15,10 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from gear_offline.dataset.schema import ColumnSpec
-from gear_offline.tables.fields import Array, convert, to_float32
+from gear_offline.kernels.columns import Array, convert
+from gear_offline.tables.fields import to_float32
 from gear_offline.tables.host_memory import HostBlock, touch, write_through
 from gear_offline.tables.page_filling import PageFiller
-from gear_offline.tables.table import StorePlan
+from gear_offline.tables.table import GroupPlan
 
 
 class Reader(Protocol):
@@ -46,14 +47,14 @@ class Scratch:
 class Rows:
     """Where the records of a piece are put together.
 
-    In the store, whose pages are touched first.  Or, if a file holds the store, beside it: then
+    In the group, whose pages are touched first.  Or, if a file holds the group, beside it: then
     pages are made of them; without a filler they are written through the file, or copied where
     enough threads write to it.
 
     Parameters
     ----------
     rows
-        (N + M, W) rows of a store from step 0 on.
+        (N + M, W) rows of a group from step 0 on.
     count
         Most rows of a piece.
     block
@@ -112,13 +113,13 @@ class Lane:
     spec
         Column of the source; ``None`` for the returns-to-go.
     plan
-        Store that the field belongs to.
+        ColumnGroup that the field belongs to.
     rows
         (n, W) rows as that plan says, into which the field is laid.
     """
 
     def __init__(
-        self, spec: ColumnSpec | None, plan: StorePlan, rows: Array, *, scratch: Scratch
+        self, spec: ColumnSpec | None, plan: GroupPlan, rows: Array, *, scratch: Scratch
     ) -> None:
         self._spec = spec
         self._field = plan.fields[None if spec is None else spec.name]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.dataset.dataset import Dataset
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows
 from gear_offline.sampling.selection import Segments
 from gear_offline.sampling.stream import Stream
@@ -26,17 +27,17 @@ from gear_offline.tables.disk_sizes import share_out
 from gear_offline.tables.disk_table import (
     compute_returns,
     disk_plans,
-    lead_of,
+    history_of,
     load_resident,
     locate,
-    slot_stores,
+    slot_groups,
     slot_table,
 )
 from gear_offline.tables.gather_ahead import GatherAhead
 from gear_offline.tables.joint import tasks_of
 from gear_offline.tables.joint_disk import open_shards
 from gear_offline.tables.read_plan import Int64Array, Needs, ReadPlan
-from gear_offline.tables.table import Store, StorePlan
+from gear_offline.tables.table import GroupPlan
 from gear_offline.tables.window_reader import Chosen, WindowReader
 
 Array = npt.NDArray[Any]
@@ -53,21 +54,21 @@ class SlotGather(CpuGather):
 
     at: Int64Array
 
-    def _owned(self, store: Store, out: Tensor, view: Tensor, first: Int64Array) -> None:
+    def _owned(self, group: ColumnGroup, out: Tensor, view: Tensor, first: Int64Array) -> None:
         """Copy windows from their slots, whatever their steps.
 
         In one call without the interpreter's lock.  Threads that share the work, each asking for
         the lock between its runs, would wait for the reading threads longer than this takes.
         """
-        slots = _slots(store, self.context_length)
-        if store.is_final:
+        slots = _slots(group, self.context_length)
+        if group.is_final:
             into = out.flatten(1).view(torch.uint8).numpy().view(slots.dtype).reshape(-1)
             slots.take(self.at, out=into, mode="clip")  # "raise" would copy once more
             return
-        values = slots.take(self.at, mode="clip").view(store.dtype)
+        values = slots.take(self.at, mode="clip").view(group.dtype)
         # What a slot holds besides its window may be any bits, until it is overwritten with zeros.
         with np.errstate(invalid="ignore"):
-            convert_rows(store, values.reshape(*out.shape[:2], store.width), out)
+            convert_rows(group, values.reshape(*out.shape[:2], group.width), out)
 
 
 class DiskGather:
@@ -125,13 +126,13 @@ class DiskGather:
             frame_stack=frame_stack,
         )
         columns = locate(dataset, plans)
-        window = [_final_bytes(plan) * (context_length + lead_of(plan)) for plan in plans]
+        window = [_final_bytes(plan) * (context_length + history_of(plan)) for plan in plans]
         converted = [each * _is_converted(plan) for each, plan in zip(window, plans, strict=True)]
         window_bytes = sum(window) + 16 * context_length
         self.sizes = share_out(
             budget_bytes=host_budget,
             row_bytes=[column.row_bytes for column in columns],
-            leads=[column.lead for column in columns],
+            histories=[column.history for column in columns],
             batch_bytes=stream.share * window_bytes,
             converted_share=max(converted) / window_bytes,
             longest=int(dataset.episodes.lengths.max()),
@@ -178,11 +179,11 @@ class DiskGather:
                 scratch.close()
 
         try:
-            stores = slot_stores(plans, slots=self.sizes.slots, span=context_length)
+            groups = slot_groups(plans, slots=self.sizes.slots, span=context_length)
         except BaseException:
             release()
             raise
-        self.table = slot_table(dataset.episodes, stores, context_length)
+        self.table = slot_table(dataset.episodes, groups, context_length)
         self._gather = SlotGather(
             self.table, context_length=context_length, padding=padding, pin=pin
         )
@@ -196,7 +197,7 @@ class DiskGather:
         self._reader = DiskReader(
             self._windows,
             plan,
-            [_slots(store, context_length) for store in stores],
+            [_slots(group, context_length) for group in groups],
             threads=self.sizes.threads,
             buffers=self.sizes.buffers,
             release=release,
@@ -236,19 +237,19 @@ class DiskGather:
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         real = self._gather.real_steps(episodes, starts)
         low = index.offsets[episodes] + starts
-        stores = [
-            Store(
+        groups = [
+            ColumnGroup(
                 fields=s.fields,
-                rows=np.zeros((len(low) * (span + s.lead), s.width), s.dtype),
+                rows=np.zeros((len(low) * (span + s.history), s.width), s.dtype),
             )
-            for s in self.table.stores
+            for s in self.table.groups
         ]
         aside = SlotGather(
-            slot_table(index, stores, span), context_length=span, padding=self._padding
+            slot_table(index, groups, span), context_length=span, padding=self._padding
         )
         aside.at = np.arange(len(low), dtype=np.int64)
-        targets = [_slots(store, span) for store in stores]
-        before = np.minimum(starts, max(store.lead for store in stores))
+        targets = [_slots(group, span) for group in groups]
+        before = np.minimum(starts, max(group.history for group in groups))
         order = np.argsort(low, kind="stable")
         chunks = np.cumsum(np.diff(self._windows.chunk_of(low[order]), prepend=-1) != 0) - 1
         parts = np.flatnonzero(np.diff(chunks // self._windows.chunks)) + 1
@@ -301,7 +302,7 @@ def _stop(reader: DiskReader, ahead: GatherAhead) -> None:
 
 
 def _needs(
-    dataset: Dataset, stream: Stream, windows: WindowReader, span: int, lead: int
+    dataset: Dataset, stream: Stream, windows: WindowReader, span: int, history: int
 ) -> Callable[[int, int], Needs]:
     """Return the function that names the windows of steps; it refers to no gather or loader."""
     offsets, lengths = dataset.episodes.offsets, dataset.episodes.lengths
@@ -311,23 +312,23 @@ def _needs(
         episodes, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
         low = offsets[episodes] + starts
         real = np.minimum(lengths[episodes] - starts, span)
-        before = np.minimum(starts, lead)
+        before = np.minimum(starts, history)
         chunk = windows.chunk_of(low)
         return Needs(episode=episodes, low=low, real=real, chunk=chunk, before=before)
 
     return needs
 
 
-def _slots(store: Store, span: int) -> Array:
-    """Return (S,) of void over the rows of a store, K and its lead for each slot."""
-    assert store.rows is not None, "slots are in memory"
-    kind = np.dtype((np.void, (span + store.lead) * store.rows.strides[0]))
-    return store.rows.reshape(-1).view(np.uint8).view(kind)
+def _slots(group: ColumnGroup, span: int) -> Array:
+    """Return (S,) of void over the rows of a group, K and its history for each slot."""
+    assert group.rows is not None, "slots are in memory"
+    kind = np.dtype((np.void, (span + group.history) * group.rows.strides[0]))
+    return group.rows.reshape(-1).view(np.uint8).view(kind)
 
 
-def _final_bytes(plan: StorePlan) -> int:
+def _final_bytes(plan: GroupPlan) -> int:
     return sum(field.width * field.dtype.itemsize for field in plan.fields.values())
 
 
-def _is_converted(plan: StorePlan) -> bool:
+def _is_converted(plan: GroupPlan) -> bool:
     return any(f.dtype != plan.dtype or f.mean is not None for f in plan.fields.values())

@@ -91,7 +91,7 @@ def share_out(
     *,
     budget_bytes: int,
     row_bytes: Sequence[int],
-    leads: Sequence[int],
+    histories: Sequence[int],
     batch_bytes: int,
     converted_share: float,
     longest: int,
@@ -106,7 +106,7 @@ def share_out(
     ----------
     budget_bytes
         For everything that the disk tier keeps in memory.
-    row_bytes, leads
+    row_bytes, histories
         Of each column: bytes of a step, and steps in front of each window.
     batch_bytes, converted_share
         Bytes of a batch, and how much of it the widest field is of those that are converted.
@@ -120,7 +120,7 @@ def share_out(
     InputError
         ``HOST_BUDGET`` if it does not hold two batches and what they need.
     """
-    spans = [span + lead for lead in leads]
+    spans = [span + history for history in histories]
     window = [row * rows for row, rows in zip(row_bytes, spans, strict=True)]
     slot_bytes = sum(window) + HORIZON * REFERENCE_BYTES + 8
     kept_rows = steps + 2 * max(spans)

@@ -25,22 +25,23 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.dataset.shards import byte_view
 from gear_offline.dataset.verification import thread_count
+from gear_offline.kernels.columns import Array, ColumnGroup
 from gear_offline.tables.disk_files import UInt8Array, no_scratch, scratch_file, write_all
-from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, Array
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.host_memory import check_available, pages
 from gear_offline.tables.huge_memory import huge_memory
 from gear_offline.tables.joint import tasks_of
 from gear_offline.tables.joint_disk import copy_column, folder_of, scales_of
 from gear_offline.tables.read_plan import Int64Array
 from gear_offline.tables.returns import sum_returns, whole_episodes
-from gear_offline.tables.table import Store, StorePlan, Table, plan_stores, private_rows
+from gear_offline.tables.table import GroupPlan, Table, plan_groups, private_rows
 
 RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskColumn:
-    """Where the rows of a store lie.
+    """Where the rows of a group lie.
 
     Attributes
     ----------
@@ -50,33 +51,33 @@ class DiskColumn:
         (shards,) int64, byte of each shard's first row in its file.
     derived
         The file is the scratch file rather than the shard.
-    lead
+    history
         Rows in front of each window.
     rows
         (margin + N + margin, row bytes) uint8 if the column is in memory whole, else None.
     margin
-        Rows of zeros, at least K and the lead.
+        Rows of zeros, at least K and the history.
     """
 
     row_bytes: int
     offsets: Int64Array
     derived: bool
-    lead: int = 0
+    history: int = 0
     rows: UInt8Array | None = None
     margin: int = 0
 
 
-def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[Store]:
-    """Return a store a plan whose rows are its slots, in one block of memory.
+def slot_groups(plans: Sequence[GroupPlan], *, slots: int, span: int) -> list[ColumnGroup]:
+    """Return a group a plan whose rows are its slots, in one block of memory.
 
-    A slot has K rows and those of the field's lead: (S * (K + lead), W).
+    A slot has K rows and those of the field's history: (S * (K + history), W).
 
     Raises
     ------
     GearError
         ``HOST_MEMORY`` if the machine has less.
     """
-    rows = [slots * (span + lead_of(plan)) for plan in plans]
+    rows = [slots * (span + history_of(plan)) for plan in plans]
     sizes = [
         count * plan.width * plan.dtype.itemsize for count, plan in zip(rows, plans, strict=True)
     ]
@@ -85,7 +86,7 @@ def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[St
     # Large pages: windows come from and go to places far apart.
     memory = huge_memory(begins[-1])
     return [
-        Store(
+        ColumnGroup(
             fields=tuple(plan.fields.values()),
             rows=memory[begin : begin + size].view(plan.dtype).reshape(count, plan.width),
         )
@@ -93,19 +94,19 @@ def slot_stores(plans: Sequence[StorePlan], *, slots: int, span: int) -> list[St
     ]
 
 
-def lead_of(plan: StorePlan) -> int:
+def history_of(plan: GroupPlan) -> int:
     """Return the rows in front of each window of a plan's only field."""
     (field,) = plan.fields.values()
-    return field.lead
+    return field.history
 
 
-def slot_table(episodes: EpisodeIndex, stores: Sequence[Store], span: int) -> Table:
+def slot_table(episodes: EpisodeIndex, groups: Sequence[ColumnGroup], span: int) -> Table:
     """Return a table over the slots; its rows are not in the order of the steps."""
-    margin = span + max(store.lead for store in stores)
-    return Table(episodes=episodes, stores=tuple(stores), margin=margin, layout="columns")
+    margin = span + max(group.history for group in groups)
+    return Table(episodes=episodes, groups=tuple(groups), margin=margin)
 
 
-def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
+def locate(dataset: Dataset, plans: Sequence[GroupPlan]) -> list[DiskColumn]:
     """Return where each plan's column lies."""
     copied = bool(tasks_of(dataset))  # rows of several tasks are put together in the scratch file
     shards, base = dataset.manifest.shards, 0
@@ -128,7 +129,7 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
                 row_bytes=row_bytes,
                 offsets=offsets,
                 derived=column is None or copied,
-                lead=lead_of(plan),
+                history=history_of(plan),
             )
         )
     return columns
@@ -136,17 +137,16 @@ def locate(dataset: Dataset, plans: Sequence[StorePlan]) -> list[DiskColumn]:
 
 def disk_plans(
     dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
-) -> list[StorePlan]:
-    """Return a store a column, in its source dtype, and one of the returns-to-go.
+) -> list[GroupPlan]:
+    """Return a group a column, in its source dtype, and one of the returns-to-go.
 
     Raises
     ------
     InputError
         As `gear_offline.tables.table.build_table`.
     """
-    found = plan_stores(
+    found = plan_groups(
         dataset,
-        layout="columns",
         normalize_states=normalize_states,
         extra_columns=extra_columns,
         frame_stack=frame_stack,
@@ -156,7 +156,7 @@ def disk_plans(
     for column in (STATES, ACTIONS, REWARDS, None, *extra_columns):
         spec = None if column is None else dataset.spec[column]
         plans.append(
-            StorePlan(
+            GroupPlan(
                 fields={column: replace(fields[column], offset=0)},
                 width=1 if spec is None else prod(spec.shape),
                 dtype=np.dtype(np.float32) if spec is None else spec.dtype,
@@ -168,7 +168,7 @@ def disk_plans(
 
 def load_resident(
     dataset: Dataset,
-    plans: Sequence[StorePlan],
+    plans: Sequence[GroupPlan],
     columns: Sequence[DiskColumn],
     resident: Sequence[bool],
     *,
@@ -193,7 +193,7 @@ def load_resident(
         ``DISK_SCRATCH``; what reading and computing raise.
     """
     found, handle = [], None
-    margin = span + max(column.lead for column in columns)
+    margin = span + max(column.history for column in columns)
     for plan, column, stays in zip(plans, columns, resident, strict=True):
         (name,) = plan.fields
         rows = None

@@ -7,18 +7,14 @@ stay in their source dtype.  The result is the same bits either way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import InputError
-
-Array = npt.NDArray[Any]
-Float64Array = npt.NDArray[np.float64]
+from gear_offline.kernels.columns import Array, Field, Float64Array
 
 STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
@@ -46,44 +42,6 @@ class TableSource(Protocol):
     @property
     def checked(self) -> bool: ...
     def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array: ...
-    def column(self, name: str, *, mode: Literal["mmap"]) -> list[Array]: ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Field:
-    """One field of a batch inside the rows of a store.
-
-    Attributes
-    ----------
-    name
-        ``"states"``, ``"actions"``, ``"rewards"``, ``"returns_to_go"``, or `EXTRA` and the name of
-        a further column.
-    dtype
-        dtype in the batch; what the gather casts to when the store's dtype differs.
-    shape
-        Shape of one step in the batch.
-    offset
-        First element in the store's row.
-    mean, divisor
-        float64, the step's shape: what the gather normalises with; ``None`` when the rows hold
-        final values.
-    lead
-        Earlier steps that each step of a batch is shown with (`frame_stack` - 1): the windows of
-        the field's store have so many rows more, in front.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int = 0
-    mean: Float64Array | None = None
-    divisor: Float64Array | None = None
-    lead: int = 0
-
-    @property
-    def width(self) -> int:
-        """Elements of one step."""
-        return prod(self.shape)
 
 
 def returns_field() -> Field:
@@ -141,7 +99,7 @@ def standard_fields(
             shape=states.shape or (1,),
             mean=mean,
             divisor=divisor,
-            lead=frame_stack - 1,
+            history=frame_stack - 1,
         ),
         ACTIONS: Field(
             name="actions",
@@ -164,18 +122,6 @@ def normalization(source: TableSource) -> tuple[Float64Array, Float64Array]:
     mean = np.asarray(found.mean, dtype=np.float64).reshape(shape)
     divisor = np.asarray(found.std, dtype=np.float64).reshape(shape) + STD_FLOOR
     return mean, divisor
-
-
-def convert(values: Array, field: Field) -> Array:
-    """Return `values` (..., *shape) normalised if `field` asks for it, and cast to its dtype.
-
-    Normalisation is computed in float64 and rounded once, so the result does not depend on where
-    it happens.  Values beyond float32 become infinite.
-    """
-    with np.errstate(over="ignore"):
-        if field.mean is not None and field.divisor is not None:
-            values = (values.astype(np.float64) - field.mean) / field.divisor
-        return values.astype(field.dtype, copy=False)
 
 
 def to_float32(values: Array, column: str, first_step: int, *, finite: bool = False) -> Array:

@@ -9,7 +9,7 @@ from gear_offline.errors import GearError
 from gear_offline.tables.fields import TableSource
 from gear_offline.tables.host_memory import HostBlock, HostHandle, pages
 from gear_offline.tables.pinning import format_bytes
-from gear_offline.tables.table import Layout, StorePlan, Table, build_table, plan_stores
+from gear_offline.tables.table import GroupPlan, Table, build_table, plan_groups
 
 __all__ = ["host_table"]
 
@@ -18,7 +18,6 @@ def host_table(
     source: TableSource,
     *,
     context_length: int,
-    layout: Layout = "auto",
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
@@ -33,7 +32,7 @@ def host_table(
 
     Parameters
     ----------
-    source, context_length, layout, normalize_states, extra_columns, frame_stack
+    source, context_length, normalize_states, extra_columns, frame_stack
         As `gear_offline.tables.table.build_table`.
     share
         Handle of the block that holds the table.
@@ -46,10 +45,8 @@ def host_table(
         ``HOST_MEMORY`` before anything is read if the table does not fit; ``HOST_ATTACH``; and
         what `build_table` raises.
     """
-    kind: Any = "records" if layout == "auto" else layout
-    plans = plan_stores(
+    plans = plan_groups(
         source,
-        layout=kind,
         normalize_states=normalize_states,
         extra_columns=extra_columns,
         frame_stack=frame_stack,
@@ -62,12 +59,11 @@ def host_table(
             "HOST_ATTACH",
             f"the shared table has {format_bytes(block.nbytes)}, {format_bytes(nbytes)} were "
             "expected",
-            remedy="give all processes the same dataset, context_length, layout and columns",
+            remedy="give all processes the same dataset, context_length and columns",
         )
     table = build_table(
         source,
         context_length=context_length,
-        layout=kind,
         normalize_states=normalize_states,
         extra_columns=extra_columns,
         frame_stack=frame_stack,
@@ -82,15 +78,13 @@ def table_bytes(
     source: TableSource,
     *,
     context_length: int,
-    layout: str,
     normalize_states: bool,
     extra_columns: Sequence[str],
     frame_stack: int = 1,
 ) -> int:
     """Return the bytes that `host_table` takes."""
-    plans = plan_stores(
+    plans = plan_groups(
         source,
-        layout="columns" if layout == "columns" else "records",
         normalize_states=normalize_states,
         extra_columns=extra_columns,
         frame_stack=frame_stack,
@@ -98,6 +92,6 @@ def table_bytes(
     return block_bytes(plans, source.episodes.steps + 2 * (context_length + frame_stack - 1))
 
 
-def block_bytes(plans: Sequence[StorePlan], rows: int) -> int:
-    """Return the bytes that stores of `rows` rows take, each at pages of its own."""
+def block_bytes(plans: Sequence[GroupPlan], rows: int) -> int:
+    """Return the bytes that groups of `rows` rows take, each at pages of its own."""
     return sum(pages(rows * plan.width * plan.dtype.itemsize) for plan in plans)

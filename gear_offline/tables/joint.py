@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,8 @@ from gear_offline.dataset.shard_reader import ShardReader
 from gear_offline.dataset.shards import digest
 from gear_offline.dataset.statistics import Float64Array, distribution
 from gear_offline.errors import InputError
-from gear_offline.tables.fields import STATES, Array, Field, is_image, standard_fields
+from gear_offline.kernels.columns import Array, Field
+from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint_fields import PartColumn, joint_spec, joint_statistics, part_columns
 
 __all__ = ["JointDataset", "Task", "join_datasets"]
@@ -163,23 +164,8 @@ class JointDataset(Dataset):
             self._ways[task][column].put(rows, found[low - start : high - start])
         return found
 
-    @overload
-    def column(self, name: str, *, mode: Literal["read"] = "read") -> npt.NDArray[Any]: ...
-    @overload
-    def column(self, name: str, *, mode: Literal["mmap"]) -> list[npt.NDArray[Any]]: ...
-
-    def column(
-        self, name: str, *, mode: Literal["read", "mmap"] = "read"
-    ) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
-        """Return the whole column `name`, (N, *shape).
-
-        Raises
-        ------
-        InputError
-            ``TASK_TIER`` for ``mode="mmap"``: files hold rows of their own widths.
-        """
-        if mode == "mmap":
-            raise in_memory_only("mode='mmap'", "use mode='read'")
+    def column(self, name: str, *, mode: Any = "read") -> Any:
+        """Return the whole column `name`, (N, *shape)."""
         return self.read(name, 0, self.spec.steps, check=self.checked)
 
     def verify(self, *, threads: int | None = None) -> JointDataset:

@@ -17,8 +17,8 @@ import numpy as np
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.verification import thread_count
+from gear_offline.kernels.columns import Array
 from gear_offline.tables.disk_files import DiskFile, ShardFiles
-from gear_offline.tables.fields import Array
 from gear_offline.tables.joint import tasks_of
 
 COPY_BYTES = 8 << 20  # of a column at a time, by each thread

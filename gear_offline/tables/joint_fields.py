@@ -18,7 +18,8 @@ import numpy as np
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.statistics import ColumnStatistics, Float64Array
 from gear_offline.errors import InputError
-from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, Array, Field, convert, is_image
+from gear_offline.kernels.columns import Array, Field, convert
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, is_image
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,9 +14,7 @@ from gear_offline.tables.shared_tables import current_tables
 from gear_offline.tables.table import Table, build_table
 
 
-def shared_table(
-    world: World, dataset: Dataset, *, mode: Any, layout: Any, **options: Any
-) -> Table:
+def shared_table(world: World, dataset: Dataset, **options: Any) -> Table:
     """Build a table in memory of this process, or once a node if the node has several ranks.
 
     Systems without memory that processes share have one in each.
@@ -25,7 +23,7 @@ def shared_table(
     ----------
     world
         All its ranks call this together, with the same options.
-    dataset, mode, layout, options
+    dataset, options
         As `gear_offline.tables.table.build_table`.
 
     Raises
@@ -34,18 +32,17 @@ def shared_table(
         What `build_table` and `host_table` raise; ``RANK_FAILED`` on ranks that waited.
     """
     if not world.feeds:
-        return build_table(without_episodes(dataset), mode="read", layout=layout, **options)
+        return build_table(without_episodes(dataset), **options)
     tables = current_tables()
     if tables is not None and world.size == 1:
-        return tables.table(dataset, mode=mode, layout=layout, **options)
-    # Mapped files are shared by the page cache, and columns of them need no memory.
+        return tables.table(dataset, **options)
     alone = len(world.nodes) == world.node_count or not shares_memory()
-    if mode != "read" or alone:
-        return build_table(dataset, mode=mode, layout=layout, **options)
-    made = world.lead(lambda: host_table(dataset, layout=layout, **options), leader=world.leader)
+    if alone:
+        return build_table(dataset, **options)
+    made = world.lead(lambda: host_table(dataset, **options), leader=world.leader)
     handles = world.gather(None if made is None else made[1].handle().to_json())
     if made is None:
         share = HostHandle.from_json(handles[world.leader])
-        made = host_table(dataset, layout=layout, share=share, **options)
+        made = host_table(dataset, share=share, **options)
     world.gather(None)  # the leader's block stays open until everyone has it
     return made[0]

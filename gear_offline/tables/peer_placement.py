@@ -24,7 +24,7 @@ from gear_offline.tables.placement import (
     ALIGNMENT_BYTES,
     HBM,
     HOST,
-    PlacedStore,
+    PlacedGroup,
     PlacedTable,
     begins_of,
     bytes_of_row,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from gear_offline.distributed.world import World
 
-PEER = 2  # value of `PlacedStore.tiers`: in another GPU of the node
+PEER = 2  # value of `PlacedGroup.tiers`: in another GPU of the node
 # Nanoseconds a kilobyte, from GPU memory, over NVLink and from host memory that all GPUs of a
 # node read at once: 1,900, 360 and 37 GB/s on four H200 (docs/benchmarks/gather.json, peers.json).
 HBM_COST, PEER_COST, HOST_COST = 0.53, 2.8, 27.0
@@ -213,9 +213,9 @@ def place_with(
     parting = placement == "peer"
     if placement == "auto":
         check_placement(table, placement, hbm_budget)
-        need = sum(bytes_of_row(store) for store in table.stores) * table.episodes.steps
+        need = sum(bytes_of_row(group) for group in table.groups) * table.episodes.steps
         budget = int(memory.free_bytes() * HBM_SHARE) if hbm_budget is None else hbm_budget
-        fits = need + ALIGNMENT_BYTES * len(table.stores) <= budget
+        fits = need + ALIGNMENT_BYTES * len(table.groups) <= budget
         parting = not all(peers.gather(fits)) and peers.count > 1
     options: dict[str, Any] = {
         "device": device,
@@ -248,11 +248,11 @@ def place_over_peers(
         ``HBM_SHORT`` if ``"peer"`` does not fit; and what `place_in` raises.
     """
     check_placement(table, placement, hbm_budget)
-    row_bytes = sum(bytes_of_row(store) for store in table.stores)
+    row_bytes = sum(bytes_of_row(group) for group in table.groups)
     lengths = table.episodes.lengths
     sizes = lengths * row_bytes
     budget = int(memory.free_bytes() * HBM_SHARE) if hbm_budget is None else hbm_budget
-    budget = min(peers.gather(budget)) - ALIGNMENT_BYTES * len(table.stores)
+    budget = min(peers.gather(budget)) - ALIGNMENT_BYTES * len(table.groups)
     plan = plan_node(
         sizes,
         episode_weights(episode_weight, lengths),
@@ -265,20 +265,19 @@ def place_over_peers(
     held: list[Any] = []
     begins = begins_of(table, plan.held_by(peers.index))
     address, buffer, handle = memory.allocate_shared(max(begins[-1], ALIGNMENT_BYTES))
-    for store, begin in zip(table.stores, begins, strict=False):
-        assert store.rows is not None, "checked above"
-        upload(memory, buffer, begin, table, store.rows, plan.held_by(peers.index))
+    for group, begin in zip(table.groups, begins, strict=False):
+        upload(memory, buffer, begin, table, group.rows, plan.held_by(peers.index))
     bases = []
     for gpu, found in enumerate(peers.gather(handle)):  # everybody has uploaded by then
         base, keeper = (address, buffer) if gpu == peers.index else memory.open_shared(found)
         bases.append(base)
         held.append(keeper)
-    stores = _stores(memory, peers.index, table, plan, bases, held)
+    groups = _groups(memory, peers.index, table, plan, bases, held)
     mine = int(sizes[plan.held_by(peers.index)].sum())
     host = int(sizes[plan.tiers == HOST].sum())
     return PlacedTable(
         episodes=table.episodes,
-        stores=stores,
+        groups=groups,
         device=device,
         hbm_bytes=mine,
         peer_bytes=int(sizes.sum()) - mine - host,
@@ -288,22 +287,21 @@ def place_over_peers(
     )
 
 
-def _stores(
+def _groups(
     memory: SharedMemory,
     index: int,
     table: Table,
     plan: NodePlan,
     bases: Sequence[int],
     held: list[Any],
-) -> tuple[PlacedStore, ...]:
+) -> tuple[PlacedGroup, ...]:
     lengths = table.episodes.lengths
-    stores = []
-    for number, store in enumerate(table.stores):
-        assert store.rows is not None, "checked before"
-        size = bytes_of_row(store)
+    groups = []
+    for number, group in enumerate(table.groups):
+        size = bytes_of_row(group)
         addresses = np.zeros(len(lengths), np.int64)
         if (plan.tiers == HOST).any():
-            pinned = memory.pin(store.rows)
+            pinned = memory.pin(group.rows)
             held.append(pinned)
             addresses[:] = pinned.address + (table.margin + table.episodes.offsets[:-1]) * size
         # Own memory last, so that episodes that are everywhere are read there.
@@ -313,13 +311,13 @@ def _stores(
             begin = begins_of(table, there)[number]
             addresses = np.where(there, bases[gpu] + begin + packed * size, addresses)
         tiers = np.where(plan.held_by(index), HBM, plan.tiers).astype(np.uint8)
-        rows = store.rows if (plan.tiers == HOST).any() else np.empty((0, store.width), store.dtype)
-        stores.append(
-            PlacedStore(
-                store=replace(store, rows=rows), addresses=addresses, row_bytes=size, tiers=tiers
+        rows = group.rows if (plan.tiers == HOST).any() else np.empty((0, group.width), group.dtype)
+        groups.append(
+            PlacedGroup(
+                group=replace(group, rows=rows), addresses=addresses, row_bytes=size, tiers=tiers
             )
         )
-    return tuple(stores)
+    return tuple(groups)
 
 
 def _reason(placement: str, sizes: Int64Array, plan: NodePlan, gpus: int, budget: int) -> str:

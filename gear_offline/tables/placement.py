@@ -19,20 +19,21 @@ import numpy.typing as npt
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.tables.device_memory import CudaMemory, Memory
 from gear_offline.tables.placement_plan import Placement, decide, episode_weights
-from gear_offline.tables.table import Store, Table
+from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     import torch
 
     from gear_offline.distributed.world import World
 
-__all__ = ["PlacedStore", "PlacedTable", "place_table"]
+__all__ = ["PlacedGroup", "PlacedTable", "place_table"]
 
-HBM, HOST = 0, 1  # values of `PlacedStore.tiers`
+HBM, HOST = 0, 1  # values of `PlacedGroup.tiers`
 
-ALIGNMENT_BYTES = 256  # of each store in GPU memory, as CUDA's own allocations
+ALIGNMENT_BYTES = 256  # of each group in GPU memory, as CUDA's own allocations
 STAGING_BYTES = 64 << 20  # scattered episodes are packed into pieces of this size and copied
 
 Array = npt.NDArray[Any]
@@ -41,12 +42,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedStore:
-    """Where one store's rows lie.
+class PlacedGroup:
+    """Where one group's rows lie.
 
     Attributes
     ----------
-    store
+    group
         Fields, dtype and width; its rows are empty where no episode is read from host memory.
     addresses
         (E,) int64, device-visible address of each episode's first row.
@@ -56,7 +57,7 @@ class PlacedStore:
         (E,) uint8, `HBM` or `HOST`.
     """
 
-    store: Store
+    group: ColumnGroup
     addresses: Int64Array
     row_bytes: int
     tiers: npt.NDArray[np.uint8]
@@ -70,7 +71,7 @@ class PlacedTable:
     ----------
     episodes
         Episode index.
-    stores
+    groups
         As the table's, in its order.
     device
         The GPU.
@@ -83,7 +84,7 @@ class PlacedTable:
     """
 
     episodes: EpisodeIndex
-    stores: tuple[PlacedStore, ...]
+    groups: tuple[PlacedGroup, ...]
     device: torch.device
     hbm_bytes: int
     host_bytes: int
@@ -124,7 +125,7 @@ def place_table(
     Parameters
     ----------
     table
-        Its rows must be in memory of this process (``mode="read"``).
+        In memory of this process.
     device
         A CUDA device.
     placement
@@ -145,7 +146,7 @@ def place_table(
     GearError
         ``HBM_SHORT`` if ``"hbm"`` does not fit; ``HOST_PIN`` or ``MEMLOCK_LIMIT``.
     InputError
-        ``PLACEMENT`` (unknown, negative budget, mapped table), ``EPISODE_WEIGHT``.
+        ``PLACEMENT`` (unknown, negative budget), ``EPISODE_WEIGHT``.
     UnavailableError
         ``CUDA_RUNTIME``
     """
@@ -194,45 +195,44 @@ def place_in(
 ) -> PlacedTable:
     """As `place_table`, in the given memory."""
     check_placement(table, placement, hbm_budget)
-    row_bytes = sum(bytes_of_row(store) for store in table.stores)
+    row_bytes = sum(bytes_of_row(group) for group in table.groups)
     lengths = table.episodes.lengths
     plan, reason = decide(
         lengths * row_bytes,
         episode_weights(episode_weight, lengths),
         placement=placement,
         hbm_budget=hbm_budget,
-        spare_bytes=ALIGNMENT_BYTES * len(table.stores),
+        spare_bytes=ALIGNMENT_BYTES * len(table.groups),
         memory=memory,
     )
     held: list[Any] = []
     begins = begins_of(table, plan.in_hbm)
     base, buffer = memory.allocate(begins[-1]) if plan.hbm_bytes else (0, None)
     packed = np.cumsum(lengths * plan.in_hbm) - lengths * plan.in_hbm  # chosen steps before each
-    stores = []
-    for store, begin in zip(table.stores, begins, strict=False):
-        assert store.rows is not None, "checked above"
+    groups = []
+    for group, begin in zip(table.groups, begins, strict=False):
         if buffer is not None:
-            upload(memory, buffer, begin, table, store.rows, plan.in_hbm)
-        addresses = base + begin + packed * bytes_of_row(store)
-        rows = np.empty((0, store.width), store.dtype)  # width and dtype without the memory
+            upload(memory, buffer, begin, table, group.rows, plan.in_hbm)
+        addresses = base + begin + packed * bytes_of_row(group)
+        rows = np.empty((0, group.width), group.dtype)  # width and dtype without the memory
         if plan.host_bytes:
-            rows = store.rows
+            rows = group.rows
             pinned = memory.pin(rows)
             held.append(pinned)
             first = table.margin + table.episodes.offsets[:-1]
-            in_host = pinned.address + first * bytes_of_row(store)
+            in_host = pinned.address + first * bytes_of_row(group)
             addresses = np.where(plan.in_hbm, addresses, in_host)
-        stores.append(
-            PlacedStore(
-                store=replace(store, rows=rows),
+        groups.append(
+            PlacedGroup(
+                group=replace(group, rows=rows),
                 addresses=addresses,
-                row_bytes=bytes_of_row(store),
+                row_bytes=bytes_of_row(group),
                 tiers=np.where(plan.in_hbm, HBM, HOST).astype(np.uint8),
             )
         )
     return PlacedTable(
         episodes=table.episodes,
-        stores=tuple(stores),
+        groups=tuple(groups),
         device=device,
         hbm_bytes=plan.hbm_bytes,
         host_bytes=plan.host_bytes,
@@ -252,24 +252,18 @@ def check_placement(table: Table, placement: str, hbm_budget: int | None) -> Non
         raise InputError(
             "PLACEMENT", f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0"
         )
-    if any(store.rows is None for store in table.stores):
-        raise InputError(
-            "PLACEMENT",
-            "a table of mapped files cannot be placed for a GPU",
-            remedy="build it with mode='read'",
-        )
 
 
-def bytes_of_row(store: Store) -> int:
-    return store.width * store.dtype.itemsize
+def bytes_of_row(group: ColumnGroup) -> int:
+    return group.width * group.dtype.itemsize
 
 
 def begins_of(table: Table, in_hbm: BoolArray) -> list[int]:
-    """Return where each store begins in the GPU's buffer, and the buffer's size."""
+    """Return where each group begins in the GPU's buffer, and the buffer's size."""
     steps = int(table.episodes.lengths[in_hbm].sum())
     begins = [0]
-    for store in table.stores:
-        end = begins[-1] + steps * bytes_of_row(store)
+    for group in table.groups:
+        end = begins[-1] + steps * bytes_of_row(group)
         begins.append(end + -end % ALIGNMENT_BYTES)
     return begins
 

@@ -52,7 +52,7 @@ def plan_episodes(sizes: Int64Array, weights: npt.NDArray[np.float64], budget_by
     Parameters
     ----------
     sizes
-        (E,) int64 bytes of each episode over all stores, at least 1.
+        (E,) int64 bytes of each episode over all groups, at least 1.
     weights
         (E,) float64, how often an episode is drawn, in any unit.
     budget_bytes
@@ -90,7 +90,7 @@ def decide(
 ) -> tuple[Plan, str]:
     """Return the plan and the line that says why; `place_table` states the rule.
 
-    `spare_bytes` of the budget are left for the alignment of stores.
+    `spare_bytes` of the budget are left for the alignment of groups.
     """
     total = int(sizes.sum())
     if placement == "peer":

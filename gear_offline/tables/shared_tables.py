@@ -44,34 +44,28 @@ class SharedTables:
         self._blocks: dict[str, HostBlock] = {}
         self._placed: dict[tuple[int, str, str], PlacedTable] = {}
 
-    def table(self, dataset: Dataset, *, mode: Any, layout: Any, **options: Any) -> Table:
+    def table(self, dataset: Dataset, **options: Any) -> Table:
         """Return the table of a dataset, built once; options as `build_table`."""
         name = json.dumps(
             {
                 "dataset": digest(dataset.manifest.encode()),
                 "path": str(dataset.path),
-                "mode": mode,
-                "layout": layout,
                 **options,
             },
             sort_keys=True,
         )
         if name not in self._tables:
-            self._tables[name] = self._make(name, dataset, mode=mode, layout=layout, **options)
+            self._tables[name] = self._make(name, dataset, **options)
         return self._tables[name]
 
-    def _make(
-        self, name: str, dataset: Dataset, *, mode: Any, layout: Any, **options: Any
-    ) -> Table:
-        if mode != "read":  # mapped files are shared by the page cache
-            return build_table(dataset, mode=mode, layout=layout, **options)
+    def _make(self, name: str, dataset: Dataset, **options: Any) -> Table:
         if name in self._handles:
             share = HostHandle.from_json(self._handles[name])
-            return host_table(dataset, layout=layout, share=share, **options)[0]
+            return host_table(dataset, share=share, **options)[0]
         if self._publish:
-            found, self._blocks[name] = host_table(dataset, layout=layout, **options)
+            found, self._blocks[name] = host_table(dataset, **options)
             return found
-        return build_table(dataset, mode=mode, layout=layout, **options)
+        return build_table(dataset, **options)
 
     def placed(
         self,

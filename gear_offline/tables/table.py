@@ -1,18 +1,11 @@
 """Columns in memory, arranged so that a segment is one contiguous read.
 
 A table holds what batches are cut from: states, actions, rewards, returns-to-go and any further
-columns, over all steps of all episodes.  Two layouts of the four fields:
-
-``records``
-    The float32 fields of one step lie side by side in one row, padded to a multiple of 16 bytes.
-    A segment is one copy.  Tensors of a batch are strided views of those rows.
-``columns``
-    Every field has its own rows.  A segment is one copy per field, and the tensors of a batch are
-    contiguous.
-
-Both give the same bits.  A field that is wide (more than `PACKED_BYTES` a step as float32) or has
-more than one dimension a step, such as images, stands alone in its source dtype in either layout,
-and so do discrete actions and extra columns.
+columns, over all steps of all episodes.  The float32 fields of one step lie side by side in one row
+of a group, padded to a multiple of 16 bytes: a segment is one copy, tensors of a batch are strided
+views of those rows.  A field that is wide (more than `PACKED_BYTES` a step as float32) or has more
+than one dimension a step, such as images, is a group of its own in its source dtype, and so are
+discrete actions and extra columns.
 
 Before the first and after the last step lie `margin` rows of zeros, so that a window of that many
 steps may begin or end outside the table.
@@ -26,30 +19,26 @@ import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.errors import InputError
+from gear_offline.kernels.columns import Array, ColumnGroup, Field
 from gear_offline.tables.fields import (
     ACTIONS,
     EXTRA,
     REWARDS,
     STATES,
-    Array,
-    Field,
     TableSource,
     returns_field,
     standard_fields,
 )
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
-__all__ = ["Store", "Table", "build_table"]
-
-Layout = Literal["auto", "records", "columns"]
-Mode = Literal["read", "mmap"]
+__all__ = ["Table", "build_table"]
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
@@ -59,89 +48,32 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Store:
-    """Rows over steps that hold one or several fields.
-
-    Attributes
-    ----------
-    fields
-        What a row holds.
-    rows
-        ``(M + N + M, W)`` owned array whose step ``i`` is row ``M + i``, margins zero; or ``None``.
-    pieces
-        Arrays ``(n, W)`` that cover the steps in order (mapped shards), each holding whole
-        episodes; empty when `rows` is given.
-    firsts
-        int64, first step of each piece.
-    """
-
-    fields: tuple[Field, ...]
-    rows: Array | None = None
-    pieces: tuple[Array, ...] = ()
-    firsts: npt.NDArray[np.int64] | None = None
-
-    @property
-    def width(self) -> int:
-        """W, elements of a row."""
-        rows = self.pieces[0] if self.rows is None else self.rows
-        return int(rows.shape[1])
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the rows in memory."""
-        return (self.pieces[0] if self.rows is None else self.rows).dtype
-
-    @property
-    def final_dtype(self) -> np.dtype[Any]:
-        """dtype of the fields in a batch; a store whose dtype differs holds one field."""
-        return self.fields[0].dtype
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the rows hold the batch's values, so that a gather only copies."""
-        return self.dtype == self.final_dtype and self.fields[0].mean is None
-
-    @property
-    def lead(self) -> int:
-        """Rows in front of a window's own; only of a field that stands alone."""
-        return self.fields[0].lead
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """All stores of a dataset.
+    """All groups of a dataset.
 
     Attributes
     ----------
     episodes
         Episode index over the N steps.
-    stores
+    groups
         Each field is in exactly one.
     margin
-        Rows of zeros on either side of the owned stores; windows up to this long can be cut.
-    layout
-        ``"records"`` or ``"columns"``.
+        Rows of zeros on either side of each group; windows up to this long can be cut.
     """
 
     episodes: EpisodeIndex
-    stores: tuple[Store, ...]
+    groups: tuple[ColumnGroup, ...]
     margin: int
-    layout: Literal["records", "columns"]
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of process memory: ``(N + 2 M) * row bytes`` over the owned stores."""
-        return sum(store.rows.nbytes for store in self.stores if store.rows is not None)
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of mapped files that the stores refer to."""
-        return sum(piece.nbytes for store in self.stores for piece in store.pieces)
+        """Bytes of the rows: ``(N + 2 M) * row bytes`` over the groups."""
+        return sum(group.rows.nbytes for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorePlan:
-    """What a store in memory will hold, before there is memory for it.
+class GroupPlan:
+    """What a group in memory will hold, before there is memory for it.
 
     Attributes
     ----------
@@ -177,8 +109,6 @@ def build_table(
     gamma: float = 1.0,
     returns_scale: float = 1.0,
     normalize_states: bool = False,
-    layout: Layout = "auto",
-    mode: Mode = "read",
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
     allocate: Allocate = private_rows,
@@ -186,13 +116,12 @@ def build_table(
     verify: bool | None = None,
     threads: int | None = None,
 ) -> Table:
-    """Read (or map) the columns of `source` and derive the returns-to-go.
+    """Read the columns of `source` and derive the returns-to-go.
 
-    Memory, exactly: with ``layout="records"`` the packed fields cost ``ceil16(4 * (S + A + 2))``
-    bytes a step; with ``"columns"`` 4 bytes an element; fields that stand alone and extra columns
-    keep their source dtype; each store has ``2 * (context_length + frame_stack - 1)`` more rows.
-    With ``mode="mmap"`` only the returns-to-go (4 bytes a step) are in memory.  While reading, each
-    thread has up to nine megabytes more, or some ten times the rewards of the longest episode.
+    Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; fields that
+    stand alone and extra columns keep their source dtype; each group has
+    ``2 * (context_length + frame_stack - 1)`` more rows.  While reading, each thread
+    has up to nine megabytes more, or some ten times the rewards of the longest episode.
 
     Parameters
     ----------
@@ -206,17 +135,12 @@ def build_table(
     normalize_states
         ``(x - mean) / (std + 1e-6)`` with the source's statistics, in float64, rounded once to
         float32.
-    layout
-        ``"auto"`` takes ``"records"``, or ``"columns"`` for mapped files.
-    mode
-        ``"read"`` copies the columns into memory of this process; ``"mmap"`` leaves them in the
-        files and casts when gathering.
     extra_columns
         Further columns, kept in their source dtype bit for bit.
     frame_stack
         Frames that make up a state; the column holds single ones.
     allocate
-        Gives zeroed, C-contiguous memory of a shape and dtype for each store, in their order; such
+        Gives zeroed, C-contiguous memory of a shape and dtype for each group, in their order; such
         as `gear_offline.tables.host_memory.HostBlock.allocate`.
     fill
         ``False`` takes the rows as they are: another process has filled the same memory.
@@ -231,62 +155,44 @@ def build_table(
     InputError
         ``COLUMN_MISSING``, ``COLUMN_KIND`` (a column that cannot be that field),
         ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``FRAME_STACK``
-        (of something else than images), ``CAST_OVERFLOW`` (a value too large for float32),
-        ``LAYOUT`` (records of mapped files), and what reading raises: ``SHARD_DIGEST``,
-        ``DATASET_CHANGED``, ``FILE_*``.
+        (of something else than images), ``CAST_OVERFLOW`` (a value too large for float32), and what
+        reading raises: ``SHARD_DIGEST``, ``DATASET_CHANGED``, ``FILE_*``.
     """
-    from gear_offline.tables.table_filling import fill_stores
+    from gear_offline.tables.table_filling import fill_groups
 
-    if layout == "records" and mode == "mmap":
-        raise InputError(
-            "LAYOUT",
-            "mapped files cannot be arranged as records",
-            remedy="use mode='read' for layout='records', or layout='columns' for mode='mmap'",
-        )
-    if layout == "auto":
-        layout = "records" if mode == "read" else "columns"
-    plans = plan_stores(
+    plans = plan_groups(
         source,
-        layout=layout,
         normalize_states=normalize_states,
         extra_columns=extra_columns,
         frame_stack=frame_stack,
     )
     margin = context_length + frame_stack - 1
-    if mode == "mmap":
-        stores = _mapped_stores(source, plans)
-        returns = returns_to_go(source, gamma=gamma, scale=returns_scale)
-        rows = allocate((len(returns) + 2 * margin, 1), returns.dtype)
-        rows[margin : margin + len(returns)] = returns
-        stores.insert(3, Store(fields=(returns_field(),), rows=rows))
-    else:
-        count = source.episodes.steps + 2 * margin
-        stores = [
-            Store(fields=_placed(plan), rows=allocate((count, plan.width), plan.dtype))
-            for plan in plans
-        ]
-        if fill:
-            fill_stores(
-                source,
-                list(zip(plans, stores, strict=True)),
-                margin=margin,
-                gamma=gamma,
-                returns_scale=returns_scale,
-                check=source.checked if verify is None else verify,
-                threads=threads,
-            )
-    return Table(episodes=source.episodes, stores=tuple(stores), margin=margin, layout=layout)
+    count = source.episodes.steps + 2 * margin
+    groups = [
+        ColumnGroup(fields=_placed(plan), rows=allocate((count, plan.width), plan.dtype))
+        for plan in plans
+    ]
+    if fill:
+        fill_groups(
+            source,
+            list(zip(plans, groups, strict=True)),
+            margin=margin,
+            gamma=gamma,
+            returns_scale=returns_scale,
+            check=source.checked if verify is None else verify,
+            threads=threads,
+        )
+    return Table(episodes=source.episodes, groups=tuple(groups), margin=margin)
 
 
-def plan_stores(
+def plan_groups(
     source: TableSource,
     *,
-    layout: Literal["records", "columns"],
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
-) -> list[StorePlan]:
-    """Return the stores of a table in memory, in their order; `build_table` states the errors."""
+) -> list[GroupPlan]:
+    """Return the groups of a table in memory, in their order; `build_table` states the errors."""
     fields = standard_fields(source, normalize_states=normalize_states, frame_stack=frame_stack)
     taken = [STATES, ACTIONS, REWARDS, *extra_columns]
     if len(set(taken)) != len(taken):
@@ -299,8 +205,7 @@ def plan_stores(
         c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
     }
     packed[None] = returns_field()
-    groups = [packed] if layout == "records" else [{c: field} for c, field in packed.items()]
-    plans = [_packed_plan(group) for group in groups]
+    plans = [_packed_plan(packed)]
     alone = {column: field for column, field in fields.items() if column not in packed}
     for column in extra_columns:
         spec = source.spec[column]
@@ -308,15 +213,15 @@ def plan_stores(
     for column, field in alone.items():
         spec = source.spec[column]
         plans.append(
-            StorePlan(
+            GroupPlan(
                 fields={column: field}, width=prod(spec.shape), dtype=spec.dtype, packed=False
             )
         )
     return plans
 
 
-def _packed_plan(group: Mapping[str | None, Field]) -> StorePlan:
-    """Return one float32 store of several fields side by side."""
+def _packed_plan(group: Mapping[str | None, Field]) -> GroupPlan:
+    """Return one float32 group of several fields side by side."""
     placed: dict[str | None, Field] = {}
     width = 0
     for column, field in group.items():
@@ -325,28 +230,14 @@ def _packed_plan(group: Mapping[str | None, Field]) -> StorePlan:
     if len(group) > 1:
         unit = RECORD_ALIGNMENT_BYTES // 4
         width = -(-width // unit) * unit
-    return StorePlan(fields=placed, width=width, dtype=np.dtype(np.float32), packed=True)
+    return GroupPlan(fields=placed, width=width, dtype=np.dtype(np.float32), packed=True)
 
 
-def _placed(plan: StorePlan) -> tuple[Field, ...]:
-    """Return a store's fields: packed rows hold final values, which are not normalised again."""
+def _placed(plan: GroupPlan) -> tuple[Field, ...]:
+    """Return a group's fields: packed rows hold final values, which are not normalised again."""
     if not plan.packed:
         return tuple(plan.fields.values())
     return tuple(replace(field, mean=None, divisor=None) for field in plan.fields.values())
-
-
-def _mapped_stores(source: TableSource, plans: Sequence[StorePlan]) -> list[Store]:
-    """Return a store over the mapped shards of each column, in the order of batches."""
-    fields = {c: f for plan in plans for c, f in plan.fields.items() if c is not None}
-    standard = [STATES, ACTIONS, REWARDS]
-    stores = []
-    for column in [*standard, *(c for c in fields if c not in standard)]:
-        arrays = source.column(column, mode="mmap")
-        pieces = tuple(np.asarray(array).reshape(len(array), -1) for array in arrays)
-        lengths = np.array([0, *(len(piece) for piece in pieces[:-1])], dtype=np.int64)
-        field = replace(fields[column], offset=0)
-        stores.append(Store(fields=(field,), pieces=pieces, firsts=np.cumsum(lengths)))
-    return stores
 
 
 def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Fill the stores of a table from the shards, in several threads.
+"""Fill the groups of a table from the shards, in several threads.
 
 A thread takes a shard at a time and reads its columns side by side, in pieces that stay in the
 core's cache: read, digest, cast, and lay into the rows.  Python has little to do for a piece, and
@@ -27,12 +27,13 @@ import numpy as np
 
 from gear_offline.core.system_calls import usable_cores
 from gear_offline.dataset.schema import Int64Array
+from gear_offline.kernels.columns import Array, ColumnGroup
 from gear_offline.tables.column_lane import Lane, Reader, Rows, Scratch
-from gear_offline.tables.fields import REWARDS, Array, TableSource
+from gear_offline.tables.fields import REWARDS, TableSource
 from gear_offline.tables.host_memory import PAGE_BYTES, block_of
 from gear_offline.tables.page_filling import PageFiller, fill_pages
 from gear_offline.tables.returns import sum_returns, whole_episodes
-from gear_offline.tables.table import Store, StorePlan
+from gear_offline.tables.table import GroupPlan
 
 PIECE_BYTES = 8 << 20  # of packed columns and their rows; smaller ones wait for the lock more
 LAID_BYTES = 1 << 20  # of rows, which every field is laid into while they are in a core's own cache
@@ -73,9 +74,9 @@ class _WholeReader:
         out[...] = self._source.read(column, at, at + len(out), check=self._check)
 
 
-def fill_stores(
+def fill_groups(
     source: TableSource,
-    stores: Sequence[tuple[StorePlan, Store]],
+    groups: Sequence[tuple[GroupPlan, ColumnGroup]],
     *,
     margin: int,
     gamma: float,
@@ -83,15 +84,15 @@ def fill_stores(
     check: bool,
     threads: int | None = None,
 ) -> None:
-    """Fill the rows of `stores`; `gear_offline.tables.table.build_table` states the rest."""
+    """Fill the rows of `groups`; `gear_offline.tables.table.build_table` states the rest."""
     parted = source if isinstance(source, PartedSource) else None
     bounds = [0, source.episodes.steps] if parted is None else parted.first_steps.tolist()
     threads = max(1, threads or min(MAX_THREADS, usable_cores()))
-    with fill_pages([store.rows for _, store in stores if store.rows is not None]) as filler:
-        job = _Filling(source, tuple(stores), margin, gamma, filler, min(threads, MOST_QUEUE))
+    with fill_pages([group.rows for _, group in groups if group.rows is not None]) as filler:
+        job = _Filling(source, tuple(groups), margin, gamma, filler, min(threads, MOST_QUEUE))
         together = parted is None or threads == 1 or len(bounds) > 2 * threads
-        groups = [job.columns()] if together else job.groups()
-        tasks = [(index, group) for index in range(len(bounds) - 1) for group in groups]
+        sets = [job.columns()] if together else job.column_sets()
+        tasks = [(index, group) for index in range(len(bounds) - 1) for group in sets]
         # Of a joint table each part has a scale of its own, besides that of all.
         scales = getattr(source, "returns_scales", None) or [1.0] * (len(bounds) - 1)
 
@@ -140,7 +141,7 @@ def cut_pieces(
     margin
         Rows in front of that of step 0; the first of them begins a page.
     row_bytes
-        Of each store that takes the pieces.
+        Of each group that takes the pieces.
     """
     unit = lcm(*(PAGE_BYTES // gcd(PAGE_BYTES, size) for size in row_bytes))
     unit = unit if count >= 2 * unit else 1
@@ -171,7 +172,7 @@ class _Filling:
     """What all threads share; they write to different bytes."""
 
     source: TableSource
-    stores: tuple[tuple[StorePlan, Store], ...]
+    groups: tuple[tuple[GroupPlan, ColumnGroup], ...]
     margin: int
     gamma: float
     filler: PageFiller | None
@@ -180,9 +181,9 @@ class _Filling:
     spare: list[Scratch] = field(default_factory=list)
 
     def columns(self) -> list[str]:
-        return [c for plan, _ in self.stores for c in plan.fields if c is not None]
+        return [c for plan, _ in self.groups for c in plan.fields if c is not None]
 
-    def groups(self) -> list[list[str]]:
+    def column_sets(self) -> list[list[str]]:
         """Columns that can be filled independently: rows are put together in one go."""
         direct = [c for c in self.columns() if self._is_direct(c)]
         packed = [c for c in self.columns() if c not in direct]
@@ -205,15 +206,15 @@ class _Filling:
         self.spare.append(scratch)
 
     def _is_direct(self, column: str) -> bool:
-        """Whether a row of the store is the column's bytes as they are."""
+        """Whether a row of the group is the column's bytes as they are."""
         plan, _ = self._of(column)
         if not plan.packed:
             return True
         same = plan.dtype == self.source.spec[column].dtype and len(plan.fields) == 1
         return column != REWARDS and same and plan.fields[column].mean is None
 
-    def _of(self, column: str | None) -> tuple[StorePlan, Store]:
-        return next((p, s) for p, s in self.stores if column in p.fields)
+    def _of(self, column: str | None) -> tuple[GroupPlan, ColumnGroup]:
+        return next((p, s) for p, s in self.groups if column in p.fields)
 
     def _packed(
         self,
@@ -264,15 +265,14 @@ class _Filling:
         self, columns: list[str | None], scratch: Scratch
     ) -> tuple[dict[str | None, tuple[Lane, int]], list[Rows], int]:
         """Return each column's lane and the index of its rows, the rows, and how many a piece."""
-        used = [(p, s) for p, s in self.stores if any(c in p.fields for c in columns)]
+        used = [(p, s) for p, s in self.groups if any(c in p.fields for c in columns)]
         specs = {c: None if c is None else self.source.spec[c] for c in columns}
         wide = sum(spec.step_bytes for spec in specs.values() if spec is not None)
         wide += sum(plan.width * plan.dtype.itemsize for plan, _ in used)
         piece = max(PIECE_BYTES // wide, 1)
         targets, lanes = [], {}
-        for index, (plan, store) in enumerate(used):
-            assert store.rows is not None, "stores in memory have rows"
-            rows = store.rows[self.margin :]
+        for index, (plan, group) in enumerate(used):
+            rows = group.rows[self.margin :]
             block = block_of(rows)
             use = f".rows {index}"
             target = Rows(rows, piece, scratch=scratch, use=use, block=block, filler=self.filler)
@@ -287,14 +287,13 @@ class _Filling:
         self, reader: Reader, column: str, low: int, high: int, scratch: Scratch
     ) -> None:
         """Read a column that stays as it is into its rows."""
-        _, store = self._of(column)
-        assert store.rows is not None, "stores in memory have rows"
+        _, group = self._of(column)
         spec = self.source.spec[column]
         most = DIRECT_BYTES if self.filler is None else PAGED_BYTES
         rows = max(most // spec.step_bytes, 1)
         for start in range(low, high, rows):
             stop = min(start + rows, high)
-            target = store.rows[self.margin + start : self.margin + stop]
+            target = group.rows[self.margin + start : self.margin + stop]
             if self.filler is None:
                 reader.read(column, target.reshape(len(target), *spec.shape))
                 continue

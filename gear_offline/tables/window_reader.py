@@ -160,16 +160,16 @@ class WindowReader:
         self._span, self._left, self._direct = span, left, direct
         self._first_steps = first_steps
         self._chunk_steps, self.chunks = sizes.chunk_steps, sizes.chunks
-        spans = [span + column.lead for column in columns]
+        spans = [span + column.history for column in columns]
         rows = [column.row_bytes for column in columns]
         self._margin = margin_bytes(rows, spans)
         read = [column for column in columns if column.rows is None]
         each = chunk_bytes(
             [column.row_bytes for column in read],
-            [span + column.lead for column in read],
+            [span + column.history for column in read],
             sizes.chunk_steps,
         )
-        self._leads = any(column.lead for column in read)
+        self._histories = any(column.history for column in read)
         self._gap_steps = gap_steps([column.row_bytes for column in read])
         self._buffer_bytes = 2 * self._margin + sizes.chunks * each
         self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // sizes.chunk_steps))])
@@ -209,7 +209,7 @@ class WindowReader:
         chunk = (low - self._first_steps[shard]) // self._chunk_steps
         another = shard[1:] != shard[:-1]
         numbers = shard[np.append(0, np.flatnonzero(another) + 1)]
-        first = low - windows.before if self._leads else low
+        first = low - windows.before if self._histories else low
         ends = np.maximum.accumulate(low + real)
         # A chunk's share of the buffer has no room for what lies between it and the next one.
         limit = np.where(chunk[1:] != chunk[:-1], 0, self._gap_steps)
@@ -253,7 +253,7 @@ class WindowReader:
         Parameters
         ----------
         targets
-            Per column (S,) of void, each a slot of K rows and the column's lead.
+            Per column (S,) of void, each a slot of K rows and the column's history.
 
         Returns
         -------
@@ -269,9 +269,9 @@ class WindowReader:
         with reading.files:  # compares the shards with what they were
             total = 0 if reading.ranges is None else reading.ranges.finish()
         for number, (column, target) in enumerate(zip(self._columns, targets, strict=True)):
-            row = windows.low - column.lead
+            row = windows.low - column.history
             if self._left:  # ends with the last real step
-                row = windows.low + windows.real - (self._span + column.lead)
+                row = windows.low + windows.real - (self._span + column.history)
             if column.rows is None:
                 places = reading.starts[number] + row * column.row_bytes
                 _copy(memory, places, windows.slots, target)
