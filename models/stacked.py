@@ -3,8 +3,8 @@
 The kernels of a small model leave most of a GPU idle.  N models of one shape, each with a batch of
 its own, are one forward and one backward pass here whose kernels are N times as large.  Nothing is
 shared between the models: the loss and the gradients of each are those that it has in a stack of
-its own, but for the order of sums.  So is dropout where kernels draw it (16 bits, on a GPU), from
-the model's seed and step; elsewhere all draw from torch's random numbers.
+its own, but for the order of sums.  Dropout draws from torch's random numbers, but for that of
+attention weights on a GPU, which follows from each model's seed and step.
 
 Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R = B * T rows.
 """
@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gear_offline.errors import UnavailableError
-from gear_offline.kernels.add_norm import add_norm, supports_norms
-from gear_offline.kernels.embed_norm import embed_norm
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
-from gear_offline.kernels.stacked_mlp import stacked_mlp, supports_stacked
 from gear_offline.models.blocks import add_dropped, attend, drop
 from gear_offline.models.checks import check_timesteps
 from gear_offline.models.decision_transformer import STATE_TOKENS, DecisionTransformer
@@ -163,7 +160,7 @@ class StackedModels(nn.Module):
         given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
         seeds = self._seeds(steps.device, draws)
-        hidden, plain = self._embed(returns, states, actions, steps, seeds)
+        hidden, plain = self._embed(returns, states, actions, steps)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
             hidden, plain = self._block(layer, hidden, plain, windows, tokens, seeds)
@@ -188,12 +185,7 @@ class StackedModels(nn.Module):
                 parameter.grad = None
 
     def _embed(
-        self,
-        returns: Tensor,
-        states: Tensor,
-        actions: Tensor,
-        steps: Tensor,
-        seeds: Tensor | None,
+        self, returns: Tensor, states: Tensor, actions: Tensor, steps: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Interleave (return, state, action) of each step: (N, R, H), and that normalised."""
         steps = steps.flatten(1)
@@ -202,24 +194,12 @@ class StackedModels(nn.Module):
         table = self._get("embed_timestep.weight")  # (N, rows, H)
         weight = self._get("embed_ln.weight")
         shift = self._get("embed_ln.bias") + self._get("encoder.wpe.weight")[:, 0]
-        if supports_norms(tokens.device, self._kind, width=tokens.shape[-1]):
-            if torch.are_deterministic_algorithms_enabled():  # the kernel adds in any order
-                table, steps = self._one_each(table, steps)
-            seed = None if seeds is None else seeds[-1]
-            both = [EMBED_EPSILON, self._epsilon]
-            found = embed_norm(tokens, table, steps, weight, shift, both, self._dropout, seed)
-            return found[0], found[1]
-        when, _ = self._one_each(table, steps)
+        first = torch.arange(self.count, device=steps.device) * table.shape[1]
+        when = F.embedding(steps + first[:, None], table.flatten(0, 1))
         hidden = tokens + when.repeat_interleave(len(inputs), dim=1)
         hidden = F.layer_norm(hidden, hidden.shape[-1:], eps=EMBED_EPSILON)
         hidden = drop(hidden * weight[:, None] + shift[:, None], self._dropout)
         return hidden, self._plain(hidden)
-
-    def _one_each(self, table: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a table that has the rows of all steps in turn, and the steps 0, 1, ..."""
-        first = torch.arange(self.count, device=steps.device) * table.shape[1]
-        when = F.embedding(steps + first[:, None], table.flatten(0, 1))
-        return when, torch.arange(steps.shape[1], device=steps.device).expand_as(steps)
 
     def _tokens(self, *inputs: Tensor) -> Tensor:
         """(N, B * K, width) each -> (N, R, H), what the maps of all inputs make of them, in turn.
@@ -254,18 +234,14 @@ class StackedModels(nn.Module):
         return found[:, :, :width] + bias[:, None].to(self._kind)
 
     def _seeds(self, device: torch.device, draws: Tensor | None) -> Tensor | None:
-        """Return (uses, N) int64, what kernels draw their dropout from.
-
-        An attention and two sums a layer, and last the embeddings.
-        """
+        """Return (layers, N) int64, what the attention kernel draws its dropout from."""
         if self._dropout == 0.0 or not _has_kernels(device):
             return None
-        uses = 3 * self.layers + 1
         if draws is None:
-            shape = (uses, self.count)
+            shape = (self.layers, self.count)
             return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
-        use = torch.arange(uses, device=device)[:, None]
-        return mixed(mixed(mixed(draws[0]) + draws[1]) + use)
+        layer = torch.arange(self.layers, device=device)[:, None]
+        return mixed(mixed(mixed(draws[0]) + draws[1]) + layer)
 
     def _block(
         self,
@@ -281,8 +257,7 @@ class StackedModels(nn.Module):
         Takes and returns the residuals, (N, R, H) float32, and these normalised.
         """
         name = f"encoder.h.{layer}"
-        mine = [None] * 3 if seeds is None else list(seeds[3 * layer : 3 * layer + 3].unbind())
-        mixed = self._attend(layer, plain, tokens, mine[0])
+        mixed = self._attend(layer, plain, tokens, None if seeds is None else seeds[layer])
         if layer == self.layers - 1:
             mixed = mixed[:, STATE_TOKENS].contiguous()
             width = hidden.shape[-1]
@@ -290,29 +265,17 @@ class StackedModels(nn.Module):
             hidden = hidden.reshape(self.count, -1, width)
         mixed = mixed.reshape(hidden.shape)
         weight, bias = self._map(f"{name}.attn.c_proj", stored="in, out")
-        hidden, plain = self._add(hidden, self._product(mixed, weight), bias, mine[1])
-        widen = self._map(f"{name}.mlp.c_fc", f"{name}.ln_2", stored="in, out")
+        hidden, plain = self._add(hidden, self._product(mixed, weight), bias)
+        first, shift = self._map(f"{name}.mlp.c_fc", f"{name}.ln_2", stored="in, out")
+        wide = self._activation(self._linear(plain, first, shift))
         weight, bias = self._map(f"{name}.mlp.c_proj", stored="in, out")
-        return self._add(hidden, self._mlp(plain, *widen, weight), bias, mine[2])
+        return self._add(hidden, self._product(wide, weight), bias)
 
-    def _add(
-        self, hidden: Tensor, branch: Tensor, bias: Tensor, seeds: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _add(self, hidden: Tensor, branch: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``hidden + drop(branch + bias)``, and that normalised."""
-        if supports_norms(hidden.device, self._kind, width=hidden.shape[-1]):
-            found = add_norm(hidden, branch, bias, self._epsilon, self._dropout, seeds)
-            return found[0], found[1]
         branch = branch + bias[:, None].to(self._kind)
         hidden = add_dropped(hidden, branch, self._dropout)
         return hidden, self._plain(hidden)
-
-    def _mlp(self, rows: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> Tensor:
-        """(N, R, H) -> (N, R, H), both products, without the bias of the second."""
-        kind, (width, inner) = self._kind, first.shape[1:]
-        relu = isinstance(self._activation, nn.ReLU)
-        if relu and supports_stacked(rows.device, kind, width=width, inner=inner):
-            return stacked_mlp(rows.to(kind), first.to(kind), bias, second.to(kind))
-        return self._product(self._activation(self._linear(rows, first, bias)), second)
 
     def _attend(self, layer: int, rows: Tensor, tokens: int, seeds: Tensor | None) -> Tensor:
         """(N, R, H) -> (N * B, T, H), what each token has gathered."""
