@@ -1,7 +1,5 @@
 """Clipping and AdamW over all parameters in two launches, for steps captured as CUDA graphs.
 
-Where several processes share the update, two exchanges between them more; see `Part`.
-
 PyTorch's fused AdamW gives a block 65,536 elements, which leaves most of a large GPU idle for a
 small model, and clipping takes a dozen launches more.  Here a block takes `PIECE` elements at once,
 gradients are scaled as they are read, and what a step leaves in the metrics is written by the way.
@@ -14,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,20 +41,12 @@ JOBS = np.dtype([("count", np.uint64), ("jobs", JOB, MOST_JOBS)])
 RULE_BYTES = 32
 
 
-def cut(sizes: Sequence[int], within: Sequence[range] | None = None) -> npt.NDArray[np.int64]:
-    """Return (C, 3) int64: tensor, first element and elements of each piece.
-
-    Parameters
-    ----------
-    sizes
-        Elements of each tensor.
-    within
-        Those of each that are to be in a piece; default: all.
-    """
+def cut(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return (C, 3) int64: tensor, first element and elements of each piece of these tensors."""
     rows = [
-        (number, begin, min(PIECE, part.stop - begin))
-        for number, part in enumerate(within or [range(size) for size in sizes])
-        for begin in range(part.start, part.stop, PIECE)
+        (number, begin, min(PIECE, size - begin))
+        for number, size in enumerate(sizes)
+        for begin in range(0, size, PIECE)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
@@ -119,36 +109,6 @@ def laid_out_alike(one: Tensor, other: Tensor) -> bool:
     return all(size == 1 or mine == theirs for size, mine, theirs in strides)
 
 
-class Part(Protocol):
-    """The part of the update that this process does, where several share it.
-
-    Attributes
-    ----------
-    cuts
-        (C, 3) int64: its pieces, as `cut` returns; at least one, which may be empty.
-    most_pieces
-        C of the part with the most, the same in all processes.
-    """
-
-    cuts: npt.NDArray[np.int64]
-    most_pieces: int
-
-    def moments(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return zeros for one moment of the parameters."""
-
-    def sum_partials(self, partials: Tensor) -> None:
-        """Add up the sums of squared gradients over all parts, in place.
-
-        Parameters
-        ----------
-        partials
-            (n,) float64, as many in every process.
-        """
-
-    def share(self) -> None:
-        """Bring the weights that the model computes with, updated by others."""
-
-
 class DeviceAdamW:
     """AdamW whose state, schedule and step number are in GPU memory.
 
@@ -161,16 +121,13 @@ class DeviceAdamW:
         too, and the gradients are theirs.  ``None``: the model computes with the parameters.
     rates
         Learning rate of every step, float32 on that GPU.
-    part
-        Of the pieces, and what is done with others' parts around the update; ``None``: all of it is
-        done here.
     betas, weight_decay, clip_norm
         As `gear_offline.config.recipe.OptimizerSettings`.
 
     Attributes
     ----------
     first, second
-        Moments, one a parameter, laid out as it; outside `part` what they once were.
+        Moments, one a parameter, laid out as it.
     steps
         (P,) float32, steps done.
     """
@@ -184,18 +141,16 @@ class DeviceAdamW:
         weight_decay: float,
         clip_norm: float | None,
         shadows: Sequence[Tensor] | None = None,
-        part: Part | None = None,
     ) -> None:
         device = rates.device
         self._parameters, self._rates = list(parameters), rates
         self._shadows = None if shadows is None else list(shadows)
-        self._part = part
-        self.first, self.second = self._moments(), self._moments()
+        self.first = [torch.zeros_like(parameter) for parameter in self._parameters]
+        self.second = [torch.zeros_like(parameter) for parameter in self._parameters]
         self.steps = torch.zeros(len(self._parameters), device=device)
-        cuts = cut([p.numel() for p in parameters]) if part is None else part.cuts
+        cuts = cut([p.numel() for p in parameters])
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        # as many sums in every part: they are added up one by one
-        group, partials = share_norm(len(cuts) if part is None else part.most_pieces)
+        group, partials = share_norm(len(cuts))
         self._norm_blocks = 1 + partials  # the first prepares the step
         self._cuts = torch.from_numpy(cuts).to(device)
         self._addresses = torch.zeros(len(self._parameters), len(COLUMNS), dtype=torch.int64)
@@ -248,17 +203,10 @@ class DeviceAdamW:
         parameters = Parameters(self._job.ctypes.data)
         stream = torch.cuda.current_stream(self._rates.device).cuda_stream
         self._norm.launch(self._norm_blocks, THREADS, stream, parameters)
-        if self._part is not None:
-            self._part.sum_partials(self._partials)
         self._step.launch(self._step_blocks(1), THREADS, stream, parameters)
-        if self._part is not None:
-            self._part.share()
 
     def states(self) -> list[dict[str, Tensor]]:
-        """Return the state of each parameter by the names of ``torch.optim.AdamW``.
-
-        Moments outside `part` are what they were when they were brought last.
-        """
+        """Return the state of each parameter by the names of ``torch.optim.AdamW``."""
         parts = zip(self.steps.unbind(), self.first, self.second, strict=True)
         return [{"step": s, "exp_avg": m, "exp_avg_sq": v} for s, m, v in parts]
 
@@ -268,11 +216,6 @@ class DeviceAdamW:
         addresses = self._addresses.to(self._cuts.device)
         locate(addresses, self._cuts, gradient_bytes=width, out=self._pieces)
         self._sent = self._addresses.clone()
-
-    def _moments(self) -> list[Tensor]:
-        if self._part is not None:
-            return self._part.moments(self._parameters)
-        return [torch.zeros_like(parameter) for parameter in self._parameters]
 
     def _step_blocks(self, models: int) -> int:
         return step_blocks(len(self._cuts), self._processors, models=models)
@@ -334,7 +277,7 @@ def enqueue_together(updates: Sequence[Update]) -> None:
         jobs["count"] = len(some)
         for number, update in enumerate(some):
             adamw = update.adamw
-            assert adamw._shadows is None and adamw._part is None, "of models that are alone"
+            assert adamw._shadows is None, "of models without a bfloat16 copy"
             assert len(adamw._cuts) == len(one._cuts), "of one shape"
             adamw._prepare(update.loss, index=update.index, row=update.row, window=update.window)
             jobs["jobs"][0, number] = adamw._job[0]

@@ -17,7 +17,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.runs.preparation import ModelSizes
-from gear_offline.training import rank_gradients, rank_update
+from gear_offline.training import rank_gradients
 from gear_offline.training.learner import Learner
 
 SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
@@ -53,41 +53,30 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
     single = make(data, world, device, *options, "train.graph=off")
     expected = run(single, 60, world)
     note(world, "step by step is done")
-    document: dict[str, float] = {}
-    for name, least in (("", 1 << 60), ("shared_", 1)):
-        usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES, rank_update.LEAST_LEFT
-        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
-        rank_update.LEAST_LEFT = least
-        graph = make(data, world, device, *options, "train.graph=on")
-        assert (graph.optimizer.ranks is not None) == bool(name)
-        try:
-            found = run(graph, 60, world)
-            captured: Any = graph._captured
-            assert captured._ranks._update is graph.optimizer.ranks
-            note(world, f"the {name}graph is done")
-            np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
-            graph.weights()  # collects
-            pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
-            for one, other in pairs:
-                torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
-            weights = [float((a - b).detach().abs().max()) for a, b in pairs]
-            again = run(graph, 5, world)
-            assert len(again) == 65 and np.isfinite(again).all()
-            graph.weights()
-            alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
-            assert len(set(alike)) == 1, "every rank has the same weights"
-        finally:
-            graph.release()
-            rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual[:2]
-            rank_update.LEAST_LEFT = usual[2]
-        document[f"{name}loss_relative"] = float(np.abs(found / expected - 1).max())
-        document[f"{name}weight_absolute"] = max(weights)
-    return document
+    usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES
+    rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
+    graph = make(data, world, device, *options, "train.graph=on")
+    try:
+        found = run(graph, 60, world)
+        note(world, "the graph is done")
+        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+        pairs = list(zip(graph.model.parameters(), single.model.parameters(), strict=True))
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5)
+        weights = [float((a - b).detach().abs().max()) for a, b in pairs]
+        again = run(graph, 5, world)
+        assert len(again) == 65 and np.isfinite(again).all()
+        alike = world.gather(float(sum(p.double().sum() for p in graph.model.parameters())))
+        assert len(set(alike)) == 1, "every rank has the same weights"
+    finally:
+        graph.release()
+        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual
+    loss = float(np.abs(found / expected - 1).max())
+    return {"loss_relative": loss, "weight_absolute": max(weights)}
 
 
 def resume(data: Path, world: World, device: torch.device) -> None:
     """Go on from another learner's tensors: the same bits, of weights in 16 bits too."""
-    rank_update.LEAST_LEFT, usual = 1, rank_update.LEAST_LEFT
     half = ("train.precision=bf16", "train.weights=bf16", "train.compile=off", "train.graph=on")
     options = (*SMALL, *half, f"loader.batch_size={8 * world.size}")
     first = make(data, world, device, *options)
@@ -114,7 +103,6 @@ def resume(data: Path, world: World, device: torch.device) -> None:
     finally:
         for some in (first, second):
             some.release()
-        rank_update.LEAST_LEFT = usual
 
 
 def rate(data: Path, world: World, device: torch.device, *options: str) -> float:

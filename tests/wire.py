@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gear_offline.distributed.world import World
-from gear_offline.training.rank_update import ALL_GATHER, REDUCE_SCATTER
 
 
 class Wire:
@@ -40,23 +38,6 @@ class Wire:
             tensor.copy_(torch.stack(sent).sum(0))
 
         return self._give(tensor, finish, async_op=async_op)
-
-    def reduce_scatter(
-        self, out: Tensor, tensor: Tensor, *, async_op: bool = False
-    ) -> Wire.Work | None:
-        """As NCCL's in place, with what nobody may read made NaN."""
-        rank: int = self.place.rank
-        assert out.numel() * self.ranks == tensor.numel()
-        assert out.data_ptr() == tensor[rank * out.numel() :].data_ptr()
-
-        def finish(sent: list[Tensor]) -> None:
-            tensor.fill_(math.nan)
-            out.copy_(torch.stack(sent).sum(0)[rank * out.numel() :][: out.numel()])
-
-        return self._give(tensor, finish, async_op=async_op)
-
-    def all_gather(self, out: Tensor, part: Tensor) -> None:
-        self._give(part, lambda sent: out.copy_(torch.cat(sent)), async_op=False)
 
     def _give(
         self, tensor: Tensor, finish: Callable[[list[Tensor]], object], *, async_op: bool
@@ -114,12 +95,6 @@ class Wire:
             work(rank, cast(World, world))
 
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(self.ranks) as pool:
-            for known, run in (
-                (("all_reduce",), self.all_reduce),
-                (REDUCE_SCATTER, self.reduce_scatter),
-                (ALL_GATHER, self.all_gather),
-            ):
-                for name in known:
-                    patch.setattr(f"torch.distributed.{name}", run, raising=False)
+            patch.setattr("torch.distributed.all_reduce", self.all_reduce)
             for done in [pool.submit(begin, rank) for rank in range(self.ranks)]:
                 done.result(timeout=30)

@@ -20,7 +20,6 @@ from gear_offline.planning.hardware import Hardware
 from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.training.parallel import gathered_bytes, has_half_gradients
-from gear_offline.training.rank_update import shares_update
 from gear_offline.training.throughput import step_flops as step_flops
 from gear_offline.training.training_memory import (
     FULL_BYTES,
@@ -156,7 +155,7 @@ def step_cost(
     moving = tokens * unit * kernels.traffic * (1 if half else 1.5) / gpu.memory_rate
     launched = (kernels.fixed + model.layers * kernels.layer) * train.accumulate
     busy = products + moving + encoding / gpu.convolution_rate + launched * gpu.kernel
-    parts = ranks if sharded or (captured and shares_update(parameters, ranks, nodes)) else 1
+    parts = ranks if sharded else 1
     busy += parameters / parts * OPTIMIZER_BYTES / gpu.memory_rate
     busy += parameters * CAST_BYTES * casts * train.accumulate / gpu.memory_rate
     if train.recompute:

@@ -135,7 +135,6 @@ class CapturedStep(CapturedPart):
                 optimizer.computed,
                 world=world,
                 divisor=float(batches.batch.attention_mask.numel()),
-                update=optimizer.ranks,
             )
         self._graph = torch.cuda.CUDAGraph()
         with contextlib.nullcontext() if feedback is None else feedback.paused():

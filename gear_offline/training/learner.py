@@ -74,9 +74,7 @@ class Learner:
     tasks
         What the model knows of its tasks, of a recipe of several.
     model, working
-        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.  Where
-        ranks share the update (`Optimizer.ranks`), `model` is up to date in this rank's part alone
-        until `tensors`, `weights` or `prepare_policy` is called.
+        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.
     parallel
         How the ranks share the model.
     meter
@@ -118,7 +116,6 @@ class Learner:
             captured=not self.graph_reason,
             device=device,
             working=None if self.working is self.model else self.working,
-            world=self.world,
         )
         self._captured: CapturedPart | None = None  # made by the first step
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
@@ -158,8 +155,7 @@ class Learner:
         if self.graph_reason:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
-        shared = "" if self.optimizer.ranks is None else ", whose update the ranks share"
-        return f", one CUDA graph a step{shared}, {engine.placed.reason if engine else ''}"
+        return f", one CUDA graph a step, {engine.placed.reason if engine else ''}"
 
     @property
     def data_wait_share(self) -> float:
@@ -324,7 +320,6 @@ class Learner:
 
     def prepare_policy(self) -> None:
         """Collect what `policy` needs on the first rank; all ranks together."""
-        self._collect(moments=False)
         if self.parallel.sharded:
             tensors = self.weights()
             if self.world.is_first:
@@ -369,7 +364,6 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
-        self._collect(moments=True)
         found = self.optimizer.state() | random_states(self.world, self.device)
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
@@ -377,19 +371,11 @@ class Learner:
         found |= selection_tensors(self.loader.learner)
         return found
 
-    def _collect(self, *, moments: bool) -> None:
-        """Bring what other ranks have updated, once their steps are done."""
-        if self.optimizer.ranks is not None:
-            if self._captured is not None:
-                self._captured.rows(0)  # waits; what is wrong with a loss only `check` tells
-            self.optimizer.collect(self.step, moments=moments)
-
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters by name; ranks call this together.
 
         Of a sharded model the first one gets them, the others nothing.
         """
-        self._collect(moments=False)
         return model_tensors(self.model, wanted=self.world.is_first)
 
     def load(

@@ -14,9 +14,7 @@ from gear_offline.config.sections import OptimizerSettings
 from gear_offline.training.parallel import spread, whole
 
 if TYPE_CHECKING:
-    from gear_offline.distributed.world import World
     from gear_offline.kernels.adamw import DeviceAdamW, Update
-    from gear_offline.training.rank_update import RankUpdate
 
 STATE = "optimizer/"  # before the names of the state's tensors
 
@@ -67,13 +65,6 @@ class Optimizer:
     working
         A bfloat16 copy of the model that forward and backward passes run on: gradients are taken
         from its parameters, and updates go to both.
-    world
-        The ranks whose captured steps this is a part of.
-
-    Attributes
-    ----------
-    ranks
-        How they share the update; ``None``: each does all of it.
     """
 
     def __init__(
@@ -85,7 +76,6 @@ class Optimizer:
         captured: bool = False,
         device: torch.device | None = None,
         working: nn.Module | None = None,
-        world: World | None = None,
     ) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
@@ -95,12 +85,6 @@ class Optimizer:
         if working is not None:
             self._shadows = [p for p in working.parameters() if p.requires_grad]
         self._device_adamw: DeviceAdamW | None = None
-        self.ranks: RankUpdate | None = None
-        if captured and world is not None:
-            self.ranks = self._share(world)
-        # the steps after which all ranks had all weights, and all moments
-        self._weights_of: int | None = None
-        self._moments_of: int | None = None
         self._places: Tensor | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and has_cupy()):
@@ -190,26 +174,6 @@ class Optimizer:
         """Everything that an update writes, besides `state`."""
         return [*self._parameters, *(self._shadows or ())]
 
-    def collect(self, step: int, *, moments: bool) -> None:
-        """Bring what other ranks have updated, after step `step`: `parameters`, and `state`.
-
-        Ranks that share the update call this together before anybody reads these; the others need
-        not.
-
-        Parameters
-        ----------
-        moments
-            These too.
-        """
-        if self.ranks is None:
-            return
-        if self._weights_of != step:
-            self.ranks.collect_weights()
-            self._weights_of = step
-        if moments and self._moments_of != step:
-            self.ranks.collect_moments()
-            self._moments_of = step
-
     def zero_gradients(self) -> None:
         for parameter in self._parameters + (self._shadows or []):
             parameter.grad = None
@@ -217,8 +181,7 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the moments and step counts as ``optimizer/KIND/PARAMETER`` tensors.
 
-        Of a sharded model the moments are spread over the ranks as its parameters are.  Where ranks
-        share the update, see `collect`.
+        Of a sharded model the moments are spread over the ranks as its parameters are.
         """
         found = {}
         states: Sequence[Mapping[str, Tensor]]
@@ -255,7 +218,6 @@ class Optimizer:
         KeyError
             A tensor is missing or too many.
         """
-        self._weights_of = self._moments_of = None
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
         for key, value in tensors.items():
@@ -277,15 +239,6 @@ class Optimizer:
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
 
-    def _share(self, world: World) -> RankUpdate | None:
-        """Move the parameters so that the ranks can share the update, if that pays."""
-        from gear_offline.training.rank_update import RankUpdate, shares_update
-
-        parameters = sum(parameter.numel() for parameter in self._parameters)
-        if not shares_update(parameters, world.size, world.node_count):
-            return None
-        return RankUpdate(self._parameters, self._shadows, world)
-
     def _on_device(self) -> DeviceAdamW:
         from gear_offline.kernels.adamw import DeviceAdamW
 
@@ -299,5 +252,4 @@ class Optimizer:
             weight_decay=settings.weight_decay,
             clip_norm=settings.clip_norm,
             shadows=self._shadows,
-            part=self.ranks,
         )

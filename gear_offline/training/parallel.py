@@ -1,11 +1,10 @@
 """How the ranks of a run share the model: replicas (DDP), or shards of it (FSDP2).
 
 Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
-are averaged while they are computed; captured steps do that themselves, and may share the update
-(`training.rank_gradients`, `training.rank_update`).  With shards a rank has its part of
-each, and the weights of a block are collected when it runs.  A checkpoint says the same, tensors by
-the model's names, whole or in shards, so that a run goes on with another number of ranks, or in the
-other way.
+are averaged while they are computed; captured steps do that themselves (`training.rank_gradients`).
+With shards a rank has its part of each, and the weights of a block are collected when it runs.  A
+checkpoint says the same, tensors by the model's names, whole or in shards, so that a run goes on
+with another number of ranks, or in the other way.
 """
 
 from __future__ import annotations

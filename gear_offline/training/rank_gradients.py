@@ -3,10 +3,9 @@
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
 not repeat.  Here gradients lie in one run of memory in the order in which the backward pass has
 them, cut into buckets where several nodes exchange them.  The last gradient of a bucket launches
-its all-reduce, which NCCL runs beside the rest of the pass.  Ranks that share the update need the
-sums of their own parts only: all gradients, in the order of parameters, are one bucket then, and
-its last gradient launches a reduce-scatter.  Nothing is scaled afterwards: the real steps of the
-global batch are added up during the forward pass, and the backward pass starts with their inverse.
+its all-reduce, which NCCL runs beside the rest of the pass.  Nothing is scaled afterwards: the real
+steps of the global batch are added up during the forward pass, and the backward pass starts with
+their inverse.
 
 Shape legend: P elements of all parameters and of the gaps between them.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +24,11 @@ from torch import Tensor
 
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.training.rank_update import Layout
 
 if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
-    from gear_offline.training.rank_update import RankUpdate
 
+LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bits too
 BUCKET_BYTES = 25 << 20  # as DDP: smaller ones leave links idle, larger ones begin late
 # Within a node one bucket after the pass: products of matrices are cut into as many parts as a GPU
 # has multiprocessors, and those whose place NCCL has come last, twice as late.  Two H200, 87 M
@@ -91,9 +89,8 @@ class RankGradients:
     """Turns gradients of a rank's share into those of the global batch; without the host.
 
     The first pass, which must not be captured, finds out in which order gradients are ready; rank
-    0's order is everyone's.  With a shared update there is nothing to find out.  Whatever the order
-    is later, ranks launch the same buckets one after another, so none waits for another one's
-    bucket.
+    0's order is everyone's.  Whatever the order is later, ranks launch the same buckets one after
+    another, so none waits for another one's bucket.
 
     Parameters
     ----------
@@ -103,8 +100,6 @@ class RankGradients:
         The ranks that train together.
     divisor
         Of a rank's loss while it is computed; any positive number, the same on every rank.
-    update
-        How the ranks share the update of these parameters; ``None``: each does all of it.
     """
 
     def __init__(
@@ -113,25 +108,19 @@ class RankGradients:
         *,
         world: World,
         divisor: float,
-        update: RankUpdate | None = None,
     ) -> None:
         self._parameters: list[Any] = list(parameters)
-        self._world, self._divisor, self._update = world, divisor, update
+        self._world, self._divisor = world, divisor
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._ready: list[int] = []  # numbers of this pass's gradients, in their order
         self._works: list[Any] = []  # of the buckets that were launched
         self._sources: list[Tensor] = []  # what was copied to them
-        if update is not None:
-            flat = update.layout.zeros(self._parameters[0])
-            slots = update.layout.views(flat, self._parameters)
-            self._add(_Bucket(list(range(len(slots))), flat, slots))
 
     def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
         """Give every parameter the gradient of the global batch, and return this rank's loss.
 
-        Where ranks share the update, only the elements of this rank's part get it, the others are
-        undefined.  The mean of the ranks' losses is that of the global batch.
+        The mean of the ranks' losses is that of the global batch.
 
         Parameters
         ----------
@@ -195,10 +184,7 @@ class RankGradients:
         parameters = [self._parameters[number] for number in bucket.numbers]
         sources = [parameter.grad for parameter in parameters]
         torch._foreach_copy_(bucket.slots, sources)
-        if self._update is None:
-            self._works.append(dist.all_reduce(bucket.flat, async_op=True))
-        else:
-            self._works.append(self._update.sum_gradients(bucket.flat))
+        self._works.append(dist.all_reduce(bucket.flat, async_op=True))
         for parameter, slot in zip(parameters, bucket.slots, strict=True):
             parameter.grad = slot
         # Kept until the end of the pass: autograd sums up a gradient on a stream of its choice,
@@ -208,10 +194,13 @@ class RankGradients:
     def _plan(self, order: Sequence[int]) -> None:
         """Lay out all gradients in the order in which they are ready."""
         parameters = [self._parameters[number] for number in order]
-        layout = Layout.make([parameter.numel() for parameter in parameters], 1)
-        flat = layout.zeros(parameters[0])
-        slots = layout.views(flat, parameters)
-        places = [*layout.begins, layout.part]
+        lines = [-(-parameter.numel() // LINE) * LINE for parameter in parameters]
+        places = [0, *accumulate(lines)]
+        flat = parameters[0].new_zeros(places[-1])
+        slots = [
+            flat[begin : begin + parameter.numel()].view(parameter.shape)
+            for begin, parameter in zip(places, parameters, strict=False)
+        ]
         sizes = [(end - begin) * flat.element_size() for begin, end in pairwise(places)]
         limit = NODE_BYTES if self._world.node_count == 1 else BUCKET_BYTES
         for run in cut(sizes, limit=limit, last=LAST_BYTES):

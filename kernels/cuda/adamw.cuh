@@ -6,8 +6,8 @@
 // the same pass as the float32 ones.
 //
 // The norm is summed over groups of pieces: partial sums of the first kernel, which each block of
-// the second adds up in the same order.  The groups depend on the tensors' sizes, and on how many
-// processes share the update, alone, so neither GPU, launch nor addresses change a bit.
+// the second adds up in the same order.  The groups depend on the tensors' sizes alone, so
+// neither GPU, launch nor addresses change a bit.
 //
 // AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
 #pragma once
