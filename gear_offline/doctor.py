@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gear_offline
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.probes import (
     PROBE_SECONDS,
     PROBES,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 import gear_offline
 from gear_offline.core.progress import progress, say
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.system_calls import usable_cores
+from gear_offline.core.system import usable_cores
 
 PROBE_SECONDS = 90.0
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from gear_offline.core.progress import say
+from gear_offline.core.system import available_bytes
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.disk_gather import DiskGather
-from gear_offline.tables.host_memory import RESERVE_BYTES, available_bytes
+from gear_offline.tables.host_memory import RESERVE_BYTES
 from gear_offline.tables.host_table import table_bytes
 from gear_offline.tables.joint import in_memory_only, tasks_of
 from gear_offline.tables.pinning import format_bytes

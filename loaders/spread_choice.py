@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from gear_offline.core.progress import say
+from gear_offline.core.system import available_bytes
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
@@ -13,7 +14,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling.selection import Selection
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.host_memory import RESERVE_BYTES, available_bytes
+from gear_offline.tables.host_memory import RESERVE_BYTES
 from gear_offline.tables.host_table import table_bytes
 from gear_offline.tables.pinning import format_bytes
 from gear_offline.tables.table import Table

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 from gear_offline.models.checks import check_observations, check_rewards
 from gear_offline.models.decision_transformer import DecisionTransformer

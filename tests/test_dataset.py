@@ -278,3 +278,19 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
     for call, code in calls:
         assert failing_code(call) == code
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_a_stream_gives_the_rows_of_its_shard_in_order(
+    dataset: Dataset, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from([c.name for c in dataset.spec]))
+    chunk_bytes = data.draw(st.integers(1, 2000))
+    expected, step = dataset.column(name), 0
+    for shard in range(len(dataset.manifest.shards)):
+        for first, rows in dataset.stream(shard, name, chunk_bytes=chunk_bytes):
+            assert first == step
+            assert rows.tobytes() == expected[first : first + len(rows)].tobytes()
+            step += len(rows)
+    assert step == dataset.spec.steps

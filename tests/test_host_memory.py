@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gear_offline.core.system import available_bytes
 from gear_offline.errors import GearError
 from gear_offline.tables import host_memory as module
-from gear_offline.tables.host_memory import HostBlock, HostHandle, available_bytes
+from gear_offline.tables.host_memory import HostBlock, HostHandle
 from tests.support import failing_code
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from gear_offline.convert import convert
-from gear_offline.core.wording import count_text, size_text
+from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.inspection import (
     bar_text,

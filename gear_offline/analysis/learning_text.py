@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from gear_offline.analysis.significance import LEAST_PAIRS
 from gear_offline.analysis.text import Column, Row, print_columns, short
-from gear_offline.core.wording import count_text, remedies_once, strategies_text
+from gear_offline.core.text import count_text, remedies_once, strategies_text
 
 
 def number(value: float) -> str:

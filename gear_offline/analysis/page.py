@@ -25,7 +25,7 @@ from gear_offline.analysis.svg import (
     scale,
 )
 from gear_offline.analysis.text import COLUMNS, facts_line, method_lines, short
-from gear_offline.core.wording import strategies_text
+from gear_offline.core.text import strategies_text
 
 TALLEST = 2.5  # times the data's own tallest bar: much higher ones are cut, and it is said
 SPARED = 1.5  # a bar is cut only if it is beyond so many times the height of the plots

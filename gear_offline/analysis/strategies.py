@@ -21,7 +21,7 @@ from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import recipe_selection
 from gear_offline.core.progress import progress, say
-from gear_offline.core.wording import count_text, strategies_text
+from gear_offline.core.text import count_text, strategies_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import Int64Array
 from gear_offline.dataset.statistics import histogram_edges

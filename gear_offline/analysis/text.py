@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline.core.split_table import SplitTable
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 
 Row = Mapping[str, Any]
 LABEL_WIDTH = 26

@@ -31,8 +31,8 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.held_directory import HeldDirectory
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import say
-from gear_offline.core.system_calls import usable_cores
-from gear_offline.core.wording import count_text, strategies_text
+from gear_offline.core.system import usable_cores
+from gear_offline.core.text import count_text, strategies_text
 from gear_offline.errors import InputError
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.training_run import TrainingInterrupted

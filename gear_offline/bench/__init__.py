@@ -19,7 +19,7 @@ from rich.console import Console
 from gear_offline.cli.command import INTERRUPTED_BY_USER
 from gear_offline.config.strict_yaml import whole_number
 from gear_offline.core.split_table import SplitTable
-from gear_offline.core.system_calls import usable_cores
+from gear_offline.core.system import usable_cores
 from gear_offline.errors import GearError, InputError
 
 BENCHES = {

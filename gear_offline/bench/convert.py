@@ -38,7 +38,7 @@ import json, sys
 from pathlib import Path
 import gear_offline.sources.generic
 from gear_offline.convert import convert
-from gear_offline.core.system_calls import peak_bytes
+from gear_offline.core.system import peak_bytes
 before = peak_bytes()
 convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
 print(json.dumps([before, peak_bytes()]))

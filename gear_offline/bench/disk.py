@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from gear_offline.convert import convert
 from gear_offline.core.closing import Closing
-from gear_offline.core.system_calls import peak_bytes
+from gear_offline.core.system import peak_bytes
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo

@@ -39,7 +39,7 @@ import torch
 
 from gear_offline.bench.convert import make_file
 from gear_offline.convert import convert
-from gear_offline.core.system_calls import usable_cores
+from gear_offline.core.system import usable_cores
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.shards import read_into
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES

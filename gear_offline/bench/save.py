@@ -25,7 +25,7 @@ from torch import Tensor
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.config_text import config_text
 from gear_offline.core.progress import progress
-from gear_offline.core.wording import size_text
+from gear_offline.core.text import size_text
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.training.checkpoint_saving import TrainingState
 from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune

@@ -27,7 +27,7 @@ import torch
 from gear_offline.bench.loader import _hopper_like
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.progress import progress, say
-from gear_offline.core.wording import size_text
+from gear_offline.core.text import size_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import InputError, UnavailableError

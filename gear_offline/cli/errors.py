@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from gear_offline.core.wording import printable
+from gear_offline.core.text import printable
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
 MOST_CHARACTERS = 900  # of a line

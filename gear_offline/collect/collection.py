@@ -30,7 +30,7 @@ from gear_offline.collect.request import Request, check_request, requested_mix
 from gear_offline.collect.workers import Crew
 from gear_offline.collect.writer import D4rlWriter
 from gear_offline.core.progress import progress, say
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import GearError
 from gear_offline.evaluation.atari import is_atari
 from gear_offline.evaluation.environment_ids import say_version

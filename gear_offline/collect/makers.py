@@ -20,7 +20,7 @@ from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.collect.policy import Policy, RandomPolicy
 from gear_offline.collect.rollout import EpisodePlan
 from gear_offline.collect.streams import RECORD, reset_seed
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 
 MEDIUM_LEVEL = 1 / 3

@@ -35,7 +35,7 @@ from gear_offline.config.sections import (
 )
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.config.task_checks import check_tasks
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 
 __all__ = [

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gear_offline.core.wording import count_text, size_text
+from gear_offline.core.text import count_text, size_text
 
 PLAIN_INTERVAL_SECONDS = 10.0
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset_episodes import HasEpisodeArrays
 from gear_offline.dataset.dataset_facts import ManifestFacts
 from gear_offline.dataset.episode_tensors import check_episodes, read_episodes
@@ -46,6 +46,8 @@ from gear_offline.dataset.verification import verify_dataset as verify_dataset
 from gear_offline.errors import InputError, given_path
 
 PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
+
+STREAM_BYTES = 8 << 20  # of a column that are read at a time
 
 MAPPED_BYTES = 1 << 20  # of a column that is compared before it is mapped, at a time
 
@@ -260,6 +262,48 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
                 # Opening has compared what it says: now only whether it is still the same.
                 read_header(handle, shard, self.path)
             yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
+
+    def stream(
+        self, shard: int, column: str, *, chunk_bytes: int = STREAM_BYTES
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Iterate over the rows of one column in one shard, in order, and compare its digests.
+
+        Parameters
+        ----------
+        shard
+            ``0 <= shard < len(manifest.shards)``.  A shard holds whole episodes.
+        column
+            A column of the source.
+        chunk_bytes
+            Rows read at once, in bytes; at least one row.
+
+        Yields
+        ------
+        step, rows
+            First step of the chunk in the whole dataset, and (n, *shape) of the column's dtype.
+            The memory of `rows` is used again for the next chunk.  What was made of them counts
+            only once the iteration has ended without an error.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_DAMAGED`` once a block does not match its digest.
+        """
+        spec, record = self.spec[column], self.manifest.shards[shard]
+        dtype, shape = stored_form(spec)
+        rows = min(max(1, chunk_bytes // spec.step_bytes), record.steps)
+        buffer = np.empty((rows, *shape), dtype)
+        first = int(self.first_steps[shard])
+        with self.reader(shard, [column], check=True) as reader:
+            for begin in range(0, record.steps, rows):
+                part = buffer[: record.steps - begin]
+                try:
+                    reader.read(column, part)
+                except InputError as error:
+                    raise InputError(
+                        "DATASET_DAMAGED", error.what, where=error.where, remedy=error.remedy
+                    ) from error
+                yield first + begin, part.view(spec.dtype).reshape(len(part), *spec.shape)
 
     def _compare(self, name: str) -> None:
         """Read a column once, a piece at a time, and compare its digests."""

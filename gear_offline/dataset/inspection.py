@@ -17,7 +17,7 @@ from rich.text import Text
 
 from gear_offline.core.progress import progress
 from gear_offline.core.split_table import SplitTable
-from gear_offline.core.wording import count_text, printable, size_text
+from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.source_facts import left_out_of, warnings_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.manifest_fields import (
     as_count,
     as_digests,

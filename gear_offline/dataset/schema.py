@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 
 Int64Array = npt.NDArray[np.int64]

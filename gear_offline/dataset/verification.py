@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from gear_offline.core.system_calls import usable_cores
+from gear_offline.core.system import usable_cores
 from gear_offline.dataset.manifest import Manifest, ShardRecord
 from gear_offline.dataset.shards import (
     REMEDY_DAMAGED,

@@ -8,8 +8,8 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of
-from gear_offline.core.system_calls import usable_cores
-from gear_offline.core.wording import count_text
+from gear_offline.core.system import usable_cores
+from gear_offline.core.text import count_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
 from gear_offline.evaluation.atari import is_atari

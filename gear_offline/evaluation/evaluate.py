@@ -19,8 +19,8 @@ from rich.console import Console
 
 from gear_offline.core.progress import progress, say
 from gear_offline.core.staging import check_new_file, write_error
+from gear_offline.core.text import count_text
 from gear_offline.core.torch_threads import torch_threads
-from gear_offline.core.wording import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environment_ids import check_no_import, say_version

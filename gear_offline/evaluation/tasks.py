@@ -19,7 +19,7 @@ from rich.console import Console, Group
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of, tasks_in
 from gear_offline.core.split_table import SplitTable
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 from gear_offline.evaluation.episode_runner import ActingPolicy
 from gear_offline.evaluation.evaluate import evaluate_policy

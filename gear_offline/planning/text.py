@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline.core.wording import size_text
+from gear_offline.core.text import size_text
 from gear_offline.training.throughput import speed_text
 
 ASSUMED = (

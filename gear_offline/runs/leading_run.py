@@ -24,7 +24,7 @@ from gear_offline.runs.state import StateToSave
 from gear_offline.runs.summary import summary_of
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.runs.training_run import Run
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 
 NOT_SHARED = "collected by the first rank, as not all ranks see one run directory"
 

@@ -19,7 +19,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.environment_ids import check_no_import, say_version
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.tables.fields import is_image, standard_fields
-from gear_offline.tables.host_memory import available_bytes
+from gear_offline.core.system import available_bytes
 from gear_offline.tables.joint import JointDataset
 from gear_offline.core.progress import say
 from gear_offline.config.recipe import Recipe
@@ -27,7 +27,7 @@ from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.dataset.scores import reference_scores
 from gear_offline.core.staging import check_path
 from gear_offline.config.tasks import open_tasks
-from gear_offline.core.wording import count_text, size_text
+from gear_offline.core.text import count_text, size_text
 
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask

@@ -24,7 +24,7 @@ from gear_offline.runs.plots import (
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.runs.directory import write_whole
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 
 _STALENESS = ("steps", "seconds")  # of the records of evaluations
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import BoolArray, ColumnSpec
 from gear_offline.errors import InputError
 from gear_offline.sources.base import SourceInfo

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import BoolArray, EpisodeIndex, TableSpec
 from gear_offline.errors import InputError
 from gear_offline.sources.source_digests import Identity

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Source, source_text

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import dataset_of_file, reference_scores
 from gear_offline.sources.base import SourceInfo
 from gear_offline.sources.boundaries import ARTIFICIAL, TIME_FLAGS, Rule

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import (
     BoolArray,
     ColumnSpec,

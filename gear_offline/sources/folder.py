@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.system_calls import most_open
+from gear_offline.core.system import most_open
 from gear_offline.errors import InputError
 from gear_offline.sources.generic import open_hdf5
 from gear_offline.sources.hdf5 import Hdf5Rows

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import ColumnSpec, is_column_name
 from gear_offline.sources.hdf5 import read_rows
 from gear_offline.sources.hdf5_guard import (

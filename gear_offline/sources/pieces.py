@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.source_facts import left_out_of, warnings_of
 from gear_offline.errors import InputError

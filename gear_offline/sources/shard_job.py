@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.staging import write_error
-from gear_offline.core.system_calls import drop_pages
+from gear_offline.core.system import drop_pages
 from gear_offline.dataset.manifest import ShardRecord, shard_name
 from gear_offline.dataset.schema import ColumnSpec, Int64Array
 from gear_offline.dataset.shards import (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from gear_offline.core.wording import count_text
+from gear_offline.core.text import count_text
 from gear_offline.runs.plots import (
     GREY,
     SERIES,

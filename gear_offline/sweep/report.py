@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.split_table import SplitTable
-from gear_offline.core.wording import count_text, remedies_once
+from gear_offline.core.text import count_text, remedies_once
 from gear_offline.runs.directory import write_whole
 from gear_offline.runs.plots import short
 from gear_offline.sweep.directory import read_sweep

@@ -17,7 +17,7 @@ from gear_offline.config.checks import check_recipe
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key, recipe_selection
 from gear_offline.core.progress import say
-from gear_offline.core.wording import count_text, remedies_once
+from gear_offline.core.text import count_text, remedies_once
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import resolve_device

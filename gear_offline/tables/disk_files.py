@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.system_calls import drop_pages, expect_random_reads, most_open
+from gear_offline.core.system import drop_pages, expect_random_reads, most_open
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shards import REMEDY_DAMAGED, file_stamp, open_member, read_error
 from gear_offline.errors import GearError, InputError

@@ -20,7 +20,7 @@ from math import prod
 
 import numpy as np
 
-from gear_offline.core.system_calls import drop_pages, sync_data
+from gear_offline.core.system import drop_pages
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.dataset.shards import byte_view
@@ -216,7 +216,7 @@ def load_resident(
                     returns(put)
                 else:
                     copy_column(dataset, name, put)
-                sync_data(handle)
+                os.fdatasync(handle)
                 drop_pages(handle)
             except OSError as error:
                 os.close(handle)

@@ -23,14 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
-from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.core.system_calls import usable_cores
+from gear_offline.core.system import available_bytes, usable_cores
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.tables.anonymous_file import anonymous_file, is_sealed
 from gear_offline.tables.pinning import format_bytes
@@ -330,39 +329,6 @@ def _threads(threads: int | None) -> int:
 def pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return nbytes + -nbytes % PAGE_BYTES
-
-
-def available_bytes() -> int:
-    """Return memory that can still be used: the machine's, or what the container allows."""
-    found = [_machine_bytes()]
-    for folder, limit, used in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            most = Path(folder, limit).read_text().strip()
-            now = int(Path(folder, used).read_text())
-            lines = Path(folder, "memory.stat").read_text().splitlines()
-            if most != "max":
-                # Cached files count as used there, and are dropped when memory is asked for.
-                stat = {name: int(value) for name, value in map(str.split, lines)}
-                now -= stat.get("inactive_file", 0) + stat.get("active_file", 0)
-                found.append(max(int(most) - now, 0))
-        except (OSError, ValueError):
-            continue
-    return min(found)
-
-
-def _machine_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # macOS does not tell what is free, and takes memory from other programs' caches
-    name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(name)
 
 
 def check_available(nbytes: int) -> None:

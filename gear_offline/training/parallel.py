@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.wording import size_text
+from gear_offline.core.text import size_text
 from gear_offline.distributed.world import World, peers
 from gear_offline.training.training_memory import (
     CONTEXT_BYTES,

@@ -1,0 +1,97 @@
+"""What the machine gives this process: cores, memory, open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Return the processor cores that this process may use; where nobody tells, all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_bytes() -> int:
+    """Return the memory that can still be used: the machine's, or what the cgroups allow.
+
+    A limit may stand at this process's own group or at any above it (Slurm, systemd and
+    Kubernetes nest them), and the least of what they leave counts.
+    """
+    left = [int(psutil.virtual_memory().available)]
+    for group, limit, used, caches in _memory_groups():
+        try:
+            most = (group / limit).read_text().strip()
+            if most == "max":
+                continue
+            lines = (group / "memory.stat").read_text().splitlines()
+            stat = {name: int(value) for name, value in map(str.split, lines)}
+            # Cached files count as used there, and are dropped when memory is asked for.
+            now = int((group / used).read_text()) - sum(stat.get(name, 0) for name in caches)
+            left.append(max(int(most) - now, 0))
+        except (OSError, ValueError):
+            continue
+    return min(left)
+
+
+def _memory_groups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
+    """Yield each cgroup above this process that may limit memory, with the names of its files."""
+    try:
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if not controllers:  # version 2
+            root, files = _CGROUPS, ("memory.max", "memory.current")
+            caches: tuple[str, ...] = ("inactive_file", "active_file")
+        elif "memory" in controllers.split(","):
+            root, files = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            caches = ("total_inactive_file", "total_active_file")
+        else:
+            continue
+        # In a container the name may be the host's, of which only the root is there.
+        group = root / name.lstrip("/")
+        for place in (group, *group.parents):
+            yield place, *files, caches
+            if place == root:
+                break
+
+
+def drop_pages(handle: int, offset: int = 0, nbytes: int = 0) -> None:
+    """Tell Linux that bytes of a file will not be read again soon; 0 bytes: up to its end.
+
+    Linux also begins to write those of them that it has not written yet.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def expect_random_reads(handle: int) -> None:
+    """Tell Linux that nothing beside what is asked for will be needed of a file."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not getrusage: its maximum survives exec, so it would be the parent's.
+    lines = status.read_text().splitlines()
+    peaks = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return next(peaks, 0)
+
+
+def most_open(most: int) -> int:
+    """Return how many files to keep open: `most`, or a quarter of what the process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if limit < 0 else max(1, min(most, limit // 4))

@@ -1,0 +1,143 @@
+"""Files from outside, and files and directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from gear_offline.core.files import (
+    file_identity,
+    new_directory,
+    new_file,
+    open_regular,
+    read_at,
+    read_regular,
+    write_file,
+)
+from gear_offline.core.system import available_bytes
+from gear_offline.errors import GearError, InputError
+
+TOKEN = "0123456789ab"
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcdef")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    for bad in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="regular"):
+            open_regular(bad)
+    with pytest.raises(OSError) as caught:
+        open_regular(tmp_path / "link", links=False)
+    assert caught.value.errno == errno.ELOOP
+    assert read_regular(tmp_path / "link", most=6) == b"abcdef"
+    with pytest.raises(ValueError, match="more than 5"):
+        read_regular(tmp_path / "file", most=5)
+    handle, buffer = open_regular(tmp_path / "file"), bytearray(4)
+    assert read_at(handle, memoryview(buffer), 1) == 4 and buffer == b"bcde"
+    assert read_at(handle, memoryview(buffer), 4) == 2 and buffer[:2] == b"ef"
+    os.close(handle)
+
+
+def test_a_change_with_its_time_set_back_is_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    times, before = os.stat(path), file_identity(path)
+    assert file_identity(path) == before
+    time.sleep(0.02)  # the clock of file times ticks every 4 ms or so
+    path.write_bytes(b"new")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_mtime_ns == times.st_mtime_ns and file_identity(path) != before
+
+
+def test_a_new_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with new_file(path, overwrite=False) as part:
+        part.write_text("one")
+        assert not path.exists()
+    with pytest.raises(InputError) as caught, new_file(path, overwrite=False):
+        raise AssertionError("not reached")
+    assert caught.value.code == "OUTPUT_EXISTS"
+    with pytest.raises(GearError) as failed, new_file(path, overwrite=True) as part:
+        part.write_text("two")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert failed.value.code == "OUTPUT_WRITE" and "no space" in failed.value.what
+    assert path.read_text() == "one"
+    with new_file(path, overwrite=True) as part:
+        part.write_text("three")
+    write_file(tmp_path / "other", b"four")
+    assert sorted(os.listdir(tmp_path)) == ["file", "other"] and path.read_text() == "three"
+
+
+def test_a_new_directory_replaces_only_what_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "place"
+    for text in ("one", "two"):
+        with new_directory(path, replaceable=lambda p: (p / "ours").exists()) as part:
+            (part / "ours").write_text(text)
+    assert (path / "ours").read_text() == "two"
+    for replaceable in (None, lambda p: False):
+        with (
+            pytest.raises(InputError) as caught,
+            new_directory(path, replaceable=replaceable),
+        ):
+            raise AssertionError("not reached")
+        assert caught.value.code == "OUTPUT_EXISTS"
+    with pytest.raises(RuntimeError), new_directory(path, replaceable=lambda p: True) as part:
+        (part / "ours").write_text("three")
+        raise RuntimeError
+    assert (path / "ours").read_text() == "two" and os.listdir(path.parent) == ["place"]
+    with (
+        pytest.raises(InputError) as through,
+        new_directory(path / "ours" / "below", replaceable=None),
+    ):
+        raise AssertionError("not reached")
+    assert through.value.code == "OUTPUT_WRITE" and "is a file" in through.value.what
+
+
+def test_only_our_own_leftovers_of_the_dead_are_removed(tmp_path: Path) -> None:
+    dead, alive = (tmp_path / f".out.gear-part-{token}" for token in (TOKEN, TOKEN[::-1]))
+    named = tmp_path / ".out.gear-part-mine"
+    for folder in (dead, alive, named):
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    (tmp_path / ".out.gear-part-000000000000").symlink_to(named)
+    (tmp_path / ".out.gear-part-x").write_text("a file does not block the place")
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with new_directory(tmp_path / "out", replaceable=None):
+        pass
+    os.close(lock)
+    assert not dead.exists() and alive.exists() and (named / "file").exists()
+    assert (tmp_path / ".out.gear-part-x").exists()
+
+
+def test_what_a_killed_writer_moved_away_is_put_back(tmp_path: Path) -> None:
+    old = tmp_path / f".out.gear-old-{TOKEN}"
+    old.mkdir()
+    (old / "ours").write_text("kept")
+    with (
+        pytest.raises(InputError, match="exists"),
+        new_directory(tmp_path / "out", replaceable=None),
+    ):
+        raise AssertionError("not reached")
+    assert (tmp_path / "out" / "ours").read_text() == "kept"
+
+
+def test_limits_of_nested_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "job" / "step"
+    group.mkdir(parents=True)
+    for place, limit in ((tmp_path, "max"), (tmp_path / "job", "5000000"), (group, "max")):
+        (place / "memory.max").write_text(f"{limit}\n")
+        (place / "memory.current").write_text("2000000\n")
+        (place / "memory.stat").write_text("anon 1\ninactive_file 300000\nactive_file 200000\n")
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job/step\n")
+    monkeypatch.setattr("gear_offline.core.system._CGROUPS", tmp_path)
+    assert available_bytes() > 5_000_000
+    monkeypatch.setattr("gear_offline.core.system._OWN_CGROUP", own)
+    assert available_bytes() == 5_000_000 - (2_000_000 - 500_000)
