@@ -3,26 +3,6 @@
 The names below are imported from here and load on first use; importing this package loads neither
 torch nor cupy.  Functions that bear their module's name are imported from it
 (``from gear_offline.convert import convert``): the package attribute of that name is the module.
-
-What else is public, by module:
-
-- Data: `gear_offline.sources`, `gear_offline.convert`, `gear_offline.collect`,
-  `dataset.inspection`, `dataset.manifest`, `dataset.statistics`,
-  `gear_offline.tables.joint` (several datasets as one), `gear_offline.dataset.scores`.
-- Batches: `sampling.selection` and `sampling.options` (strategies, your own too),
-  `gear_offline.loaders.feedback` (losses for those that learn from them),
-  `gear_offline.loaders.device_batches` and `gear_offline.loaders.device_feedback` (CUDA graphs).
-- Where rows lie: `tables.table`, `tables.placement`, `tables.host_memory`,
-  `gear_offline.tables.host_table`.
-- Model: `gear_offline.models.decision_transformer`, `gear_offline.models.loss`,
-  `gear_offline.models.checks`, `gear_offline.models.policy`.
-- Runs: `config.recipe` (docs/recipes.md lists the options), `runs.trainer`,
-  `training.checkpoint`, `evaluation.evaluate`, `sweep.sweep`,
-  `sweep.points`, `analysis.strategies` (what strategies draw), `cli.main`.
-- Several processes: `distributed.world`, `distributed.data_ranks`, `distributed.exchange`,
-  `gear_offline.planning.plan`, `gear_offline.planning.workload`, `gear_offline.planning.hardware`.
-- Bases: `dataset.dataset_facts` and `dataset.dataset_episodes` of `Dataset`,
-  `gear_offline.core.closing` of what a ``with`` block closes.
 """
 
 from __future__ import annotations

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import functools
-import re
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import gear_offline
-from tests.docs_support import PAGES, ROOT, blocks
 from tests.reference import names_of, reference
 
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
@@ -70,31 +64,3 @@ def test_a_wrong_example_is_found() -> None:
 
 def test_all_examples_are_run() -> None:
     assert sorted(examples()) == sorted(NAMES)
-
-
-def shown() -> Iterator[tuple[str, str, str]]:
-    """Yield what pages and examples import: where, module, name."""
-    codes = [(p, b.text) for p in PAGES for b in blocks(p.read_text()) if b.language == "python"]
-    codes += [(p, p.read_text()) for p in sorted((ROOT / "examples").glob("*.py"))]
-    for page, code in codes:
-        for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gear_offline"):
-                for alias in node.names:
-                    yield page.name, str(node.module), alias.name
-
-
-def test_what_pages_and_examples_import_is_in_the_reference() -> None:
-    known = [thing for module in reference() for thing in names_of(module).values()]
-    found = list(shown())
-    missing = [
-        f"{page}: {module}.{name}"
-        for page, module, name in found
-        if not any(getattr(import_module(module), name) is thing for thing in known)
-    ]
-    assert len(found) > 20
-    assert missing == []
-
-
-def test_the_package_lists_the_pages_of_the_reference() -> None:
-    listed = set(re.findall(r"`(gear_offline\.[\w.]+)`", gear_offline.__doc__ or ""))
-    assert listed == set(reference()) - {"gear_offline"}
