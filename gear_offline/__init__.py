@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         DecisionTransformer as DecisionTransformer,
     )
     from gear_offline.runs.trainer import train as train
-    from gear_offline.sampling.selection import make_selection as make_selection
+    from gear_offline.sampling import make_sampler as make_sampler
     from gear_offline.sources import from_arrays as from_arrays
     from gear_offline.sources import from_episodes as from_episodes
     from gear_offline.sources import join_sources as join_sources
@@ -54,7 +54,7 @@ _HOMES = {
     "join_sources": "gear_offline.sources",
     "load_policy": "gear_offline.training.checkpoint",
     "load_recipe": "gear_offline.config.recipe",
-    "make_selection": "gear_offline.sampling.selection",
+    "make_sampler": "gear_offline.sampling",
     "normalized_score": "gear_offline.dataset.scores",
     "open_dataset": "gear_offline.dataset.dataset",
     "open_source": "gear_offline.sources",

@@ -20,7 +20,7 @@ import torch
 
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding, Windows, filled
-from gear_offline.sampling.selection import Segments
+from gear_offline.kernels.segments import Segments
 from gear_offline.tables.placement import PlacedTable
 
 LEAST_BYTES = 512 << 10  # of a whole window

@@ -1,6 +1,6 @@
 """The GPU's loader: one launch from (seed, step) to finished batches, wherever the rows lie.
 
-The CPU twin is `sampling.selection` with `kernels.gather`; both give the same
+The CPU twin is `sampling` with `kernels.gather`; both give the same
 bits.  Nothing here waits for the GPU.
 
 Shape legend: B segments a step, K steps of a window, E episodes.
@@ -9,14 +9,14 @@ Shape legend: B segments a step, K steps of a window, E episodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.copy_engine import LongWindows
@@ -25,15 +25,16 @@ from gear_offline.kernels.gather import Padding, Windows, torch_dtype
 from gear_offline.kernels.job import describe_group, describe_job, group_of, leave_out
 from gear_offline.kernels.rules import (
     CHOSEN,
-    MIN_DT,
     PLAIN,
     WEIGHTED_EPISODES,
     describe_rule,
-    index_of,
     law_number,
 )
-from gear_offline.sampling.selection import Segments, Selection, check_range
+from gear_offline.kernels.segments import Segments
 from gear_offline.tables.placement import PlacedGroup, PlacedTable
+
+if TYPE_CHECKING:
+    from gear_offline.sampling import Sampler
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
@@ -51,7 +52,7 @@ class DeviceEngine:
     placed
         Where the rows lie.
     selection
-        A law that the kernels know: those of the package, and laws of weighted episodes.
+        What draws the segments; where it has no `gpu`, the host does.
     seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`.
     first_slot
@@ -62,7 +63,7 @@ class DeviceEngine:
     Raises
     ------
     UnavailableError
-        ``ENGINE_SELECTION`` for another law; ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
+        ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
     InputError
         ``COLUMN_KIND``, ``EXTRA_COLUMN`` for columns that it does not take.
     """
@@ -70,7 +71,7 @@ class DeviceEngine:
     def __init__(
         self,
         placed: PlacedTable,
-        selection: Selection,
+        selection: Sampler,
         *,
         seed: int,
         batch_size: int,
@@ -79,7 +80,7 @@ class DeviceEngine:
         first_slot: int = 0,
         global_batch: int | None = None,
     ) -> None:
-        law = law_number(selection)
+        law = CHOSEN if selection.gpu is None else law_number(selection.gpu)
         self.placed, self.device = placed, placed.device
         self.selection, self.seed, self.first_slot = selection, seed, first_slot
         self.batch_size, self.context_length = batch_size, context_length
@@ -104,9 +105,9 @@ class DeviceEngine:
             span=context_length,
             left=int(padding == "left"),
         )
-        self._source = FILL if law in PLAIN else LAWS
+        self._source = FILL if law in (*PLAIN, CHOSEN) else LAWS
         # A node's part of a spread dataset is gathered from by name only.
-        if index_of(selection).steps == placed.episodes.steps:
+        if selection.gpu is not None and selection.index.steps <= placed.episodes.steps:
             self._tell_law(law)
         self._long = LongWindows(placed, span=context_length, padding=padding)
         self._ticket = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -123,17 +124,19 @@ class DeviceEngine:
 
         One launch on torch's current stream; long windows of host memory are copied besides.
         """
-        check_range(seed=0, first_step=first_step, steps=steps, count=self.batch_size)
+        if self.selection.gpu is None:
+            return self.gather(self._drawn(first_step, steps))
         windows = self.allocate((steps, self.batch_size))
         job = self._job.copy()
         job["first_step"] = first_step
         self._launch(job, windows, source=self._source, without=self._long.numbers)
         if self._long.numbers:
-            found = self.selection.select_many(
-                seed=self.seed, first_step=first_step, steps=steps, count=self.global_batch
-            )
-            self._long.copy(windows, found[:, self.first_slot :])
+            self._long.copy(windows, self._drawn(first_step, steps))
         return windows
+
+    def _drawn(self, first_step: int, steps: int) -> Segments:
+        drawn = self.selection.sample(self.seed, first_step, steps, self.global_batch)
+        return drawn[:, self.first_slot : self.first_slot + self.batch_size]
 
     def gather(self, segments: Segments, *, out: Windows | None = None) -> Windows:
         """Return the windows of named segments, of any leading shape; in `out` if given.
@@ -221,18 +224,23 @@ class DeviceEngine:
         With `chances` it also writes the probability of each segment.  It fills `windows`, of the
         layout of `allocate`, if given.
         """
+        if self.selection.gpu is None:
+            raise UnavailableError(
+                "DEVICE",
+                f"the host draws the segments of strategy {self.selection.name!r}",
+                remedy="use one that the GPU draws, or batches of the loader",
+            )
         return StaticFill(self, chances=chances, windows=windows)
 
     def _tell_law(self, law: int) -> None:
         """Describe the law to the kernels."""
-        if law == MIN_DT:  # raises where there are too few episodes
-            self.selection.select(seed=0, step=0, count=self.global_batch)
+        assert self.selection.gpu is not None
         self._load(self._source)  # before masses move, which stay where they are
         self._job["rule"] = rule = describe_rule(
-            self.selection,
+            self.selection.gpu,
+            self.selection.index.offsets,
             arrays=self._arrays,
-            make_tree=lambda prioritized: prioritized.on_device(self.device).tree,
-            context_length=self.context_length,
+            make_tree=lambda masses: masses.on_device(self.device).tree,
         )
         if law == WEIGHTED_EPISODES:  # as the plain kernels find it
             self._job["thresholds"], self._job["episodes"] = rule["thresholds"], rule["size"]
@@ -343,7 +351,6 @@ class StaticFill:
 
     def set_step(self, step: int) -> None:
         """Make `step` the next one, in the order of torch's current stream."""
-        check_range(seed=0, first_step=step, steps=0, count=1)
         self.counter.fill_(step)
 
     def enqueue(self) -> None:

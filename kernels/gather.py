@@ -25,7 +25,7 @@ from torch import Tensor
 from gear_offline.errors import InputError
 from gear_offline.kernels.arena import Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
-from gear_offline.sampling.selection import Segments
+from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it

@@ -1,7 +1,7 @@
 """Priorities in GPU memory: masses, their sums, updates from losses, importance weights.
 
-The CPU twin is `sampling.sum_tree.SumTree` with `sampling.prioritized`; masses,
-sums and draws are the same bits.  Nothing here waits for the GPU but `state` and `total`.
+The CPU twin is `sampling.prioritized`; masses, sums and draws are the same bits.
+Nothing here waits for the GPU but `state` and `total`.
 
 Shape legend: N steps (items), E episodes, B segments of a batch.
 """
@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
 from gear_offline.kernels.tree_job import (
@@ -45,8 +44,8 @@ class DevicePriorities:
 
     Parameters
     ----------
-    index
-        Whose N steps have the masses.
+    offsets
+        (E + 1,) int64, first step of each episode, and N.
     mass_of_code
         (CODES,) uint64, as `gear_offline.sampling.prioritized.Prioritized`.
     device
@@ -69,26 +68,26 @@ class DevicePriorities:
 
     def __init__(
         self,
-        index: EpisodeIndex,
+        offsets: npt.NDArray[np.int64],
         mass_of_code: npt.NDArray[np.uint64],
         *,
         device: torch.device,
         first: int,
     ) -> None:
-        self.index, self.device = index, device
+        self.device, self.steps = device, int(offsets[-1])
         self._kernels: dict[str, Function] = load("tree.cu", KERNELS, device=device.index or 0)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
-        self._levels = _allocate(level_sizes(index.steps), device)
+        self._levels = _allocate(level_sizes(self.steps), device)
         self.tree = describe_tree([level.data_ptr() for level in self._levels])
         self._state = torch.zeros(STATE_WORDS, dtype=torch.int64, device=device)
-        self._offsets = torch.from_numpy(np.array(index.offsets)).to(device)
+        self._offsets = torch.from_numpy(np.array(offsets)).to(device)
         self._mass_of_code = torch.from_numpy(mass_of_code.view(np.int64)).to(device)
         self._job = job_of(
             UPDATE,
             tree=self.tree,
             offsets=self._offsets.data_ptr(),
-            episodes=index.episodes,
+            episodes=len(offsets) - 1,
             masses=self._mass_of_code.data_ptr(),
             state=self._state.data_ptr(),
         )
@@ -98,7 +97,7 @@ class DevicePriorities:
     @property
     def masses(self) -> Tensor:
         """(N,) int64, a view; call `add_up` after writing to it.  All together below ``2**63``."""
-        return self._levels[0][: self.index.steps]
+        return self._levels[0][: self.steps]
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +193,7 @@ class DevicePriorities:
             probability=probability.data_ptr(),
             weights=out.data_ptr(),
             count=count,
-            size=self.index.steps,
+            size=self.steps,
             counter=counter.data_ptr(),
             beta=beta,
             beta_steps=beta_steps or 0,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.sampling.selection import learner_of
 from gear_offline.tables.fields import EXTRA
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ def make_batches(
     Those of a selection that learns are never ahead, and have probabilities.  They lie in
     `windows`, of the layout of `DeviceEngine.allocate`, if given.
     """
-    learns = learner_of(engine.selection) is not None
+    learns = engine.selection.learner is not None
     fill = engine.static(chances=learns, windows=windows)
     batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
     ahead = ahead and not learns

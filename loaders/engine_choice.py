@@ -9,9 +9,9 @@ import torch
 from gear_offline.core.progress import say
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
+from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import Padding, Windows
-from gear_offline.sampling.mixture import prioritized_parts
-from gear_offline.sampling.selection import Segments
+from gear_offline.sampling import Segments
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.placement_plan import Placement
 from gear_offline.tables.shared_tables import current_tables
@@ -46,10 +46,9 @@ def make_engine(
 ) -> DeviceEngine | None:
     """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
     from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.kernels.rules import law_number
     from gear_offline.tables.placement import place_table
 
-    weights = getattr(stream.selection, "episode_weight", None)
+    weights = stream.selection.episode_weight
     if weights is not None and len(weights) != table.episodes.episodes:
         weights = None  # a node's share of the episodes
 
@@ -64,9 +63,9 @@ def make_engine(
         )
 
     try:
-        law_number(stream.selection)  # raises before anything is moved
-        for part in prioritized_parts(stream.selection):
-            part.on_device(device)  # the table takes what is left
+        draw = stream.selection.gpu
+        if isinstance(draw, PriorityTree):
+            draw.on_device(device)  # the table takes what is left
         tables = current_tables() if world.size == 1 else None
         if tables is None:
             placed = place()

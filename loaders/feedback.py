@@ -15,7 +15,7 @@ from torch import Tensor
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.loss import segment_losses
-from gear_offline.sampling.selection import LearnsFromLosses, Selection, learner_of
+from gear_offline.sampling import Prioritized, Sampler
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
@@ -81,14 +81,14 @@ class LossFeedback(SegmentFeedback):
     Raises
     ------
     InputError
-        ``SELECTION_PRIORITY`` if the selection does not learn.
+        ``SELECTION`` if the selection does not learn.
     """
 
     def __init__(self, loader: GearLoader) -> None:
         learner = loader.learner
         if learner is None:
             raise InputError(
-                "SELECTION_PRIORITY",
+                "SELECTION",
                 f"strategy {loader.selection.name!r} does not learn from losses",
                 remedy="use prioritized",
             )
@@ -123,12 +123,12 @@ class LossFeedback(SegmentFeedback):
             self._learner.update(named.numpy(), values.numpy())
 
 
-def update_count(learner: LearnsFromLosses | None) -> dict[str, Any]:
+def update_count(learner: Prioritized | None) -> dict[str, Any]:
     """Return what a loader's state says of a selection that learns."""
     return {} if learner is None else {"selection_updates": learner.updates}
 
 
-def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) -> None:
+def check_updates(learner: Prioritized | None, state: Mapping[str, Any]) -> None:
     """Raise `InputError` (``LOADER_STATE``) unless the selection is where the state left it."""
     if learner is not None and state.get("selection_updates") != learner.updates:
         raise InputError(
@@ -139,7 +139,7 @@ def check_updates(learner: LearnsFromLosses | None, state: Mapping[str, Any]) ->
         )
 
 
-def check_planned(selection: Selection, disk: object | None) -> None:
+def check_planned(selection: Sampler, disk: object | None) -> None:
     """Refuse what rows on disk, which are fetched ahead, cannot serve.
 
     Raises
@@ -149,7 +149,7 @@ def check_planned(selection: Selection, disk: object | None) -> None:
     """
     if disk is None:
         return
-    if learner_of(selection) is not None or getattr(selection, "cuts_windows", False):
+    if selection.learner is not None or selection.cuts_windows:
         raise InputError(
             "LOADER_OPTION",
             f"strategy {selection.name!r} needs the rows in memory",
@@ -157,13 +157,13 @@ def check_planned(selection: Selection, disk: object | None) -> None:
         )
 
 
-def selection_tensors(learner: LearnsFromLosses | None) -> dict[str, Tensor]:
+def selection_tensors(learner: Prioritized | None) -> dict[str, Tensor]:
     """Return what a checkpoint keeps of a selection that learns, by name."""
     state = {} if learner is None else learner.state()
     return {PREFIX + key: torch.from_numpy(value) for key, value in state.items()}
 
 
-def load_selection(learner: LearnsFromLosses | None, tensors: Mapping[str, Tensor]) -> None:
+def load_selection(learner: Prioritized | None, tensors: Mapping[str, Tensor]) -> None:
     """Give a selection that learns what `selection_tensors` kept."""
     if learner is not None:
         found = {k[len(PREFIX) :]: v for k, v in tensors.items() if k.startswith(PREFIX)}

@@ -7,6 +7,7 @@ counts what was handed out, not what was prepared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,19 +26,19 @@ from gear_offline.loaders.device_batches import DeviceBatches, make_batches, spl
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, Gather, make_engine
 from gear_offline.loaders.feedback import check_planned, check_updates, update_count
-from gear_offline.loaders.options import check_options, check_state, no_engine, window_bytes
+from gear_offline.loaders.options import (
+    check_options,
+    check_state,
+    choose_sampler,
+    no_engine,
+    window_bytes,
+)
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.loaders.workers import sendable, worker_batches
-from gear_offline.sampling.options import plain
-from gear_offline.sampling.selection import (
-    Segments,
-    Selection,
-    check_range,
-    learner_of,
-    selection_for,
-)
+from gear_offline.sampling import Sampler, Segments, check_range
+from gear_offline.sampling.base import plain
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.node_table import shared_table
 from gear_offline.tables.placement_plan import Placement
@@ -69,7 +70,7 @@ class GearLoader(Closing, Iterator[Batch]):
     context_length
         Steps in a window, K.
     selection
-        Name of a strategy, or what `make_selection` returns, which takes options.
+        Name of a strategy, or what `make_sampler` returns, which takes options.
     seed
         In ``[0, 2**64)``.
     device
@@ -119,11 +120,11 @@ class GearLoader(Closing, Iterator[Batch]):
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION_*``; those of
+        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION``; those of
         `gear_offline.tables.table.build_table` and `open_dataset`.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
-        ``ENGINE_OFF``, ``ENGINE_SELECTION``, ``CUPY_*``, ``CUDA_RUNTIME``, ``GPU_TOO_OLD``.
+        ``ENGINE_OFF``, ``CUPY_*``, ``CUDA_RUNTIME``, ``GPU_TOO_OLD``.
 
     Examples
     --------
@@ -146,7 +147,7 @@ class GearLoader(Closing, Iterator[Batch]):
         *,
         batch_size: int,
         context_length: int = 20,
-        selection: str | Selection = "uniform_steps",
+        selection: str | Sampler = "uniform_steps",
         seed: int = 0,
         device: str | torch.device = "auto",
         padding: Padding = "right",
@@ -176,15 +177,15 @@ class GearLoader(Closing, Iterator[Batch]):
             world=world,
             extra_columns=extra_columns,
         )
-        check_range(seed=seed, first_step=start_step, steps=0, count=batch_size)
+        check_range(seed, start_step, 0, batch_size)
         self.device = resolve_device(device)
         self.world = World() if world is None else world
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify="on_use" if self.world.feeds else False)
         self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
-        self.selection = selection_for(selection, self.dataset, context_length, padding)
-        self.learner = learner_of(self.selection)  # see gear_offline.loaders.feedback
+        self.selection = choose_sampler(selection, self.dataset, context_length, padding)
+        self.learner = self.selection.learner  # see gear_offline.loaders.feedback
         law = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
         self._law = law | {"normalize_states": bool(normalize_states)}
         self.share = self.world.share(batch_size)
@@ -295,7 +296,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def skip(self, steps: int = 1) -> None:
         """Advance the position without making batches."""
-        check_range(seed=self.seed, first_step=self._step + steps, steps=0, count=1)
+        check_range(self.seed, self._step + steps, 0, 1)
         self._step += int(steps)
         self._ready = []
 
@@ -305,7 +306,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def segments_at(self, step: int) -> Segments:
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
-        return self.selection.select(seed=self.seed, step=step, count=self.batch_size)
+        return self.selection.sample(self.seed, step, 1, self.batch_size)[0]
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
@@ -374,7 +375,10 @@ class GearLoader(Closing, Iterator[Batch]):
         """Return what the content of batches depends on, besides the step."""
         return {
             "seed": self.seed,
-            "selection": {"name": self.selection.name, "options": plain(self.selection.options)},
+            "selection": {
+                "name": self.selection.name,
+                "options": plain(asdict(self.selection.options)),
+            },
             "batch_size": self.batch_size,
             "context_length": self.context_length,
             "frame_stack": self.frame_stack,

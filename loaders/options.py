@@ -11,9 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sampling.options import plain
+from gear_offline.sampling import Sampler, make_sampler
+from gear_offline.sampling.base import plain
 from gear_offline.tables.table import Table
 
 MAX_FRAME_STACK = 64
@@ -91,6 +93,43 @@ def check_options(
     if not isinstance(extra_columns, Iterable):
         raise bad_option("extra_columns", extra_columns, "a list of columns, or [] for none")
     return batch, context, stack
+
+
+def choose_sampler(
+    selection: str | Sampler, dataset: Dataset, context_length: int, padding: str
+) -> Sampler:
+    """Return the sampler of a loader, made without options if it is given by name.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` if the sampler belongs to the other padding, to other episodes or to
+        windows of another length, or is none; those of `make_sampler`.
+    """
+    if isinstance(selection, str):
+        selection = make_sampler(selection, dataset, context_length=context_length)
+    if not isinstance(selection, Sampler):
+        known = "the name of a strategy, or what make_sampler(...) returns"
+        raise bad_option("selection", selection, known)
+    name, index, episodes = selection.name, selection.index, dataset.episodes
+    if selection.padding not in (None, padding):
+        what = f"padding={padding!r} is not usable with strategy {name!r}"
+        raise InputError("LOADER_OPTION", what, remedy=f"use padding={selection.padding!r}")
+    if not np.array_equal(index.lengths, episodes.lengths[: index.episodes]):
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {name!r} was made for other episodes ({index.episodes} of {index.steps} "
+            f"steps) than the dataset has ({episodes.episodes} of {episodes.steps})",
+            remedy=f"make it of this dataset: make_sampler({name!r}, dataset, ...)",
+        )
+    if selection.context_length not in (None, context_length):
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {name!r} was made for windows of {selection.context_length} steps, "
+            f"context_length={context_length} is not usable with it",
+            remedy=f"make it with context_length={context_length}",
+        )
+    return selection
 
 
 def _whole(name: str, value: object, most: int | None) -> int:

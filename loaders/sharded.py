@@ -27,7 +27,7 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.columns import convert
 from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
-from gear_offline.sampling.selection import Segments, Selection, learner_of
+from gear_offline.sampling import Sampler, Segments
 from gear_offline.tables.table import Table
 
 Int64Array = npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class ShardedBatches:
         table: Table,
         gather: LocalGather,
         exchange: Exchange,
-        selection: Selection,
+        selection: Sampler,
         seed: int,
         batch_size: int,
         context_length: int,
@@ -107,7 +107,7 @@ class ShardedBatches:
             padding,
         )
         self._history = max(group.history for group in table.groups)
-        self._ahead_blocks = AHEAD - 1 if learner_of(selection) is None else 0
+        self._ahead_blocks = AHEAD - 1 if selection.learner is None else 0
         self._assigner = Assigner(torch.tensor(world.nodes))
         self._nodes = np.array(world.nodes)
         self._anywhere = torch.full((batch_size,), ANYWHERE)
@@ -142,7 +142,7 @@ class ShardedBatches:
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
-        drawn = self._selection.select(seed=self._seed, step=step, count=self._batch)
+        drawn = self._selection.sample(self._seed, step, 1, self._batch)[0]
         homes = torch.from_numpy(self._share.nodes[drawn.episodes])
         found = self._assigner.assign(self._anywhere, homes)
         return np.asarray(found.slots[self._world.rank].numpy())
@@ -173,9 +173,7 @@ class ShardedBatches:
 
     def _post(self, first_step: int, steps: int) -> _Block:
         """Draw, assign, and begin to fetch a block."""
-        drawn = self._selection.select_many(
-            seed=self._seed, first_step=first_step, steps=steps, count=self._batch
-        )
+        drawn = self._selection.sample(self._seed, first_step, steps, self._batch)
         homes = self._share.nodes[drawn.episodes]  # (T, global batch)
         ranks, width = self._world.rank, self._world.share(self._batch)
         taken = np.empty((steps, width), np.int64)

@@ -12,7 +12,7 @@ from gear_offline.distributed.sharding import NodeShare, shard_weights, share_sh
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding
-from gear_offline.sampling.selection import Selection
+from gear_offline.sampling import Sampler
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.host_memory import RESERVE_BYTES
 from gear_offline.tables.host_table import table_bytes
@@ -29,7 +29,7 @@ def choose_share(
     dataset: Dataset,
     world: World,
     sharding: Sharding,
-    selection: Selection | None = None,
+    selection: Sampler | None = None,
     **rows: Any,
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
@@ -73,7 +73,7 @@ def choose_share(
         if needed <= least:
             return None
     steps = shard_weights(dataset)
-    weight = None if selection is None else getattr(selection, "episode_weight", None)
+    weight = None if selection is None else selection.episode_weight
     weights = steps if weight is None else shard_weights(dataset, weight)
     owners = share_shards(weights, world.node_count, sizes=steps)
     share = take_share(dataset, owners, world.nodes[world.rank])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,7 +120,7 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
 ) -> None:
     class Engine:
         placed = type("Placed", (), {"host_bytes": host_bytes})
-        selection = object()
+        selection = SimpleNamespace(learner=None)
         fill = Fill(log)
 
         def static(self, *, chances: bool, windows: Any = None) -> Fill:
@@ -137,11 +138,10 @@ def test_batches_of_several_lie_one_after_another(
     log: list[str], ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "AHEAD_BYTES", 0)
-    monkeypatch.setattr(module, "learner_of", lambda _: None)
     field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
 
     class Engine:
-        batch_size, selection = 2, object()
+        batch_size, selection = 2, SimpleNamespace(learner=None)
         placed = type("Placed", (), {"host_bytes": int(ahead)})
 
         def allocate(self, shape: tuple[int, ...]) -> Windows:

@@ -13,7 +13,7 @@ from tests.reference import names_of, reference
 OPTIONS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 NAMES = (  # what users begin with
     *("DecisionTransformer", "GearLoader", "build_model", "convert", "export_hdf5"),
-    *("from_arrays", "from_episodes", "load_policy", "load_recipe", "make_selection"),
+    *("from_arrays", "from_episodes", "load_policy", "load_recipe", "make_sampler"),
     *("normalized_score", "open_dataset", "train"),
 )
 MADE_BY = {'"tiny"': ["convert"], '"runs/tiny"': ["convert", "train"]}  # what examples begin from

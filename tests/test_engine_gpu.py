@@ -16,7 +16,7 @@ from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders import device_batches
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
@@ -147,11 +147,11 @@ def test_every_dtype_is_cast_as_on_the_cpu(dtype: str, padding: Padding) -> None
     from gear_offline.tables.placement import place_table
 
     table = odd_table(dtype)
-    segments = make_selection("uniform_steps", table.episodes).select(seed=3, step=9, count=257)
+    segments = make_sampler("uniform_steps", table.episodes).sample(3, 9, 1, 257)[0]
     placed = place_table(table, device="cuda", placement="hbm")
     engine = DeviceEngine(
         placed,
-        make_selection("uniform_steps", table.episodes),
+        make_sampler("uniform_steps", table.episodes),
         seed=3,
         batch_size=257,
         context_length=6,
@@ -242,10 +242,10 @@ def test_without_an_engine_batches_are_copied_and_a_batch_on_the_gpu_is_refused(
 
 def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
     """The kernel searches up to the last episode with a weight; naming segments knows them all."""
-    law = make_selection("top_k", dataset, k=1)
+    law = make_sampler("top_k", dataset, k=1)
     gpu, cpu = loaders(dataset, selection=law)
     assert gpu.engine is not None and isinstance(cpu._gather, CpuGather)
-    everything = make_selection("uniform_steps", dataset).select(seed=1, step=0, count=200)
+    everything = make_sampler("uniform_steps", dataset).sample(1, 0, 1, 200)[0]
     found, expected = gpu.engine.gather(everything), cpu._gather.fill(everything)
     gpu.engine.check()
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
@@ -254,9 +254,9 @@ def test_chosen_segments_that_a_weighted_law_never_draws(dataset: Any) -> None:
 
 def test_windows_of_given_lengths(dataset: Any) -> None:
     gpu, cpu = loaders(dataset, padding="left")
-    law = make_selection("d3rlpy", dataset, context_length=8)
+    law = make_sampler("d3rlpy", dataset, context_length=8)
     assert gpu.engine is not None and isinstance(cpu._gather, CpuGather)
-    named = law.select(seed=0, step=0, count=400)
+    named = law.sample(0, 0, 1, 400)[0]
     found, expected = gpu.engine.gather(named), cpu._gather.fill(named)
     for mine, theirs in zip(found.buffers, expected.buffers, strict=True):
         assert torch.equal(mine.cpu(), theirs)

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.columns import ColumnGroup
+from gear_offline.kernels.draws import CumulativeWeights
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, torch_dtype
 from gear_offline.kernels.guide import guide
 from gear_offline.kernels.job import JOB, TYPES, describe_group, describe_job
-from gear_offline.kernels.philox import draws
-from gear_offline.kernels.rules import CHOSEN, WEIGHTED_EPISODES, law_number
-from gear_offline.sampling.selection import Facts, Segments, WeightedEpisodes, make_selection
+from gear_offline.kernels.rules import CHOSEN, WEIGHTED_EPISODES
+from gear_offline.sampling import Facts, Sampler, Segments, make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 
@@ -177,11 +177,13 @@ def test_the_kernel_gives_the_bits_of_its_twin(
         extra_columns=["extra"],
     )
     engine = Emulated(table, padding=padding, span=span, per_step=5)
-    selection = make_selection(law, EpisodeIndex(lengths=np.asarray(lengths, np.int64)))
-    segments = selection.select_many(seed=seed, first_step=step, steps=3, count=5)
+    selection = make_sampler(law, EpisodeIndex(lengths=np.asarray(lengths, np.int64)))
+    segments = selection.sample(seed, step, 3, 5)
     expected = CpuGather(table, context_length=span, padding=padding).fill(segments)
-    job = {"law": law_number(selection), "seed": seed}
-    same(engine.run(library, 15, step=step, lanes=lanes, **job), expected)
+    same(
+        engine.run(library, 15, step=step, lanes=lanes, **drawing(engine, selection, seed)),
+        expected,
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -213,11 +215,24 @@ def test_frames_before_a_window_are_those_of_the_twin(
     if cast:  # no column needs it today; the kernel can
         table = replace(table, groups=tuple(as_float(group) for group in table.groups))
     engine = Emulated(table, padding=padding, span=span, per_step=9)
-    law = make_selection("uniform_steps", table.episodes)
-    segments = law.select_many(seed=seed, first_step=3, steps=2, count=9)
+    law = make_sampler("uniform_steps", table.episodes)
+    segments = law.sample(seed, 3, 2, 9)
     expected = CpuGather(table, context_length=span, padding=padding).fill(segments)
     assert max(buffer.shape[2] for buffer in expected.buffers) == span + stack - 1
-    same(engine.run(library, 18, step=3, lanes=lanes, law=0, seed=seed), expected)
+    job = drawing(engine, law, seed)
+    same(engine.run(library, 18, step=3, lanes=lanes, **job), expected)
+
+
+def drawing(engine: Emulated, sampler: Sampler, seed: int) -> dict[str, Any]:
+    """Return how `DeviceEngine` tells the kernel to draw."""
+    assert isinstance(sampler.gpu, CumulativeWeights)
+    search = sampler.gpu.search
+    return {
+        "law": WEIGHTED_EPISODES,
+        "thresholds": engine.keep(search.table),
+        "episodes": search.last + 1,
+        "seed": seed,
+    }
 
 
 def as_float(group: ColumnGroup) -> ColumnGroup:
@@ -249,29 +264,6 @@ def test_chosen_segments_and_those_outside_of_the_table(library: Any) -> None:
         assert not any(output[1].any() for output in outputs), "zeros, not foreign memory"
 
 
-@given(
-    weights=st.lists(st.integers(0, 9), min_size=1, max_size=20).filter(any),
-    seed=st.integers(0, 2**64 - 1),
-)
-@settings(deadline=None, max_examples=30)
-def test_weighted_episodes_are_those_of_a_search(
-    library: Any, weights: list[int], seed: int
-) -> None:
-    lengths = [1 + i % 3 for i in range(len(weights))]
-    source = make_source(lengths, states=1, dtype="int8", actions="uint8", extra=("int8", ()))
-    engine = Emulated(build_table(source, context_length=1), padding="right", span=1, per_step=64)
-    total = sum(weights)
-    ends = np.cumsum(weights)
-    limits = [min(int(end) * 2**64 // total, 2**64 - 1) for end in ends.tolist()]
-    thresholds = np.asarray(limits, np.uint64)
-    job = {"law": WEIGHTED_EPISODES, "thresholds": thresholds.ctypes.data, "seed": seed}
-    _, _, _, names = engine.run(library, 64, step=5, **job)
-    first, _ = draws(seed=seed, stream=0, first_step=5, steps=1, count=64)
-    expected = np.searchsorted(thresholds, first[0], side="right").clip(max=len(weights) - 1)
-    assert np.array_equal(names[:, 0], expected)
-    assert all(weights[e] for e in names[:, 0].tolist())
-
-
 @given(lengths=LENGTHS, seed=st.integers(0, 2**64 - 1), k=st.integers(1, 4))
 @settings(deadline=None, max_examples=30)
 @pytest.mark.parametrize("law", ["return_weighted", "top_k"])
@@ -283,18 +275,12 @@ def test_weighted_laws_are_their_twins(
     table = build_table(source, context_length=3)
     engine = Emulated(table, padding="left", span=3, per_step=16)
     returns = np.array([(5 * e) % 7 for e in range(len(lengths))], dtype=np.float64)
-    selection = make_selection(
+    selection = make_sampler(
         law,
         Facts(episodes=table.episodes, returns=returns),
         **({"k": k} if law == "top_k" else {"temperature": 0.3}),
     )
-    assert isinstance(selection, WeightedEpisodes)
-    job = {
-        "law": WEIGHTED_EPISODES,
-        "thresholds": engine.keep(selection.thresholds.table),
-        "episodes": selection.thresholds.last + 1,
-        "seed": seed,
-    }
-    segments = selection.select_many(seed=seed, first_step=9, steps=3, count=16)
+    job = drawing(engine, selection, seed)
+    segments = selection.sample(seed, 9, 3, 16)
     expected = CpuGather(table, context_length=3, padding="left").fill(segments)
     same(engine.run(library, 48, step=9, **job), expected)

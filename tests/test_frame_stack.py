@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.host_table import host_table
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
@@ -125,10 +125,8 @@ def test_nothing_of_a_neighbour_or_of_the_future() -> None:
 def test_stacks_are_views_and_blocks_of_steps_too() -> None:
     columns = image_columns(40, (4, 4))
     table = build_table(MemoryTable(columns, [40]), context_length=8, frame_stack=4)
-    law = make_selection("uniform_steps", table.episodes)
-    windows = CpuGather(table, context_length=8).fill(
-        law.select_many(seed=1, first_step=0, steps=3, count=5)
-    )
+    law = make_sampler("uniform_steps", table.episodes)
+    windows = CpuGather(table, context_length=8).fill(law.sample(1, 0, 3, 5))
     states = windows.tensors()["states"]
     assert states.shape == (3, 5, 8, 4, 4, 4)
     assert states.data_ptr() == next(b for b in windows.buffers if b.dim() == 4

@@ -17,7 +17,7 @@ from gear_offline.kernels import gather as module
 from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.kernels.gather import CpuGather, Windows
-from gear_offline.sampling.selection import Segments
+from gear_offline.sampling import Segments
 from gear_offline.tables.fields import TableSource
 from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import Array, MemoryTable, expect, oracle_window, same_bits

@@ -17,7 +17,7 @@ from gear_offline.distributed.sharding import share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.selection import Segments
+from gear_offline.sampling import Segments
 from gear_offline.tables.joint import JointDataset, Task, join_datasets
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns

@@ -9,22 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels import adamw as kernels_adamw
 from gear_offline.kernels.adamw import DeviceAdamW, Update, enqueue_together
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.kernels.select import DeviceSelect
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu, place
-from tests.law_support import MIXED, facts
+from tests.sampling_support import facts, prioritized
 from tests.segment_oracle import MemoryTable
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN = 5
-MIXTURE = ("mixture", {"parts": [{**part, "weight": 1 + i} for i, part in enumerate(MIXED)]})
 SHAPES = [(1, "float32", 7), (3, "float32", 40), (40, "float64", 9), (3, "float32", 600)]
 
 
@@ -54,7 +51,9 @@ def bits(windows: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize(("name", "options"), [("uniform_steps", {}), MIXTURE])
+@pytest.mark.parametrize(
+    ("name", "options"), [("uniform_steps", {}), ("shuffled_epochs", {}), ("prioritized", {})]
+)
 def test_fills(
     kernels: ThreadedKernels, name: str, options: dict[str, Any], padding: Padding
 ) -> None:
@@ -62,18 +61,18 @@ def test_fills(
     kernels.launched.clear()
     for width, rewards, batch in SHAPES:
         table = table_of(width, rewards)
-        law, twin = (make_selection(name, facts(LENGTHS), **options) for _ in range(2))
+        law, twin = (make_sampler(name, facts(LENGTHS), **options) for _ in range(2))
         gather = CpuGather(table, context_length=SPAN, padding=padding)
         with on_cpu(kernels):
             engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=batch,
                                   context_length=SPAN)  # fmt: skip
-            drawn = twin.select_many(seed=9, first_step=2**33 - 1, steps=2, count=batch)
+            drawn = twin.sample(9, 2**33 - 1, 2, batch)
             assert bits(engine.fill(first_step=2**33 - 1, steps=2)) == bits(gather.fill(drawn))
             fill = engine.static(chances=True)
             fill.set_step(2**32 - 1)
             for step in range(2**32 - 1, 2**32 + 1):
                 fill.enqueue()
-                drawn = twin.select(seed=9, step=step, count=batch)
+                drawn = twin.sample(9, step, 1, batch)[0]
                 assert int(fill.counter) == step + 1, "the last block has counted, once"
                 assert bits(fill.windows) == bits(gather.fill(drawn))
                 assert fill.chances is not None
@@ -108,12 +107,12 @@ def test_long_windows_odd_widths_and_leads(
         columns["actions"] = columns["actions"][:, :2]
         options["frame_stack"] = 3
     table = build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, **options)
-    law = make_selection("uniform_steps", facts(LENGTHS))
+    law = make_sampler("uniform_steps", facts(LENGTHS))
     gather = CpuGather(table, context_length=SPAN, padding=padding)
     with on_cpu(kernels):
         engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=30,
                               context_length=SPAN)  # fmt: skip
-        drawn = law.select_many(seed=9, first_step=5, steps=2, count=30)
+        drawn = law.sample(9, 5, 2, 30)
         assert bits(engine.fill(first_step=5, steps=2)) == bits(gather.fill(drawn))
     pieces = engine._job["store"]["pieces"][0, : len(table.groups)]
     assert (pieces.max() > 3) == (kind == "wide")
@@ -123,7 +122,7 @@ def test_long_windows_odd_widths_and_leads(
 def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> None:
     table = table_of(3)
     with on_cpu(kernels):
-        law = make_selection("uniform_steps", facts(LENGTHS))
+        law = make_sampler("uniform_steps", facts(LENGTHS))
         engine = DeviceEngine(place(table), law, seed=9, batch_size=4, context_length=SPAN)
         named = torch.tensor([[0, 0, 9**9, -1, 1], [0, 99, 0, 0, -(2**62)]])
         windows = engine.allocate((5,))
@@ -138,8 +137,8 @@ def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> N
 def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
     lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
-    index, generator = EpisodeIndex(lengths), np.random.default_rng(count)
-    law, twin = Prioritized(index, alpha=0.7), Prioritized(index, alpha=0.7)
+    generator = np.random.default_rng(count)
+    law, twin = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
     with on_cpu(kernels) as device:
         tree = law.on_device(device)
         for turn in range(3):
@@ -161,9 +160,9 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
             sums = [level.clone() for level in tree._levels]
             tree.add_up()
             assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
-        select = DeviceSelect(law, device=device, batch_size=500)
+        select = DeviceSelect(law.gpu, law.index.offsets, device=device, batch_size=500)
         found = select.segments(seed=3, first_step=1, steps=2)
-    expected = twin.select_many(seed=3, first_step=1, steps=2, count=500)
+    expected = twin.sample(3, 1, 2, 500)
     assert np.array_equal(found.episodes, expected.episodes)
     assert np.array_equal(found.starts, expected.starts)
     assert found.probability.tobytes() == expected.probability.tobytes()
@@ -171,7 +170,7 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 33, 1024, 3000])
 def test_importance(kernels: ThreadedKernels, count: int) -> None:
-    law = Prioritized(EpisodeIndex(np.full(100, 50, np.int64)), beta=0.4, beta_steps=1000)
+    law = prioritized([50] * 100, beta=0.4, beta_steps=1000)
     chances = np.exp(np.random.default_rng(1).uniform(-25, 0, size=count))
     out, counter = torch.empty(count), torch.tensor([501])
     with on_cpu(kernels) as device:

@@ -248,7 +248,7 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     found = Recipe.parse(recipe)
     dataset = prepare_dataset(found, quiet=True)
     assert isinstance(dataset, JointDataset)
-    drawn = recipe_selection(found, dataset).select(seed=0, step=0, count=500).episodes
+    drawn = recipe_selection(found, dataset).sample(0, 0, 1, 500)[0].episodes
     first, second = dataset.first_episodes[1:3]
     walk = set(drawn[(drawn >= first) & (drawn < second)].tolist())
     assert walk == {int(first + dataset.tasks[1].dataset.returns.argmax())}

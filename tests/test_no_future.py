@@ -15,11 +15,10 @@ import pytest
 
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
-from gear_offline.sampling.base import Facts
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import Facts, make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
-from tests.law_support import LAW_CASES
+from tests.sampling_support import CASES
 from tests.segment_oracle import MemoryTable
 
 LENGTHS = [9, 1, 14, 6, 2, 11]
@@ -62,10 +61,10 @@ def law_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> Any:
     data = Facts(
         episodes=index, returns=returns, terminated=np.array([True, True, False, True, True, False])
     )
-    return make_selection(name, data, context_length=SPAN, **options)
+    return make_sampler(name, data, context_length=SPAN, **options)
 
 
-@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+@pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("engine", [False, True])
 def test_later_steps_change_nothing_before_them(
     library: Any, name: str, options: dict[str, Any], engine: bool
@@ -74,7 +73,7 @@ def test_later_steps_change_nothing_before_them(
     for replaced in (False, True):
         values = columns(replaced=replaced)
         table, law = table_of(values), law_of(values, name, options)
-        padding: Padding = getattr(law, "padding", "right")
+        padding: Padding = law.padding or "right"
         if engine:
             with on_cpu(library):
                 made = DeviceEngine(
@@ -87,7 +86,7 @@ def test_later_steps_change_nothing_before_them(
                 )
                 windows = made.fill(first_step=11, steps=STEPS)
         else:
-            drawn = law.select_many(seed=3, first_step=11, steps=STEPS, count=BATCH)
+            drawn = law.sample(3, 11, STEPS, BATCH)
             gather = CpuGather(table, context_length=SPAN, padding=padding)
             windows = gather.fill(drawn)
         shown.append({**windows.tensors(), "names": windows.segments,
@@ -111,7 +110,7 @@ def test_later_losses_change_no_earlier_batch(name: str) -> None:
     values = columns(replaced=False)
     one, other = law_of(values, name, {}), law_of(values, name, {})
     for step in range(12):
-        mine, theirs = (law.select(seed=1, step=step, count=BATCH) for law in (one, other))
+        mine, theirs = (law.sample(1, step, 1, BATCH)[0] for law in (one, other))
         same = np.array_equal(mine.starts, theirs.starts)
         assert same or step > 6
         named = np.stack([mine.episodes, mine.starts], 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.peer_placement import (
     HBM_COST,
     HOST_COST,
@@ -169,8 +169,8 @@ def test_predicted_reads_are_those_of_the_law() -> None:
     table_index = make_table([int(n) for n in lengths]).episodes
     plan = plan_node(lengths * 64, lengths.astype(float), int(lengths.sum() * 64 * 0.2), 4)
     assert {HBM, PEER, HOST} >= set(plan.tiers.tolist()) >= {PEER, HOST}
-    law = make_selection("uniform_steps", table_index)
-    drawn = law.select(seed=1, step=0, count=200_000).episodes
+    law = make_sampler("uniform_steps", table_index)
+    drawn = law.sample(1, 0, 1, 200_000)[0].episodes
     tiers = plan.tiers[drawn]
     counts = [np.mean(plan.held_by(g)[drawn]) for g in range(4)]
     own, peer, host = plan.shares

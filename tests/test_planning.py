@@ -111,8 +111,8 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
 @pytest.mark.parametrize(
     ("selection", "code"),
     [
-        ("selection.strategy=prioritised", "SELECTION_UNKNOWN"),
-        ("selection={strategy: mixture, options: {parts: 3}}", "SELECTION_OPTIONS"),
+        ("selection.strategy=prioritised", "SELECTION"),
+        ("selection={strategy: mixture, options: {parts: 3}}", "SELECTION"),
     ],
 )
 def test_a_selection_that_there_is_not_is_refused_for_described_data(

@@ -13,13 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.philox import draws
 from gear_offline.sampling.prioritized import Prioritized, code_of, importance_weights, numbered
-from gear_offline.sampling.selection import LearnsFromLosses
 from gear_offline.sampling.sum_tree import SumTree
-from tests.law_support import p_value
+from tests.sampling_support import p_value, prioritized
 
 LENGTHS = [5, 1, 8, 3]
 STEPS = sum(LENGTHS)
@@ -27,7 +25,7 @@ NAMES = np.array([(e, s) for e, n in enumerate(LENGTHS) for s in range(n)], dtyp
 
 
 def make(**options: Any) -> Prioritized:
-    return Prioritized(EpisodeIndex(np.array(LENGTHS, dtype=np.int64)), **options)
+    return prioritized(LENGTHS, **options)
 
 
 def losses_of(values: list[float]) -> npt.NDArray[np.float32]:
@@ -77,8 +75,8 @@ def test_the_tree_beyond_float32_and_its_memory() -> None:
 
 def test_all_starts_are_alike_before_any_update() -> None:
     law = make()
-    assert isinstance(law, LearnsFromLosses) and law.updates == 0
-    drawn = law.select_many(seed=0, first_step=0, steps=10, count=1700)
+    assert law.learner is law and law.updates == 0
+    drawn = law.sample(0, 0, 10, 1700)
     counts = np.bincount(np.cumsum([0, *LENGTHS])[drawn.episodes.reshape(-1)]
                          + drawn.starts.reshape(-1), minlength=STEPS)  # fmt: skip
     assert p_value(counts, np.full(STEPS, drawn.episodes.size / STEPS)) > 1e-4
@@ -93,7 +91,7 @@ def test_frequencies_follow_the_losses(alpha: float) -> None:
     law.update(NAMES, losses)
     ideal = losses.astype(np.float64) ** alpha
     ideal /= ideal.sum()
-    drawn = law.select_many(seed=3, first_step=0, steps=30, count=1000)
+    drawn = law.sample(3, 0, 30, 1000)
     rows = np.cumsum([0, *LENGTHS])[drawn.episodes] + drawn.starts
     np.testing.assert_allclose(drawn.probability, ideal[rows], rtol=2e-3)  # 11 significant bits
     exact = law.masses / np.float64(law.masses.sum())
@@ -111,7 +109,7 @@ def test_draws_are_those_of_cumulative_integer_sums() -> None:
     law.update(NAMES[[3, 9]], losses_of([7.0, 0.01]))
     first, _ = draws(seed=21, stream=0, first_step=4, steps=1, count=64)
     bounds = np.cumsum(law.masses.astype(object)).tolist()
-    drawn = law.select(seed=21, step=4, count=64)
+    drawn = law.sample(21, 4, 1, 64)[0]
     for number, e, s in zip(first[0].tolist(), drawn.episodes, drawn.starts, strict=True):
         value = number * bounds[-1] // 2**64
         row = next(i for i, bound in enumerate(bounds) if value < bound)
@@ -176,7 +174,7 @@ def test_state_continues_bit_for_bit() -> None:
     for one in (law, fresh):
         one.update(NAMES[1:4], losses_of([0.5, 0.0, 3.0]))
     assert law.masses.tolist() == fresh.masses.tolist()
-    a, b = (one.select(seed=1, step=5, count=100) for one in (law, fresh))
+    a, b = (one.sample(1, 5, 1, 100)[0] for one in (law, fresh))
     assert np.array_equal(a.episodes, b.episodes) and np.array_equal(a.starts, b.starts)
 
 
@@ -198,7 +196,7 @@ def test_states_that_are_none_change_nothing(change: dict[str, Any]) -> None:
     state = {key: v for key, v in {**law.state(), **change}.items() if v is not None}
     with pytest.raises(InputError) as caught:
         law.load_state(state)
-    assert caught.value.code == "SELECTION_STATE" and law.masses.tolist() == before
+    assert caught.value.code == "LOADER_STATE" and law.masses.tolist() == before
 
 
 @pytest.mark.parametrize(
@@ -222,7 +220,7 @@ def test_updates_that_are_refused_change_nothing(
     before = law.masses.tolist()
     with pytest.raises(InputError) as caught:
         law.update(np.array(segments, dtype=np.int64), losses_of(losses))
-    assert caught.value.code == "SELECTION_PRIORITY"
+    assert caught.value.code == "SELECTION"
     assert law.masses.tolist() == before and law.updates == 0
 
 
@@ -238,7 +236,7 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
     made = []
 
-    def priorities(index: EpisodeIndex, masses: Any, *, device: Any, first: int) -> Any:
+    def priorities(offsets: Any, masses: Any, *, device: Any, first: int) -> Any:
         made.append(str(device))
         return SimpleNamespace(device=device)
 

@@ -300,13 +300,13 @@ def test_an_unknown_strategy_is_refused_before_the_data_is_read(tmp_path: Path) 
     path = write(tmp_path / "a.yaml", "base: paper\nselection: {strategy: uniform_step}")
     with pytest.raises(InputError, match="did you mean 'uniform_steps'") as caught:
         validate_recipe(path)
-    assert caught.value.code == "SELECTION_UNKNOWN"
+    assert caught.value.code == "SELECTION"
 
 
 @pytest.mark.parametrize(
     ("text", "code", "key", "remedy"),
     [
-        ("selection: {options: {temperature: 2}}", "SELECTION_OPTIONS", "temperature",
+        ("selection: {options: {temperature: 2}}", "SELECTION", "temperature",
          "no options"),
         ("evaluate: {reference: hopper-mediun-v2}", "REFERENCE_UNKNOWN", "evaluate.reference",
          "did you mean 'hopper-medium-v2'"),

@@ -65,7 +65,7 @@ def test_tasks_are_sections_by_name(tmp_path: Path) -> None:
         ("data.schedule=[{step: 0, weights: {one: 1}}]", "RECIPE_VALUE", "tasks: one, two"),
         ("data.schedule=[{step: 0, weights: {one: 0, two: 0}}]", "RECIPE_VALUE", "all zero"),
         ("data.schedule=[{step: 0, wights: {}}]", "RECIPE_UNKNOWN_KEY", "data.schedule.0.weights"),
-        ("data.tasks.one.selection.strategy=top", "SELECTION_UNKNOWN", "task one"),
+        ("data.tasks.one.selection.strategy=top", "SELECTION", "task one"),
         ("data.tasks.one.collect.environment=Pendulun-v1", "ENVIRONMENT_UNKNOWN", "task one"),
     ],
 )

@@ -18,7 +18,7 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.sharded import ShardedBatches, shelf_of
 from gear_offline.loaders.spread_choice import choose_share
-from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.one_process import OneProcess
@@ -92,7 +92,7 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
     law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
     span = data.draw(st.integers(1, 9))
     options: dict[str, Any] = {
-        "selection": make_selection(law, dataset, context_length=span),
+        "selection": make_sampler(law, dataset, context_length=span),
         "seed": data.draw(st.integers(0, 99)),
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
         "context_length": span,
@@ -121,9 +121,7 @@ def compare(
     """Ask for blocks of steps; together the ranks must get what `gather` finds in the whole."""
     for first in firsts:
         found = [rank.windows(first, steps) for rank in ranks]
-        drawn = options["selection"].select_many(
-            seed=options["seed"], first_step=first, steps=steps, count=options["batch_size"]
-        )
+        drawn = options["selection"].sample(options["seed"], first, steps, options["batch_size"])
         for step in range(steps):
             expected = rows_of(gather.fill(drawn[step]))
             got: Counter[Any] = Counter()
@@ -151,7 +149,7 @@ def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> No
     span, stack = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5))
     padding: Padding = data.draw(st.sampled_from(["left", "right"]))
     options: dict[str, Any] = {
-        "selection": make_selection("uniform_steps", frames),
+        "selection": make_sampler("uniform_steps", frames),
         "seed": data.draw(st.integers(0, 99)),
         "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
         "context_length": span,
@@ -168,7 +166,7 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing raised the error again, and left connections and threads behind."""
-    law = make_selection("uniform_steps", dataset)
+    law = make_sampler("uniform_steps", dataset)
     options: dict[str, Any] = {"selection": law, "seed": 0, "batch_size": 8, "padding": "right"}
     rank, _ = spread(dataset, (0, 1), context_length=4, normalize_states=False, **options)
     closed: list[str] = []
@@ -184,7 +182,7 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
-    options: dict[str, Any] = {"selection": make_selection("uniform_steps", dataset), "seed": 1}
+    options: dict[str, Any] = {"selection": make_sampler("uniform_steps", dataset), "seed": 1}
     ranks = spread(dataset, (0, 1), batch_size=2048, context_length=4, padding="right", **options)
     for step in range(20):
         for rank in ranks:
@@ -223,8 +221,8 @@ def test_skewed_laws_share_their_probability(
     dataset: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ten times the weight on half of the episodes: little crosses nodes all the same."""
-    law = make_selection("return_weighted", dataset)
-    weight = getattr(law, "episode_weight", None)
+    law = make_sampler("return_weighted", dataset)
+    weight = law.episode_weight
     assert weight is not None and weight.max() > 2 * weight.min()
     share = choose_share(
         dataset, World(rank=1, nodes=(0, 1)), "shard", law,

@@ -6,10 +6,11 @@ import io
 import json
 import re
 from collections import Counter
+from dataclasses import asdict, fields
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -24,13 +25,9 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import GearError, InputError
-from gear_offline.sampling.selection import (
-    _FACTORIES,
-    make_selection,
-    option_names,
-    selection_names,
-)
-from tests.law_support import keys
+from gear_offline.sampling import make_sampler, sampler_class, strategy_names
+from gear_offline.sampling.base import _SAMPLERS
+from tests.sampling_support import keys
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [3, 8, 1, 12, 6]
@@ -69,12 +66,12 @@ def test_figures_are_those_of_counting_one_by_one(
     dataset: Dataset, document: dict[str, Any], label: str
 ) -> None:
     row = row_of(document, label)
-    law = make_selection(row["strategy"], dataset, context_length=SPAN, **row["options"])
+    law = make_sampler(row["strategy"], dataset, context_length=SPAN, **row["options"])
     drawn, repeats, episodes_again, shown = Counter[Any](), 0, 0, Counter[Any]()
     returns, weights, places, real = [], [], [], 0
     first = np.cumsum([0, *LENGTHS]).tolist()
     for step in range(BATCHES):
-        segments = law.select(seed=0, step=step, count=BATCH)
+        segments = law.sample(0, step, 1, BATCH)[0]
         named = keys(segments, LENGTHS, SPAN)
         starts = [(e, s) for e, s, _ in named]
         repeats += len(starts) - len(set(starts))
@@ -172,7 +169,7 @@ def test_candidates() -> None:
     with pytest.raises(InputError, match="top_k:k=50") as caught:
         parse_candidates("top_k:50", recipe)
     assert caught.value.code == "USAGE"
-    assert failing_code(lambda: parse_candidates("uniform", recipe)) == "SELECTION_UNKNOWN"
+    assert failing_code(lambda: parse_candidates("uniform", recipe)) == "SELECTION"
     with pytest.raises(InputError, match="did you mean 'top_k'"):
         parse_candidates("top_kk:k=3", recipe)
     for text in (" ,", "", "top_k:k=5:k=6"):
@@ -181,10 +178,7 @@ def test_candidates() -> None:
 
 def test_options_that_do_not_fit_stop_the_command(dataset: Dataset) -> None:
     recipe = recipe_of(dataset)
-    assert (
-        failing_code(lambda: compare(recipe, strategies="top_k:q=1", quiet=True))
-        == "SELECTION_OPTIONS"
-    )
+    assert failing_code(lambda: compare(recipe, strategies="top_k:q=1", quiet=True)) == "SELECTION"
 
 
 class Page(HTMLParser):
@@ -311,13 +305,13 @@ def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
     )
     try:
         exec(compile(code, "strategies.md", "exec"), {})
-        law = make_selection("recent", dataset, half_life=1.0)
-        drawn = law.select_many(seed=0, first_step=0, steps=10, count=500)
+        law = make_sampler("recent", dataset, half_life=1.0)
+        drawn = law.sample(0, 0, 10, 500)
     finally:
-        _FACTORIES.pop("recent", None)
+        _SAMPLERS.pop("recent", None)
     shares = np.bincount(drawn.episodes.reshape(-1), minlength=5) / drawn.episodes.size
     np.testing.assert_allclose(shares, 2.0 ** np.arange(5) / 31, atol=0.02)
-    assert law.options == {"half_life": 1.0}
+    assert asdict(law.options) == {"half_life": 1.0}
 
 
 def test_the_file_in_the_documents_starts_commands(
@@ -335,7 +329,7 @@ def test_the_file_in_the_documents_starts_commands(
         with pytest.raises(SystemExit) as caught:
             exec(code, {"__name__": "__main__"})
     finally:
-        _FACTORIES.pop("recent", None)
+        _SAMPLERS.pop("recent", None)
     assert len(parts) == 2 and caught.value.code == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["strategies"][1]["options"] == {"half_life": 2}
@@ -343,7 +337,7 @@ def test_the_file_in_the_documents_starts_commands(
 
 def test_every_strategy_and_option_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
-    for name in selection_names():
+    for name in strategy_names():
         assert f"`{name}`" in page, name
-        for option in option_names(name):
+        for option in (field.name for field in fields(cast(Any, sampler_class(name).Options))):
             assert f"`{option}`" in page or f"{option}:" in page, f"{name}: {option}"

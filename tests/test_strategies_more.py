@@ -14,10 +14,8 @@ from gear_offline.analysis.plan import Point, RunPoints, run_in_turn, run_togeth
 from gear_offline.analysis.train import train_strategies
 from gear_offline.config.recipe import load_recipe
 from gear_offline.loaders.batch import Batch
-from gear_offline.sampling.selection import make_selection, padding_of, selection_names
 from gear_offline.sweep.sweep import run_sweep
 from gear_offline.training.learner import Learner
-from tests.law_support import facts
 from tests.strategies_support import recipe_of
 from tests.support import failing_code
 from tests.training_support import learnt
@@ -34,20 +32,6 @@ def train(data: Path, out: Path, names: str, *overrides: str, **options: Any) ->
 def final(document: dict[str, Any], label: str) -> dict[str, Any]:
     (row,) = (row for row in document["strategies"] if row["label"] == label)
     return dict(row["final"])
-
-
-def test_padding_of_every_law() -> None:
-    data = facts([3, 4], terminated=[True, True])
-    options: dict[str, dict[str, Any]] = {
-        "top_k": {"k": 1},
-        "mixture": {"parts": [{"strategy": "uniform_steps", "weight": 1}]},
-    }
-    for name in selection_names():
-        law = make_selection(name, data, context_length=4, **options.get(name, {}))
-        assert padding_of(name) == getattr(law, "padding", None), name
-    assert padding_of("original") == padding_of("d3rlpy") == "left"
-    assert padding_of("corl") == padding_of("min_dt") == "right"
-    assert padding_of("uniform_steps") is None is padding_of("no such strategy")
 
 
 def test_laws_of_both_paddings_are_trained_in_one_comparison(data: Path, tmp_path: Path) -> None:
@@ -80,7 +64,7 @@ def test_a_strategy_that_cannot_be_trained_is_named_and_the_others_go_on(
     assert found["strategies"][1]["versus"] is None and found["strategies"][2]["versus"]
     words = ("train.steps=4", "loader.batch_size=64", "selection.strategy=min_dt")
     alone = failing_code(lambda: train(data, tmp_path / "own", "uniform_steps", *words))
-    assert alone == "SELECTION_BATCH", "of the recipe itself"
+    assert alone == "SELECTION", "of the recipe itself"
 
 
 def test_an_error_of_torch_ends_its_run_alone(

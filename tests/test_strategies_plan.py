@@ -237,4 +237,4 @@ def test_a_folder_that_is_being_trained_into_is_refused_at_once(
     )
     assert not out.exists(), "nothing was added while it was held"
     assert cli.main([*words, "--strategies", "nonsense"]) == 2
-    assert "SELECTION_UNKNOWN" in capsys.readouterr().err and not out.exists()
+    assert "SELECTION" in capsys.readouterr().err and not out.exists()

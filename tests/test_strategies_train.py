@@ -33,7 +33,7 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.trainer import TrainingInterrupted
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 from gear_offline.training.checkpoint import load_policy_parts
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
@@ -133,7 +133,7 @@ def test_probes_are_the_mean_error_over_real_steps_of_fixed_windows(
             context_length=3,
             returns_scale=10.0,
             normalize_states=True,
-            selection=make_selection(law, dataset),
+            selection=make_sampler(law, dataset),
             seed=strategies_judge.PROBE_SEED,
             device="cpu",
         )

@@ -271,11 +271,11 @@ from gear_offline.dataset.dataset import open_dataset
 from gear_offline.tables.host_memory import HostHandle
 from gear_offline.tables.host_table import host_table
 from gear_offline.kernels.gather import CpuGather
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 dataset = open_dataset(sys.argv[1], verify=False)
 handle = HostHandle.from_json(json.loads(sys.argv[2]))
 table, block = host_table(dataset, context_length=5, gamma=0.5, share=handle)
-segments = make_selection("uniform_steps", dataset).select(seed=1, step=2, count=32)
+segments = make_sampler("uniform_steps", dataset).sample(1, 2, 1, 32)[0]
 windows = CpuGather(table, context_length=5).fill(segments)
 print(windows.buffers[0].numpy().tobytes().hex())
 """
@@ -283,12 +283,12 @@ print(windows.buffers[0].numpy().tobytes().hex())
 
 def test_one_table_for_two_processes(tmp_path: Path) -> None:
     from gear_offline.kernels.gather import CpuGather
-    from gear_offline.sampling.selection import make_selection
+    from gear_offline.sampling import make_sampler
 
     dataset = make_dataset(tmp_path, LENGTHS)
     table, block = host_table(dataset, context_length=5, gamma=0.5, threads=2)
     assert_same(table, build_table(dataset, context_length=5, gamma=0.5))
-    segments = make_selection("uniform_steps", dataset).select(seed=1, step=2, count=32)
+    segments = make_sampler("uniform_steps", dataset).sample(1, 2, 1, 32)[0]
     expected = CpuGather(table, context_length=5).fill(segments).buffers[0].numpy()
     text = json.dumps(block.handle().to_json())
     with python(ATTACH, str(tmp_path / "dataset"), text) as other:

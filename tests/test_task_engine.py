@@ -12,8 +12,7 @@ import torch
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather
 from gear_offline.loaders.device_batches import make_batches
-from gear_offline.sampling.selection import Selection, make_selection
-from gear_offline.sampling.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
@@ -37,13 +36,12 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> JointDataset:
     return join(make_parts(folder))
 
 
-def law_of(joint: JointDataset, points: list[TaskPoint]) -> Selection:
+def law_of(joint: JointDataset, points: list[TaskPoint]) -> Sampler:
     names = ("uniform_steps", "return_weighted", "uniform_episodes")
     laws = [
-        TaskLaw(
+        TaskPart(
             name=task.name,
-            index=task.dataset.episodes,
-            selection=make_selection(name, task.dataset),
+            sampler=make_sampler(name, task.dataset),
             weight=weight,
         )
         for task, name, weight in zip(joint.tasks, names, (1.0, 4.0, 0.5), strict=True)
@@ -51,11 +49,8 @@ def law_of(joint: JointDataset, points: list[TaskPoint]) -> Selection:
     return mix_tasks(laws, points)
 
 
-@pytest.mark.parametrize("points", [[], POINTS], ids=["fixed", "scheduled"])
-def test_batches_name_the_tasks_of_the_cpus_segments(
-    library: Any, joint: JointDataset, points: list[TaskPoint]
-) -> None:
-    law = law_of(joint, points)
+def test_batches_name_the_tasks_of_the_cpus_segments(library: Any, joint: JointDataset) -> None:
+    law = law_of(joint, [])
     table = build_table(joint, context_length=SPAN)
     gather = CpuGather(table, context_length=SPAN)
     bounds = torch.from_numpy(joint.first_episodes[1:-1].copy())
@@ -68,7 +63,7 @@ def test_batches_name_the_tasks_of_the_cpus_segments(
         for step in range(STEPS):
             batches.begin()
             batch = batches.batch  # the same memory in each step
-            drawn = law.select(seed=3, step=step, count=BATCH)
+            drawn = law.sample(3, step, 1, BATCH)[0]
             assert batch.segments[:, 0].tolist() == drawn.episodes.tolist()
             windows = gather.fill(drawn)
             for mine, theirs in zip(

@@ -12,8 +12,7 @@ import torch
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.selection import make_selection
-from gear_offline.sampling.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.sampling import TaskPart, TaskPoint, make_sampler, mix_tasks
 from gear_offline.training.learner import Learner
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.task_support import join, make_discrete, make_learner, make_parts, tasks_recipe
@@ -54,10 +53,9 @@ def test_batches_are_the_cpus(
         laws = ["uniform_steps", "return_weighted", "uniform_episodes"]
         law = mix_tasks(
             [
-                TaskLaw(
+                TaskPart(
                     name=task.name,
-                    index=task.dataset.episodes,
-                    selection=make_selection(name, task.dataset),
+                    sampler=make_sampler(name, task.dataset),
                     weight=weight,
                 )
                 for task, name, weight in zip(joint.tasks, laws, weights, strict=True)

@@ -191,7 +191,7 @@ def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
     assert code(None, "evaluate.environment=NoSuch-v0") == "ENVIRONMENT_UNKNOWN"
     assert code(tmp_path / "missing") == "DATA_MISSING"
     assert code(None, "data.path=null") == "DATA_MISSING"
-    assert code(None, "selection.strategy=uniform_step") == "SELECTION_UNKNOWN"
+    assert code(None, "selection.strategy=uniform_step") == "SELECTION"
 
 
 def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.priorities import DevicePriorities
 from gear_offline.kernels.tree_job import FAN, level_sizes
-from gear_offline.sampling.prioritized import Prioritized, code_of
+from gear_offline.sampling.prioritized import code_of
 from tests.kernels_on_cpu import compile_laws, on_cpu
+from tests.sampling_support import prioritized
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return compile_laws(tmp_path_factory.mktemp("tree"))
 
 
-def one_episode(items: int) -> EpisodeIndex:
-    return EpisodeIndex(np.array([items], dtype=np.int64))
-
-
 def tree_of(library: Any, masses: list[int] | npt.NDArray[np.int64]) -> DevicePriorities:
     values = np.asarray(masses, dtype=np.int64)
     codes = np.ones(16, dtype=np.uint64)
     with on_cpu(library) as device:
-        tree = DevicePriorities(one_episode(len(values)), codes, device=device, first=1)
+        tree = DevicePriorities(np.array([0, len(values)]), codes, device=device, first=1)
         tree.load_state(values, 0)
     return tree
 
@@ -100,8 +96,7 @@ PAIRS = st.lists(
 def test_updates_are_those_of_the_twin_in_any_order(
     library: Any, batches: list[list[tuple[int, float]]], alpha: float
 ) -> None:
-    index = EpisodeIndex(np.array(LENGTHS, dtype=np.int64))
-    law, other, twin = (Prioritized(index, alpha=alpha) for _ in range(3))
+    law, other, twin = (prioritized(LENGTHS, alpha=alpha) for _ in range(3))
     with on_cpu(library) as device:
         trees = [some.on_device(device) for some in (law, other)]
         for pairs in batches:
@@ -128,7 +123,7 @@ def test_updates_are_those_of_the_twin_in_any_order(
 def test_a_batch_that_is_refused_changes_nothing(
     library: Any, name: tuple[int, int], loss: float
 ) -> None:
-    law = Prioritized(EpisodeIndex(np.array(LENGTHS, dtype=np.int64)))
+    law = prioritized(LENGTHS)
     with on_cpu(library) as device:
         tree = law.on_device(device)
         before = [level.clone() for level in tree._levels]

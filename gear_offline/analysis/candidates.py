@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
 from gear_offline.errors import InputError
-from gear_offline.sampling.selection import selection_names
+from gear_offline.sampling import parse_options
 
 DEFAULT = (
     *("uniform_steps", "uniform_episodes", "return_weighted", "top_percent"),
@@ -73,7 +72,7 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
     Raises
     ------
     InputError
-        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``USAGE``, ``STRATEGIES_FILE``,
+        ``SELECTION``, ``USAGE``, ``STRATEGIES_FILE``,
         ``RECIPE_SYNTAX``.
     """
     own = Candidate(strategy=recipe.selection.strategy, options=recipe.selection.options)
@@ -93,16 +92,8 @@ def parse_candidates(text: str | None, recipe: Recipe) -> list[Candidate]:
             found.append(candidate)
         elif candidate.title is not None:
             found[same[0]] = candidate  # the recipe's own one, by the name it is given
-    known = selection_names()
     for candidate in found:
-        if candidate.strategy not in known:
-            near = difflib.get_close_matches(candidate.strategy, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else "one of your own: start its file; "
-            raise InputError(
-                "SELECTION_UNKNOWN",
-                f"no selection strategy {candidate.strategy!r}",
-                remedy=f"{hint}strategies: {', '.join(known)}",
-            )
+        parse_options(candidate.strategy, candidate.options)
     _check_labels(found, text)
     return found
 

@@ -57,7 +57,7 @@ def write_probes(recipe: Recipe, dataset: Dataset, path: Path) -> Probes:
     from safetensors.torch import save
 
     from gear_offline.loaders.loader import GearLoader
-    from gear_offline.sampling.selection import make_selection
+    from gear_offline.sampling import make_sampler
 
     columns = (dataset.spec[name] for name in ("observations", "actions"))
     window = recipe.loader.context_length * sum(prod(c.shape) * 4 for c in columns)
@@ -72,7 +72,7 @@ def write_probes(recipe: Recipe, dataset: Dataset, path: Path) -> Probes:
             "sharding": "auto",
             "exchange": "off",
         }
-        law = make_selection(
+        law = make_sampler(
             strategy, dataset, context_length=recipe.loader.context_length, **options
         )
         loader = GearLoader(dataset, **settings, selection=law, seed=PROBE_SEED, device="cpu")

@@ -12,7 +12,7 @@ from typing import Protocol
 from gear_offline.analysis.candidates import Candidate
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import InputError
-from gear_offline.sampling.selection import padding_of
+from gear_offline.sampling import sampler_class
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
 MOST_SEEDS = 64
@@ -184,7 +184,7 @@ def make_plan(
 
 
 def _point(recipe: Recipe, candidate: Candidate, seed: int, out: Path, every: int) -> Point:
-    side = padding_of(candidate.strategy) or recipe.loader.padding
+    side = sampler_class(candidate.strategy).padding or recipe.loader.padding
     changed = recipe.replace(
         name=f"{recipe.name[:20]}-{candidate.slug}"[:100].rstrip(".=-").replace("=", "_"),
         seed=seed,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from gear_offline.dataset.schema import Int64Array
 from gear_offline.dataset.statistics import histogram_edges
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.preparation import prepare_dataset
-from gear_offline.sampling.selection import Segments, Selection
+from gear_offline.sampling import Sampler, Segments
 
 __all__ = ["compare", "write_comparison"]
 
@@ -64,7 +65,7 @@ def compare(
     Raises
     ------
     InputError
-        ``SELECTION_*``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``NONFINITE`` for returns
+        ``SELECTION``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``NONFINITE`` for returns
         that are NaN or infinite; those of preparing the recipe's data.
     """
     from gear_offline.bench import machine
@@ -84,12 +85,10 @@ def compare(
                 tally = Tally(dataset, recipe, law)
                 tally.run(batches, advance)
             except GearError as error:
-                if error.code in ("SELECTION_OPTIONS", "SELECTION_UNKNOWN"):
-                    raise
                 say(f"{candidate.label}: {error}", quiet=quiet)
                 rows.append({**head, "options": dict(candidate.options), "error": str(error)})
                 continue
-            rows.append({**head, "options": dict(law.options), **tally.document()})
+            rows.append({**head, "options": asdict(law.options), **tally.document()})
     lengths = dataset.episodes.lengths
     return {
         "recipe": recipe.name,
@@ -147,7 +146,7 @@ class Tally:
         What to measure.
     """
 
-    def __init__(self, dataset: Dataset, recipe: Recipe, law: Selection) -> None:
+    def __init__(self, dataset: Dataset, recipe: Recipe, law: Sampler) -> None:
         self._index, self._returns, self._law = dataset.episodes, dataset.returns, law
         self._batch, self._span = recipe.loader.batch_size, recipe.loader.context_length
         self._seed, self._budget = recipe.seed, recipe.loader.hbm_budget
@@ -171,9 +170,7 @@ class Tally:
             for first in range(begin, end, most):
                 steps = min(most, end - first)
                 began = time.perf_counter()
-                drawn = self._law.select_many(
-                    seed=self._seed, first_step=first, steps=steps, count=self._batch
-                )
+                drawn = self._law.sample(self._seed, first, steps, self._batch)
                 self._seconds += time.perf_counter() - began
                 self._count(drawn)
                 advance(steps)
@@ -265,9 +262,7 @@ class Tally:
         homes = torch.from_numpy(np.minimum(middle * nodes // self._index.steps, nodes - 1))
         assigner, moved = Assigner(torch.arange(nodes)), 0
         batches = min(self._batches, BATCHES_ASSIGNED)
-        drawn = self._law.select_many(
-            seed=self._seed, first_step=0, steps=batches, count=self._batch
-        )
+        drawn = self._law.sample(self._seed, 0, batches, self._batch)
         for row in drawn.episodes[:, :count]:
             home = homes[torch.from_numpy(row)]
             moved += int(assigner.moved(assigner.assign(home, home), home, home)[0])

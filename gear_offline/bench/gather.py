@@ -22,7 +22,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import Table
 
 # segment: steps of the window, bytes of a row
@@ -138,10 +138,10 @@ def _tier_row(
         device="cuda",
         placement=tier,
     )
-    law = make_selection("uniform_steps", placed.episodes)
+    law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
     engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=span)
-    drawn = law.select(seed=0, step=0, count=count)
+    drawn = law.sample(0, 0, 1, count)[0]
     whole = np.minimum(drawn.starts, lengths[0] - span)  # no padding: every byte is moved
     named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()
     known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
@@ -199,7 +199,7 @@ def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
                     device="cuda",
                     placement=tier,
                 )
-                law = make_selection("uniform_steps", placed.episodes)
+                law = make_sampler("uniform_steps", placed.episodes)
                 count = min(LAUNCH_BYTES // (span * step_bytes), 1 << 17)
                 engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=span)
                 fill = engine.static()

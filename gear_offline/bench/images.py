@@ -31,7 +31,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.runs.preparation import ModelSizes
-from gear_offline.sampling.selection import Segments, make_selection
+from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import Table
 from gear_offline.training.learner import Learner
 
@@ -118,11 +118,11 @@ def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any
         device="cuda",
         placement=tier,
     )
-    law = make_selection("uniform_steps", placed.episodes)
+    law = make_sampler("uniform_steps", placed.episodes)
     delivered = (CONTEXT + history) * width
     count = LAUNCH_BYTES // delivered
     engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=CONTEXT)
-    drawn = law.select(seed=0, step=0, count=count)
+    drawn = law.sample(0, 0, 1, count)[0]
     whole = np.clip(drawn.starts, history, EPISODE - CONTEXT)  # no padding: every byte is moved
     known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
     named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()

@@ -22,7 +22,7 @@ from gear_offline.distributed.assignment import Assigner
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 
 SIZES = (880, 4096, 65536)
@@ -78,7 +78,7 @@ def _row(world: World, device: torch.device, memory: Any, size: int, turns: int)
     group = ColumnGroup(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span])
     source = Table(episodes=EpisodeIndex(lengths), groups=(group,), margin=span)
     placed = place_table(source, device=device, placement="peer", world=world)
-    law = make_selection("uniform_steps", placed.episodes)
+    law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
     engine = DeviceEngine(placed, law, seed=world.rank, batch_size=count, context_length=span)
     fill = engine.static()

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.bench.select_peers import torchrl_calls
-from gear_offline.sampling.bijection import KeyedOrder
+from gear_offline.sampling.episodes import WeightedChoice
+from gear_offline.sampling.epochs import KeyedOrder
 from gear_offline.sampling.sum_tree import SumTree
-from gear_offline.sampling.thresholds import Thresholds
 
 SIZES, QUICK_SIZES = (10**4, 10**5, 10**6, 10**7, 10**8), (10**4, 10**5)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000
@@ -58,7 +58,7 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     places = np.arange(draws, dtype=np.int64) % items
     epochs = np.zeros(draws, dtype=np.int64)
     started = time.perf_counter()
-    thresholds = Thresholds(weights)
+    choice = WeightedChoice(weights)
     build_seconds = time.perf_counter() - started
     tree = SumTree(np.maximum(weights * (2.0**62 / items), 1.0).astype(np.uint64))
     below = numbers % np.uint64(tree.total)
@@ -66,10 +66,10 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     changes = itertools.cycle((masses[::-1].copy(), masses))  # each call changes something
     order = KeyedOrder(items)
     calls: dict[str, Callable[[], object]] = {
-        "weighted": lambda: thresholds.find(numbers),
+        "weighted": lambda: choice.find(numbers),
         "priorities: draw": lambda: tree.find(below),
         "priorities: update": lambda: tree.set(chosen, next(changes)),
-        "shuffled": lambda: order(seed=1, first_epoch=0, epochs=epochs, places=places),
+        "shuffled": lambda: order(1, 0, epochs, places),
         "numpy choice": lambda: generator.choice(items, size=draws, p=shares),
     }
     shares = weights / weights.sum()

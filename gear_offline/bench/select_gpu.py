@@ -25,9 +25,9 @@ from gear_offline.bench.loader import CONTEXT, EPISODES, STEPS, _hopper_like
 from gear_offline.bench.train import paper_learner, step_seconds
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.philox import bounded, draws
-from gear_offline.sampling.ordered import ShuffledEpochs
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import Prioritized, Sampler, ShuffledEpochs, make_sampler
+from gear_offline.sampling.base import Facts
+from gear_offline.sampling.prioritized import PriorityOptions
 
 EPISODE_STEPS = 1000
 AT_ONCE = 1 << 27  # masses made together
@@ -36,15 +36,7 @@ MULTINOMIAL_MOST = 1 << 24
 ROWS_OF_BATCHES = 8  # names of updates, taken in turn
 LAWS: tuple[tuple[str, dict[str, Any]], ...] = (
     *((name, {}) for name in ("uniform_steps", "uniform_episodes", "return_weighted")),
-    *((name, {}) for name in ("top_percent", "stratified_return", "fifo", "lifo")),
-    *((name, {}) for name in ("shuffled_epochs", "min_dt", "d3rlpy", "prioritized")),
-    (
-        "mixture",
-        {
-            "parts": [{"strategy": "uniform_steps"}, {"strategy": "prioritized"}],
-            "schedule": [{"step": 0, "weights": [1, 0]}, {"step": 100_000, "weights": [1, 1]}],
-        },
-    ),
+    *((name, {}) for name in ("top_percent", "shuffled_epochs", "prioritized")),
 )
 
 
@@ -53,7 +45,8 @@ def measure(items: int, count: int, *, turns: int, device: torch.device) -> dict
     torch.cuda.synchronize()
     began = time.perf_counter()
     index = EpisodeIndex(np.full(max(items // EPISODE_STEPS, 1), EPISODE_STEPS, np.int64))
-    law = Prioritized(index, alpha=1.0)
+    facts = Facts(episodes=index)
+    law = Prioritized(facts, PriorityOptions(alpha=1.0))
     tree = law.on_device(device)
     torch.cuda.synchronize()
     made = time.perf_counter()
@@ -75,7 +68,7 @@ def measure(items: int, count: int, *, turns: int, device: torch.device) -> dict
     for own in (1024, 64):
         calls[f"draw {own:,}"] = _Calls(law, device, own).next
         calls[f"update {own:,}"] = partial(tree.update, names[0][:own], losses[0, :own])
-    calls["shuffled"] = _Calls(ShuffledEpochs(index), device, count).next
+    calls["shuffled"] = _Calls(ShuffledEpochs(facts), device, count).next
     _never_wait(calls.values())
     seconds = {name: event_seconds(call, turns=turns, calls=4) for name, call in calls.items()}
     held = int(tree.masses.sum()) == tree.total and tree.refused == 0
@@ -126,10 +119,11 @@ def fill_masses(masses: Tensor) -> None:
 class _Calls:
     """Draws of one size, each call at a step of its own."""
 
-    def __init__(self, law: Any, device: torch.device, count: int) -> None:
+    def __init__(self, law: Sampler, device: torch.device, count: int) -> None:
         from gear_offline.kernels.select import DeviceSelect
 
-        self._select = DeviceSelect(law, device=device, batch_size=count)
+        assert law.gpu is not None
+        self._select = DeviceSelect(law.gpu, law.index.offsets, device=device, batch_size=count)
         self.names = torch.empty(1, count, 2, dtype=torch.int64, device=device)
         self.chances = torch.empty(1, count, dtype=torch.float64, device=device)
         self._step = 0
@@ -139,9 +133,7 @@ class _Calls:
         self._step += 1
 
     def drawn(self, step: int) -> Tensor:
-        self._select.enqueue(
-            seed=1, first_step=step, names=self.names, chances=self.chances, lengths=None
-        )
+        self._select.enqueue(seed=1, first_step=step, names=self.names, chances=self.chances)
         return self.names[0]
 
 
@@ -154,7 +146,7 @@ def _is_exact(law: Prioritized, select: _Calls, count: int) -> bool:
     sums = tree.masses.cumsum(0)
     rows = torch.searchsorted(sums, numbers, right=True).cpu().numpy()
     mine = law.index.offsets[names[:, 0]] + names[:, 1]
-    chances = law.density(law.select(seed=1, step=7, count=1))[:1]
+    chances = law.density(law.sample(1, 7, 1, 1)[0])[:1]
     return bool((rows == mine).all() and (chances == select.chances[0, :1].cpu().numpy()).all())
 
 
@@ -207,10 +199,8 @@ def batches(*, quick: bool, turns: int) -> list[dict[str, Any]]:
         for name, options in LAWS:
             row: dict[str, Any] = {"law": name}
             for size in (64, 1024):
-                if name == "min_dt" and size > episodes:
-                    continue
-                law = make_selection(name, dataset, context_length=CONTEXT, **options)
-                padding: Any = getattr(law, "padding", "right")
+                law = make_sampler(name, dataset, context_length=CONTEXT, **options)
+                padding: Any = law.padding or "right"
                 loader = GearLoader(
                     dataset,
                     batch_size=size,

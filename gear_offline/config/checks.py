@@ -21,7 +21,7 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
     Raises
     ------
     InputError
-        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS``, ``REFERENCE_UNKNOWN``,
+        ``SELECTION``, ``REFERENCE_UNKNOWN``,
         ``ENVIRONMENT_UNKNOWN``, ``COLLECT_OPTION``, ``COLLECT_MIX``, ``RECIPE_VALUE``.
     """
     for name in recipe.data.tasks or {}:
@@ -55,26 +55,15 @@ def check_recipe(recipe: Recipe, *, where: str = "") -> None:
 
 
 def check_selection(recipe: Recipe, where: str) -> None:
-    """Refuse a strategy that there is not, and options that are not its own (``SELECTION_*``)."""
-    from gear_offline.sampling.selection import misfit, selection_names
+    """Refuse a strategy that there is not, and options that are not its own (``SELECTION``)."""
+    from gear_offline.sampling import parse_options
 
-    name, known = recipe.selection.strategy, selection_names()
-    if name not in known:
-        guess = nearest(name, known)
+    try:
+        parse_options(recipe.selection.strategy, recipe.selection.options)
+    except InputError as error:
         raise InputError(
-            "SELECTION_UNKNOWN",
-            f"selection.strategy must be one of {', '.join(known)}, got {name!r}",
-            where=where,
-            remedy=f"did you mean {guess!r}?"
-            if guess
-            else "one of your own is known where its file starts the command: docs/strategies.md",
-        )
-    problem, taken = misfit(name, recipe.selection.options)
-    if problem:
-        takes = f"{name} takes {', '.join(taken)}" if taken else f"{name} takes no options"
-        raise InputError(
-            "SELECTION_OPTIONS", f"selection.options: {problem}", where=where, remedy=takes
-        )
+            error.code, f"selection: {error.what}", where=where, remedy=error.remedy
+        ) from error
 
 
 def _check_collect(settings: CollectSettings, where: str, *, made: bool) -> None:

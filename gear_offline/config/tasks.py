@@ -10,8 +10,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings, TaskSettings
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.sampling.base import Selection, make_selection
-from gear_offline.sampling.tasks import TaskLaw, TaskPoint, mix_tasks
+from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Task, join_datasets
 
@@ -98,8 +97,8 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
 
 def recipe_selection(
     recipe: Recipe, dataset: Dataset, settings: SelectionSettings | None = None
-) -> Selection:
-    """Return the law of a recipe's batches; of several tasks, the mixture of theirs.
+) -> Sampler:
+    """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
     Parameters
     ----------
@@ -110,27 +109,25 @@ def recipe_selection(
     Raises
     ------
     InputError
-        Those of `gear_offline.sampling.selection.make_selection` and
-        `gear_offline.sampling.tasks.mix_tasks`.
+        Those of `gear_offline.sampling.make_sampler` and `gear_offline.sampling.mix_tasks`.
     """
     span = recipe.loader.context_length
     if settings == recipe.selection:
         settings = None
     if not isinstance(dataset, JointDataset):
         chosen = settings or recipe.selection
-        return make_selection(chosen.strategy, dataset, context_length=span, **chosen.options)
-    laws = []
+        return make_sampler(chosen.strategy, dataset, context_length=span, **chosen.options)
+    parts = []
     for task in dataset.tasks:
         own = named(recipe, task.name)
         chosen = settings or own.selection or recipe.selection
-        law = make_selection(chosen.strategy, task.dataset, context_length=span, **chosen.options)
-        index = task.dataset.episodes
-        laws.append(TaskLaw(name=task.name, index=index, selection=law, weight=own.weight))
+        sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
+        parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
     points = [
         TaskPoint(step=point.step, weights=dict(point.weights))
         for point in recipe.data.schedule or ()
     ]
-    return mix_tasks(laws, points)
+    return mix_tasks(parts, points)
 
 
 def loader_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
 from gear_offline.runs.preparation import ModelSizes
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import Selection, learner_of
+from gear_offline.sampling import Prioritized, Sampler
 from gear_offline.tables.fields import is_image
 from gear_offline.tables.table import plan_groups
 
@@ -146,7 +145,7 @@ def make_workload(
     Raises
     ------
     InputError
-        ``PLAN_DATA``, ``PLAN_COLUMNS``, ``COLUMN_*``, ``SELECTION_*`` and those of `open_dataset`.
+        ``PLAN_DATA``, ``PLAN_COLUMNS``, ``COLUMN_*``, ``SELECTION`` and those of `open_dataset`.
     """
     path = recipe.data.path
     if columns is not None:
@@ -213,7 +212,7 @@ def _measure(
         longest=int(source.episodes.lengths.max()),
         learns=_learns_by_name(recipe.selection.model_dump())
         if law is None
-        else learner_of(law) is not None,
+        else law.learner is not None,
     )
 
 
@@ -241,13 +240,11 @@ def _learns_by_name(selection: Mapping[str, Any]) -> bool:
     return selection["strategy"] == Prioritized.name or any(map(_learns_by_name, parts))
 
 
-def _shards(
-    source: Dataset | Described, law: Selection | None
-) -> tuple[Float64Array, Float64Array]:
+def _shards(source: Dataset | Described, law: Sampler | None) -> tuple[Float64Array, Float64Array]:
     """Return (S,) shares of the bytes and of the draws by a law, which described data have not."""
     if isinstance(source, Described):
         return np.ones(1), np.ones(1)
-    weights = shard_weights(source, getattr(law, "episode_weight", None))
+    weights = shard_weights(source, None if law is None else law.episode_weight)
     shares = shard_weights(source)
     return shares / shares.sum(), weights / weights.sum()
 

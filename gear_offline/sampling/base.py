@@ -1,4 +1,7 @@
-"""What a law is, the registry of laws, and the facts of the data that a law may ask for.
+"""The interface of samplers, the registry of strategies, and `make_sampler`.
+
+A sampler is a pure function of (seed, step): it has no hidden state, so that whoever asks, whenever
+and on whatever device, gets the same segments, and resuming is setting the step number.
 
 Shape legend: E episodes, N steps, T steps of one episode, B slots of a batch.
 """
@@ -6,343 +9,331 @@ Shape legend: E episodes, N steps, T steps of one episode, B slots of a batch.
 from __future__ import annotations
 
 import difflib
-import inspect
+import importlib
+import math
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
 from gear_offline.errors import InputError
+from gear_offline.kernels.draws import Draw
 from gear_offline.kernels.philox import UInt64Array, draws
-from gear_offline.sampling.options import plain
+from gear_offline.kernels.search import GuidedSearch
+from gear_offline.kernels.segments import Segments
 
-SELECTION_STREAM = 0  # the generator's stream for drawing segments
+if TYPE_CHECKING:
+    from gear_offline.sampling.prioritized import Prioritized
+
+Float64Array = npt.NDArray[np.float64]
+
+# Streams of random numbers of one seed.
+SELECTION_STREAM = 0  # the segment of a slot
 PART_STREAM = 1  # which part of a mixture a slot takes
 ROTATION_STREAM = 2  # which stratum a step begins with
 EPOCH_STREAM = 3  # keys of an epoch's order
 
-Float64Array = npt.NDArray[np.float64]
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Segments:
-    """Windows of episodes, named by episode and start.
-
-    Attributes
-    ----------
-    episodes
-        int64, any shape ``S``: episode of each segment.
-    starts
-        int64, ``S``: first step of the segment within its episode, ``0 <= start < T``.
-    probability
-        float64, ``S``: the probability with which the law draws that segment in one slot.
-        May be a read-only broadcast.
-    lengths
-        int64, ``S``: steps of the window at most, at least 1, for laws that cut windows before
-        K steps and the episode's end do; None for all others.
-    """
-
-    episodes: Int64Array
-    starts: Int64Array
-    probability: Float64Array
-    lengths: Int64Array | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        shapes = {self.episodes.shape, self.starts.shape, self.probability.shape}
-        if self.lengths is not None:
-            shapes.add(self.lengths.shape)
-        if len(shapes) > 1:
-            raise InputError("SEGMENTS_SHAPE", "episodes, starts and probability differ in shape")
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`S`, the shape of the arrays."""
-        return self.episodes.shape
-
-    def __getitem__(self, item: int | slice | tuple[slice, ...]) -> Segments:
-        """Return the part that `item` names."""
-        return Segments(
-            episodes=self.episodes[item],
-            starts=self.starts[item],
-            probability=self.probability[item],
-            lengths=None if self.lengths is None else self.lengths[item],
-        )
-
-
-@runtime_checkable
-class Selection(Protocol):
-    """A law that turns (seed, step) into segments.
-
-    To add one, write a class with these members and `register` a function that builds it from an
-    `EpisodeIndex` and keyword options; `SlotLaw` writes `select` for you.  What it must keep:
-
-    - ``select(seed, step, count)`` is a pure function and equals row 0 of
-      ``select_many(seed, step, 1, count)``; row ``i`` of ``select_many(seed, first_step, ...)``
-      equals ``select(seed, first_step + i, count)`` bit for bit;
-    - every start lies inside its episode;
-    - `probability` is the exact law, so that importance weights can be computed from it.
-
-    Attributes
-    ----------
-    name
-        Registered name.
-    options
-        JSON-able keyword arguments that, with the name and the data, build the same law again.
-        They are saved in a loader's state and compared when it is loaded.
-    """
-
-    @property
-    def name(self) -> str:
-        """Registered name."""
-        ...
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What builds the same law again, JSON-able."""
-        ...
-
-    def select(self, *, seed: int, step: int, count: int) -> Segments:
-        """Return the segments of one `step` under `seed`, arrays of shape (count,)."""
-        ...
-
-    def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
-        ...
-
-
-@runtime_checkable
-class HasDensity(Protocol):
-    """A law whose slots are alike and that knows the probability of any segment."""
-
-    def density(self, segments: Segments) -> Float64Array:
-        """Return float64, the segments' shape: the probability of each in one slot."""
-        ...
-
-
-class SlotLaw:
-    """Writes `select` in terms of `select_many`, which a subclass has."""
-
-    def __repr__(self) -> str:
-        options = getattr(self, "options", {})
-        inside = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        return f"{type(self).__name__}({inside})"
-
-    def select(self, *, seed: int, step: int, count: int) -> Segments:
-        """Return the segments of one `step` under `seed`, arrays of shape (count,)."""
-        return self.select_many(seed=seed, first_step=step, steps=1, count=count)[0]
-
-    def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return those of `steps` steps from `first_step` on under `seed`, (steps, count)."""
-        raise NotImplementedError
-
-
-class HasEpisodes(Protocol):
-    """Anything with an episode index, such as a dataset."""
+class EpisodeData(Protocol):
+    """What samplers may look at: datasets, and `Facts`."""
 
     @property
     def episodes(self) -> EpisodeIndex:
-        """Episode index."""
+        """Lengths of the episodes."""
+        ...
+
+    @property
+    def returns(self) -> Float64Array | None:
+        """(E,) undiscounted sum of rewards of each episode."""
+        ...
+
+    @property
+    def terminated(self) -> BoolArray | None:
+        """(E,) whether the environment ended the episode."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """What laws may know of the data, beside its lengths.
-
-    A law asks by naming a keyword argument ``returns``, ``terminated`` or ``context_length``;
-    such arguments are not options.
+    """What a sampler may know of the data, and for which windows it is made.
 
     Attributes
     ----------
-    episodes
-        Episode index.
-    returns
-        (E,) float64, undiscounted sum of rewards of each episode.
-    terminated
-        (E,) bool, whether the environment ended the episode.
+    episodes, returns, terminated
+        As `EpisodeData`; None where it is not known.
+    context_length
+        K of the loader.
     """
 
     episodes: EpisodeIndex
     returns: Float64Array | None = None
     terminated: BoolArray | None = None
+    context_length: int | None = None
+
+    def need(self, name: Literal["returns", "terminated", "context_length"]) -> Any:
+        """Return a fact that a sampler cannot do without; raises ``SELECTION`` if it is missing."""
+        value = getattr(self, name)
+        if value is None:
+            raise InputError(
+                "SELECTION",
+                f"the strategy needs {name.replace('_', ' ')}",
+                remedy="pass a dataset, and context_length=K where the strategy depends on it",
+            )
+        return value
 
 
-FACTS = ("returns", "terminated", "context_length")
-Factory = Callable[..., Selection]
-Check = Callable[..., None]
-_FACTORIES: dict[str, Factory] = {}
-_CHECKS: dict[str, Check] = {}
+@dataclass(frozen=True)
+class NoOptions:
+    """A strategy without options."""
 
 
-def register(name: str, *, check: Check | None = None) -> Callable[[Factory], Factory]:
-    """Register a function or class ``(index, **options) -> Selection`` under `name`.
+class Sampler:
+    """Turns (seed, step) into segments.
+
+    To add one, write a subclass with `sample`, or of `WeightedEpisodes` with `weights`, and
+    `register` it.  What `sample` must keep: it is a pure function whose row ``i`` is that of
+    ``sample(seed, first_step + i, 1, count)``; every start lies inside its episode; `probability`
+    is exact, so that importance weights can be computed from it.
 
     Parameters
     ----------
-    check
-        Called with the options before the data are known; raises `InputError`
-        (``SELECTION_OPTIONS``) on a value that cannot be used.  See `sampling.options`.
+    facts
+        Of the data.
+    options
+        An instance of `Options`; by default one without arguments.
 
-    Raises
-    ------
-    ValueError
-        The name is taken.
+    Attributes
+    ----------
+    name
+        Of the strategy, as registered.
+    Options
+        Frozen dataclass of the strategy's options, which checks them when it is made.
+    padding
+        The side on which windows are padded where that is a part of the strategy, else None.
+    cuts_windows
+        Whether segments have `lengths`.
+    index
+        The episodes that are drawn from.
+    options
+        What builds the same sampler again, with the name and the data; JSON-able by `asdict`.
+    context_length
+        K, of samplers that depend on it.
     """
 
-    def add(factory: Factory) -> Factory:
-        if name in _FACTORIES:
-            raise ValueError(f"selection {name!r} is already registered")
-        _FACTORIES[name] = factory
-        if check is not None:
-            _CHECKS[name] = check
-        return factory
+    name: ClassVar[str] = ""
+    Options: ClassVar[Callable[..., Any]] = NoOptions
+    padding: ClassVar[Literal["left", "right"] | None] = None
+    cuts_windows: ClassVar[bool] = False
+
+    def __init__(self, facts: Facts, options: Any = None) -> None:
+        self.index = facts.episodes
+        self.options = self.Options() if options is None else options
+        self.context_length: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Forget what the parent class says about its draws if this class draws in its own way."""
+        if "sample" in vars(cls):
+            for name in ("density", "episode_weight", "gpu"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Sampler, name))
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{key}={value!r}" for key, value in asdict(self.options).items())
+        return f"{type(self).__name__}({inside})"
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        """Return the segments of consecutive steps.
+
+        Parameters
+        ----------
+        seed
+            In ``[0, 2**64)``.
+        first_step, steps
+            Steps ``first_step .. first_step + steps - 1``, below ``2**63``.
+        count
+            B, slots of a step.
+
+        Returns
+        -------
+        Segments
+            Arrays of shape (steps, B).
+        """
+        raise NotImplementedError
+
+    def density(self, segments: Segments) -> Float64Array | None:
+        """Return the probability of each segment in one slot, float64 of the segments' shape.
+
+        None where slots or steps are not alike.
+        """
+        return None
+
+    @property
+    def episode_weight(self) -> Float64Array | None:
+        """(E,) how likely each episode is, where that is known: likely ones go into GPU memory."""
+        return None
+
+    @property
+    def learner(self) -> Prioritized | None:
+        """The sampler that learns from losses, this one or a part of it."""
+        return None
+
+    @property
+    def gpu(self) -> Draw | None:
+        """How the GPU draws the same segments; None: the host draws ahead of use."""
+        return None
+
+
+def has_density(kind: type[Sampler]) -> bool:
+    """Whether samplers of a class know densities, so that they can be parts of a mixture."""
+    return kind.density is not Sampler.density
+
+
+_SAMPLERS: dict[str, type[Sampler]] = {}
+_Kind = TypeVar("_Kind", bound=type[Sampler])
+
+
+def register(name: str) -> Callable[[_Kind], _Kind]:
+    """Register a subclass of `Sampler` as the strategy `name`; raises ValueError if it is taken."""
+
+    def add(kind: _Kind) -> _Kind:
+        if name in _SAMPLERS:
+            raise ValueError(f"strategy {name!r} is already registered")
+        kind.name = name
+        _SAMPLERS[name] = kind
+        return kind
 
     return add
 
 
-def selection_names() -> tuple[str, ...]:
+def strategy_names() -> tuple[str, ...]:
     """Return the registered names, sorted."""
-    return tuple(sorted(_FACTORIES))
+    return tuple(sorted(_SAMPLERS))
 
 
-def option_names(name: str) -> list[str]:
-    """Return the options that the registered strategy `name` takes."""
-    parameters = list(inspect.signature(_FACTORIES[name]).parameters)[1:]  # the first is the index
-    return [p for p in parameters if p not in FACTS]
+def sampler_class(name: object) -> type[Sampler]:
+    """Return the class of a strategy; raises `InputError` (``SELECTION``) for an unknown name."""
+    if isinstance(name, str) and name in _SAMPLERS:
+        return _SAMPLERS[name]
+    near = difflib.get_close_matches(str(name), _SAMPLERS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise InputError(
+        "SELECTION",
+        f"no selection strategy {name!r}",
+        remedy=f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
+        "its file starts the command: docs/strategies.md",
+    )
 
 
-def misfit(name: str, options: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return why `options` do not fit the registered strategy `name`, and the options it takes.
-
-    The reason is empty when they fit.  Needs no data.
-    """
-    signature = inspect.signature(_FACTORIES[name])
-    taken = option_names(name)
-    unknown = [key for key in options if key not in taken]
-    try:
-        asked = {key: None for key in FACTS if key in signature.parameters}
-        signature.bind(None, **{**asked, **options})
-        if unknown:
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-    except TypeError as error:
-        return str(error), taken
-    check = _CHECKS.get(name)
-    try:
-        if check is not None:
-            check(**options)
-    except InputError as error:
-        return str(error), taken
-    return "", taken
-
-
-def make_selection(
-    name: str,
-    data: HasEpisodes | Facts | EpisodeIndex,
-    *,
-    context_length: int | None = None,
-    **options: Any,
-) -> Selection:
-    """Build a selection by name.
-
-    Parameters
-    ----------
-    name
-        One of `gear_offline.sampling.selection.selection_names`.
-    data
-        A dataset, or `sampling.selection.Facts`, or an episode index for laws that need
-        nothing else.
-    context_length
-        K of the loader, for the laws that depend on it.
-    options
-        What the law takes: see docs/strategies.md.
+def parse_options(name: object, options: Mapping[str, Any]) -> Any:
+    """Return the options of a strategy; needs no data.
 
     Raises
     ------
     InputError
-        ``SELECTION_UNKNOWN``, ``SELECTION_OPTIONS`` (also a TypeError or ValueError that a law
-        raises while it is made with options), ``SELECTION_EMPTY`` (nothing to draw from),
-        ``SELECTION_DATA`` (the data lack what the law asks for), ``DATASET_KIND`` (`data` is none
-        of these).
+        ``SELECTION`` for an unknown strategy, and for options that are not its own.
+    """
+    kind = sampler_class(name)
+    takes: Any = kind.Options
+    try:
+        return takes(**{key: plain(value) for key, value in options.items()})
+    except (TypeError, ValueError) as error:
+        what = error.what if isinstance(error, InputError) else str(error)
+        names = [f"{f.name} (required)" if _required(f) else f.name for f in fields(takes)]
+        raise InputError(
+            "SELECTION",
+            f"options {sorted(options)} do not fit strategy {name!r}: {what}",
+            remedy=f"it takes {', '.join(names) or 'none'}; see docs/strategies.md",
+        ) from error
+
+
+def _required(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def make_sampler(
+    name: str,
+    data: EpisodeData | EpisodeIndex,
+    *,
+    context_length: int | None = None,
+    **options: Any,
+) -> Sampler:
+    """Build a sampler by the name of its strategy.
+
+    Parameters
+    ----------
+    name
+        One of `strategy_names`.
+    data
+        A dataset, or `Facts`, or an episode index for strategies that need nothing else.
+    context_length
+        K of the loader, for the strategies that depend on it.
+    options
+        What the strategy takes: see docs/strategies.md.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION``: the strategy is unknown, the options are not its own, there is nothing to
+        draw from, or the data lack what it needs.
 
     Examples
     --------
     `tiny` is what the example of `gear_offline.convert.convert` makes.
 
     >>> import gear_offline as go
-    >>> law = go.make_selection("top_k", go.open_dataset("tiny"), k=1)
-    >>> segments = law.select(seed=0, step=0, count=3)
+    >>> sampler = go.make_sampler("top_k", go.open_dataset("tiny"), k=1)
+    >>> segments = sampler.sample(seed=0, first_step=0, steps=1, count=3)
     >>> segments.episodes.tolist(), segments.probability.round(3).tolist()
-    ([0, 0, 0], [0.143, 0.143, 0.143])
+    ([[0, 0, 0]], [[0.143, 0.143, 0.143]])
     """
-    factory = _FACTORIES.get(name) if isinstance(name, str) else None
-    if factory is None:
-        near = difflib.get_close_matches(str(name), _FACTORIES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(
-            "SELECTION_UNKNOWN",
-            f"no selection strategy {name!r}",
-            remedy=f"{hint}strategies: {', '.join(selection_names())}",
+    kind, chosen = sampler_class(name), parse_options(name, options)
+    if isinstance(data, EpisodeIndex):
+        facts = Facts(episodes=data, context_length=context_length)
+    else:
+        facts = Facts(
+            episodes=data.episodes,
+            returns=data.returns,
+            terminated=data.terminated,
+            context_length=context_length,
         )
-    index = data if isinstance(data, EpisodeIndex) else getattr(data, "episodes", None)
-    if not isinstance(index, EpisodeIndex):
-        raise InputError(
-            "DATASET_KIND",
-            f"a {type(data).__name__} is not a dataset",
-            remedy="give what gear_offline.open_dataset(PATH) returns",
-        )
-    if index.episodes == 0:
-        raise InputError("SELECTION_EMPTY", "the table has no episodes to select from")
-    options = {k: plain(v) if isinstance(v, np.generic) else v for k, v in options.items()}
-    problem, taken = misfit(name, options)
-    if problem:
-        raise InputError(
-            "SELECTION_OPTIONS",
-            f"options {sorted(options)} do not fit strategy {name!r}: {problem}",
-            remedy=f"it takes {', '.join(taken) or 'none'}; see docs/strategies.md",
-        )
-    asked = _facts(name, factory, data, context_length)
-    try:
-        return factory(index, **asked, **options)
-    except InputError:
-        raise
-    except (TypeError, ValueError) as error:
-        if not options:
-            raise
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise InputError(
-            "SELECTION_OPTIONS",
-            f"strategy {name!r} cannot be made with {given}: {error}",
-            remedy="change them; in Python the error's cause has the place",
-        ) from error
+    if facts.episodes.episodes == 0:
+        raise InputError("SELECTION", "the table has no episodes to select from")
+    return kind(facts, chosen)
 
 
-def _facts(name: str, factory: Factory, data: object, context_length: int | None) -> dict[str, Any]:
-    """Return the facts that `factory` asks for; those with a default may be missing."""
-    found: dict[str, Any] = {}
-    for key, parameter in inspect.signature(factory).parameters.items():
-        if key not in FACTS:
-            continue
-        value = context_length if key == "context_length" else getattr(data, key, None)
-        if value is not None:
-            found[key] = value
-        elif parameter.default is inspect.Parameter.empty:
-            raise InputError(
-                "SELECTION_DATA",
-                f"strategy {name!r} needs {key.replace('_', ' ')}",
-                remedy="pass a dataset, and context_length=K where the law depends on it",
-            )
-    return found
+def own_strategies() -> list[str]:
+    """Return modules, or paths of main files, outside the package that register strategies."""
+    origins = []
+    for module in sorted({kind.__module__ for kind in _SAMPLERS.values()}):
+        main = sys.modules.get(module)
+        if module == "__main__" and getattr(main, "__spec__", None) is None:
+            file = getattr(main, "__file__", None)
+            origins += [] if file is None else [str(Path(file).resolve())]
+        elif module == "__main__":
+            origins.append(main.__spec__.name)  # type: ignore[union-attr]  # python -m NAME
+        elif not module.startswith("gear_offline."):
+            origins.append(module)
+    return origins
 
 
-def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
-    """Raise `InputError` (``SELECTION_RANGE``) unless the arguments fit the generator's counter.
+def register_own(origins: Sequence[str]) -> None:
+    """Register what `own_strategies` returned in the process that started this one."""
+    for origin in origins:
+        if Path(origin).is_absolute():
+            runpy.run_path(origin, run_name="__mp_main__")  # as multiprocessing names it
+        else:
+            importlib.import_module(origin)
 
-    `seed` below 2**64, `first_step` and what follows from `steps` below 2**63, `count` segments.
-    """
+
+def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
+    """Raise `InputError` (``SELECTION``) unless seed, steps and slots are in their ranges."""
     numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
     last = operator.index(first_step) + operator.index(steps) if numbers else 0
     for what, value, low, high in (
@@ -354,52 +345,80 @@ def check_range(*, seed: int, first_step: int, steps: int, count: int) -> None:
     ):
         if not (hasattr(value, "__index__") and low <= operator.index(value) < high):
             raise InputError(
-                "SELECTION_RANGE",
+                "SELECTION",
                 f"{what} {value} is out of range",
                 remedy=f"use an integer in [{low}, {high})",
             )
 
 
-def options_of(law: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the attributes `names` of a law as its JSON-able options."""
-    return {name: getattr(law, name) for name in names}
-
-
 def slot_draws(
-    *, seed: int, first_step: int, steps: int, count: int
+    seed: int, first_step: int, steps: int, count: int
 ) -> tuple[UInt64Array, UInt64Array]:
-    """Return the two numbers of each slot, both (steps, count) uint64, of the selection's stream.
-
-    Raises
-    ------
-    InputError
-        ``SELECTION_RANGE``
-    """
-    check_range(seed=seed, first_step=first_step, steps=steps, count=count)
+    """Return the two numbers of each slot, both (steps, count) uint64."""
+    check_range(seed, first_step, steps, count)
     return draws(
         seed=seed, stream=SELECTION_STREAM, first_step=first_step, steps=steps, count=count
     )
 
 
 class StepLocator:
-    """Finds the episode of a step faster than a binary search over all episodes.
-
-    A guide names, for each of about 16 equal ranges of steps per episode, the episode of the
-    range's first step.  Most ranges hold no episode boundary; only steps beyond one are searched.
-    Costs 128 to 256 bytes an episode.
-    """
+    """Finds the episodes of steps of the whole table."""
 
     def __init__(self, index: EpisodeIndex) -> None:
         self._offsets = index.offsets
-        ranges = min(16 * index.episodes, index.steps)
-        self._shift = max((index.steps // ranges).bit_length() - 1, 0)
-        firsts = np.arange(((index.steps - 1) >> self._shift) + 1, dtype=np.int64) << self._shift
-        self._guide = index.episode_of(firsts)
+        self.search = GuidedSearch(
+            index.offsets[1:].view(np.uint64),
+            last=index.episodes - 1,
+            bits=index.steps.bit_length(),
+        )
 
-    def __call__(self, steps: Int64Array) -> Int64Array:
-        """Return the episode of each global step, same shape, int64."""
-        episodes: Int64Array = self._guide[steps >> self._shift]
-        beyond = steps >= self._offsets[episodes + 1]
-        found = np.searchsorted(self._offsets, steps[beyond], side="right")
-        episodes[beyond] = found - 1
-        return episodes
+    def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return episode and start of each row in ``[0, N)``, same shape."""
+        episodes = self.search.find(rows.view(np.uint64))
+        return episodes, rows - self._offsets[episodes]
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back: lists for tuples and arrays, numbers of Python."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def wrong(name: str, must: str, got: object) -> InputError:
+    """Return the error for option `name`, which must be something else than `got`."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return InputError("SELECTION", f"{name} must be {must}, got {shown}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Refuse an option that is not one of the texts `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise wrong(name, f"one of {', '.join(allowed)}", value)
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    """Refuse an option that is not a finite number in the range; true and false are none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    if known and math.isfinite(float(value)) and above < value >= least and value <= most:  # type: ignore[arg-type, operator]
+        return
+    limits = (("above", above), ("at least", least), ("at most", most))
+    bounds = " and ".join(f"{word} {limit:g}" for word, limit in limits if math.isfinite(limit))
+    raise wrong(name, f"a number {bounds}".strip(), value)
+
+
+def check_integer(name: str, value: object, *, least: int, most: int = (1 << 62) - 1) -> None:
+    """Refuse an option that is not an integer in the range; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        bound = f"from {least} to {most}" if most < (1 << 62) - 1 else f"of at least {least}"
+        raise wrong(name, f"an integer {bound}", value)

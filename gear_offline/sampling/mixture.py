@@ -1,82 +1,87 @@
-"""A mixture of laws: each slot takes one of several, with weights that may change over steps.
+"""Mixtures: each slot takes one of several samplers, with weights that may change over steps.
 
-Shape legend: P parts, B slots of a batch.
+Where all parts draw an episode by weight and then any start in it, and the weights do not change,
+their mixture is again such a sampler over all episodes: it is drawn in one go, also by the GPU.
+
+Shape legend: P parts, E episodes, B slots of a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
+from gear_offline.dataset.schema import EpisodeIndex, Int64Array
 from gear_offline.errors import InputError
+from gear_offline.kernels.draws import CumulativeWeights, Draw
 from gear_offline.kernels.philox import UInt64Array, draws
-from gear_offline.sampling import base
+from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     PART_STREAM,
     Facts,
     Float64Array,
-    HasDensity,
-    Segments,
-    Selection,
-    SlotLaw,
+    Sampler,
+    check_integer,
+    check_number,
     check_range,
-    make_selection,
-    misfit,
+    has_density,
+    parse_options,
     register,
-    selection_names,
+    sampler_class,
+    wrong,
 )
-from gear_offline.sampling.options import integer, number, plain, wrong
-from gear_offline.sampling.prioritized import LearnsFromLosses, Prioritized, learner_of
-from gear_offline.sampling.thresholds import WHOLE, masses_of
+from gear_offline.sampling.episodes import WHOLE, WeightedEpisodes, masses_of
+
+if TYPE_CHECKING:
+    from gear_offline.sampling.prioritized import Prioritized
 
 MAX_PARTS = 64
 
 
-def _check_mixture(*, parts: Any = None, schedule: Any = None) -> None:
-    parts, schedule = plain(parts), plain(schedule)
-    if (
-        not isinstance(parts, Sequence)
-        or isinstance(parts, str)
-        or not 1 <= len(parts) <= MAX_PARTS
-    ):
-        raise wrong("parts", f"a list of 1 to {MAX_PARTS} strategies", parts)
-    for place, part in enumerate(parts):
-        _check_part(f"parts[{place}]", part, weighted=schedule is None)
-    if schedule is None:
-        _check_weights("weights of the parts", [part["weight"] for part in parts], len(parts))
-        return
-    if not isinstance(schedule, Sequence) or isinstance(schedule, str) or not schedule:
-        raise wrong("schedule", "a list of {step, weights}", schedule)
-    before = -1
-    for place, point in enumerate(schedule):
-        where = f"schedule[{place}]"
-        if not isinstance(point, Mapping) or set(point) != {"step", "weights"}:
-            raise wrong(where, "a step and weights", point)
-        if integer(f"{where}.step", point["step"], least=0) <= before:
-            raise wrong(f"{where}.step", "above the step before it", point["step"])
-        before = point["step"]
-        _check_weights(f"{where}.weights", point["weights"], len(parts))
+@dataclass(frozen=True)
+class MixtureOptions:
+    """Options of `mixture`: strategies with their options and weights, or a schedule of weights."""
+
+    parts: Sequence[Mapping[str, Any]]
+    schedule: Sequence[Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        parts, schedule = self.parts, self.schedule
+        if not isinstance(parts, list) or not 1 <= len(parts) <= MAX_PARTS:
+            raise wrong("parts", f"a list of 1 to {MAX_PARTS} strategies", parts)
+        for place, part in enumerate(parts):
+            _check_part(f"parts[{place}]", part, weighted=schedule is None)
+        if schedule is None:
+            _check_weights("weights of the parts", [p["weight"] for p in parts], len(parts))
+            return
+        if not isinstance(schedule, list) or not schedule:
+            raise wrong("schedule", "a list of {step, weights}", schedule)
+        before = -1
+        for place, point in enumerate(schedule):
+            where = f"schedule[{place}]"
+            if not isinstance(point, Mapping) or set(point) != {"step", "weights"}:
+                raise wrong(where, "a step and weights", point)
+            check_integer(f"{where}.step", point["step"], least=0)
+            if point["step"] <= before:
+                raise wrong(f"{where}.step", "above the step before it", point["step"])
+            before = point["step"]
+            _check_weights(f"{where}.weights", point["weights"], len(parts))
 
 
 def _check_part(where: str, part: object, *, weighted: bool) -> None:
     if not isinstance(part, Mapping) or "strategy" not in part:
         raise wrong(where, "a section with a strategy", part)
     name = part["strategy"]
-    if name not in selection_names():
-        raise wrong(f"{where}.strategy", f"one of {', '.join(selection_names())}", name)
-    factory = base._FACTORIES[name]
-    if isinstance(factory, type) and not knows_density(factory):
-        raise wrong(f"{where}.strategy", "a law that treats slots and steps alike", name)
+    if not has_density(sampler_class(name)):
+        raise wrong(f"{where}.strategy", "one that treats slots and steps alike", name)
     if weighted != ("weight" in part):
         must = "given" if weighted else "left out where there is a schedule"
         raise wrong(f"{where}.weight", must, part.get("weight"))
-    problem, _ = misfit(name, _options_of(part))
-    if problem:
-        raise wrong(f"options of {where}", f"those of {name} ({problem})", dict(_options_of(part)))
+    parse_options(name, _options_of(part))
 
 
 def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,171 +89,284 @@ def _options_of(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_weights(where: str, weights: object, count: int) -> None:
-    if not isinstance(weights, Sequence) or isinstance(weights, str) or len(weights) != count:
+    if not isinstance(weights, list) or len(weights) != count:
         raise wrong(where, f"a list of {count} numbers", weights)
-    if not sum(number(where, weight, least=0.0) for weight in weights) > 0:
+    for weight in weights:
+        check_number(where, weight, least=0.0)
+    if not sum(weights) > 0:
         raise wrong(where, "not all zero", weights)
 
 
-@register("mixture", check=_check_mixture)
-class Mixture(SlotLaw):
-    """Each slot draws a part by weight, then takes what that part has for the slot.
+@dataclass(frozen=True)
+class Schedule:
+    """Weights of the parts over steps.
 
-    The probability of a segment is the weighted mean of what all parts say of it.  Between two
-    points of a schedule the cumulative masses of the parts change linearly, in integers.
+    Between two points the cumulative masses of the parts change linearly, in integers; before the
+    first and after the last they stay.
     """
 
-    name = "mixture"
+    steps: Sequence[int]
+    weights: Sequence[Sequence[float]]  # of each point, (P,)
 
-    def __init__(
-        self,
-        index: EpisodeIndex,
-        *,
-        parts: Sequence[Mapping[str, Any]],
-        schedule: Sequence[Mapping[str, Any]] | None = None,
-        returns: Float64Array | None = None,
-        terminated: BoolArray | None = None,
-        context_length: int | None = None,
-    ) -> None:
-        parts, schedule = plain(parts), plain(schedule)
-        self._options = {"parts": parts, "schedule": schedule}
-        facts = Facts(episodes=index, returns=returns, terminated=terminated)
-        self.parts: tuple[Selection, ...] = tuple(
-            make_selection(
-                part["strategy"], facts, context_length=context_length, **_options_of(part)
-            )
-            for part in parts
-        )
-        for part in self.parts:
-            if not knows_density(type(part)):
-                raise InputError(
-                    "SELECTION_OPTIONS", f"{part.name!r} cannot be a part of a mixture"
-                )
-        points = schedule or [{"step": 0, "weights": [part["weight"] for part in parts]}]
-        self._steps = [int(point["step"]) for point in points]
-        self._sums = [_cumulative(point["weights"]) for point in points]
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self._options
-
-    @property
-    def points(self) -> tuple[list[int], list[list[int]]]:
-        """Steps of the schedule, and the (P,) cumulative masses of the parts at each."""
-        return self._steps, self._sums
+    def shares(self) -> Float64Array:
+        """Return (P,) shares of the parts where there is one point."""
+        given = np.array(self.weights[0], dtype=np.float64)
+        return np.asarray(given / given.sum())
 
     def cumulative(self, step: int) -> list[int]:
         """Return (P,) cumulative masses of the parts at a step; the last one is ``2**64``."""
-        after = int(np.searchsorted(self._steps, step, side="right"))
-        if after in (0, len(self._steps)):
-            return self._sums[min(after, len(self._steps) - 1)]
-        begin, end = self._steps[after - 1], self._steps[after]
+        after = int(np.searchsorted(self.steps, step, side="right"))
+        if after in (0, len(self.steps)):
+            return _cumulative(self.weights[min(after, len(self.steps) - 1)])
+        begin, end = self.steps[after - 1], self.steps[after]
+        low, high = _cumulative(self.weights[after - 1]), _cumulative(self.weights[after])
         return [
-            low + (high - low) * (step - begin) // (end - begin)
-            for low, high in zip(self._sums[after - 1], self._sums[after], strict=True)
+            one + (other - one) * (step - begin) // (end - begin)
+            for one, other in zip(low, high, strict=True)
         ]
-
-    def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps, arrays of shape (steps, count)."""
-        check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-        first, _ = draws(
-            seed=seed, stream=PART_STREAM, first_step=first_step, steps=steps, count=count
-        )
-        rows = [self.cumulative(int(first_step) + row) for row in range(steps)]
-        choice = np.stack([_part(first[row], rows[row]) for row in range(steps)])
-        episodes = np.empty((steps, count), dtype=np.int64)
-        starts = np.empty_like(episodes)
-        for group, part in enumerate(self.parts):
-            mine = choice == group
-            if mine.any():
-                found = part.select_many(seed=seed, first_step=first_step, steps=steps, count=count)
-                episodes[mine], starts[mine] = found.episodes[mine], found.starts[mine]
-        named = Segments(episodes=episodes, starts=starts, probability=np.zeros((steps, count)))
-        return Segments(
-            episodes=episodes, starts=starts, probability=self._probability(named, rows)
-        )
-
-    def _probability(self, named: Segments, rows: Sequence[Sequence[int]]) -> Float64Array:
-        shares = np.array([np.diff([0, *row]).astype(object) / WHOLE for row in rows], np.float64)
-        found = np.zeros(named.shape)
-        for group, part in enumerate(self.parts):
-            if shares[:, group].any():
-                density = cast(HasDensity, part).density(named)
-                found += shares[:, group, None] * density
-        return found
-
-    @property
-    def _learners(self) -> list[tuple[int, LearnsFromLosses]]:
-        found = ((place, learner_of(part)) for place, part in enumerate(self.parts))
-        return [(place, part) for place, part in found if part is not None]
-
-    @property
-    def learns(self) -> bool:
-        """Whether a part learns from losses; only then the mixture does."""
-        return bool(self._learners)
-
-    @property
-    def updates(self) -> int:
-        """Updates so far."""
-        return self._learners[0][1].updates if self.learns else 0
-
-    def update(self, segments: Int64Array, losses: npt.NDArray[np.float32]) -> None:
-        """Tell the parts that learn."""
-        for _, part in self._learners:
-            part.update(segments, losses)
-
-    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
-        """Return (B,) weights of the losses, with the exponent of the first part that learns."""
-        return self._learners[0][1].importance(probability, step=step)
-
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the states of the parts that learn, by place and name."""
-        return {
-            f"{place}/{key}": value
-            for place, part in self._learners
-            for key, value in part.state().items()
-        }
-
-    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
-        for place, part in self._learners:
-            begin = f"{place}/"
-            part.load_state({k[len(begin) :]: v for k, v in state.items() if k.startswith(begin)})
-
-
-def knows_density(law: type[Any]) -> bool:
-    """Whether laws of a class know the probability of any segment of what they draw.
-
-    One that inherits `density` and draws otherwise does not.
-    """
-    for kind in law.__mro__:
-        if "density" in vars(kind) or "select_many" in vars(kind):
-            return "density" in vars(kind)
-    return False
-
-
-def prioritized_parts(selection: Selection) -> tuple[Prioritized, ...]:
-    """Return the prioritised laws that a selection is or has as parts of a mixture."""
-    parts = selection.parts if isinstance(selection, Mixture) else (selection,)
-    return tuple(part for part in parts if isinstance(part, Prioritized))
 
 
 def _cumulative(weights: Sequence[float]) -> list[int]:
-    """Return cumulative integer masses of weights; the last one is ``2**64``."""
     masses = [int(mass) for mass in masses_of(np.asarray(weights, dtype=np.float64))]
     if not any(masses):  # one part has everything
         masses[int(np.argmax(weights))] = WHOLE
-    sums, total = [], 0
-    for mass in masses:
-        total += mass
-        sums.append(total)
-    return sums
+    return [sum(masses[: number + 1]) for number in range(len(masses))]
 
 
-def _part(first: UInt64Array, cumulative: Sequence[int]) -> Int64Array:
+@register("mixture")
+class Mixture(Sampler):
+    """Each slot draws a part by weight, then takes what that part has for the slot.
+
+    The probability of a segment is the weighted mean of what all parts say of it.
+    """
+
+    Options = MixtureOptions
+
+    def __init__(self, facts: Facts, options: MixtureOptions) -> None:
+        super().__init__(facts, options)
+        parts = []
+        for part in options.parts:
+            kind = sampler_class(part["strategy"])
+            parts.append(kind(facts, parse_options(part["strategy"], _options_of(part))))
+        points = options.schedule or [{"step": 0, "weights": [p["weight"] for p in options.parts]}]
+        self._mix(parts, Schedule([p["step"] for p in points], [p["weights"] for p in points]))
+
+    def _mix(self, parts: Sequence[Sampler], schedule: Schedule) -> None:
+        self.parts, self.schedule = tuple(parts), schedule
+        spans = [part.context_length for part in parts if part.context_length is not None]
+        self.context_length = spans[0] if spans else None
+        learners = [part.learner for part in parts if part.learner is not None]
+        if len(learners) > 1:
+            raise InputError("SELECTION", "a mixture has one prioritized part at most")
+        self._learner = learners[0] if learners else None
+        self._whole: WeightedEpisodes | None = None
+        if len(schedule.steps) == 1 and all(isinstance(p.gpu, CumulativeWeights) for p in parts):
+            weights = np.zeros(self.index.episodes)
+            for part, share in zip(parts, schedule.shares(), strict=True):
+                assert part.episode_weight is not None
+                weights += share * part.episode_weight
+            self._whole = _Combined(Facts(episodes=self.index), weights)
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        if self._whole is not None:
+            return self._whole.sample(seed, first_step, steps, count)
+        check_range(seed, first_step, steps, count)
+        first, _ = draws(
+            seed=seed, stream=PART_STREAM, first_step=first_step, steps=steps, count=count
+        )
+        rows = [self.schedule.cumulative(int(first_step) + row) for row in range(steps)]
+        choice = np.stack([_part_of(first[row], rows[row]) for row in range(steps)])
+        episodes = np.empty((steps, count), dtype=np.int64)
+        starts = np.empty_like(episodes)
+        for number, part in enumerate(self.parts):
+            slots = choice == number
+            if slots.any():
+                drawn = part.sample(seed, first_step, steps, count)
+                episodes[slots], starts[slots] = drawn.episodes[slots], drawn.starts[slots]
+        drawn = Segments(episodes=episodes, starts=starts, probability=np.zeros((steps, count)))
+        return replace(drawn, probability=self._probability(drawn, rows))
+
+    def _probability(self, drawn: Segments, rows: Sequence[Sequence[int]]) -> Float64Array:
+        shares = np.array([np.diff([0, *row]).astype(object) / WHOLE for row in rows], np.float64)
+        total = np.zeros(drawn.shape)
+        for number, part in enumerate(self.parts):
+            if shares[:, number].any():
+                density = part.density(drawn)
+                assert density is not None
+                total += shares[:, number, None] * density
+        return total
+
+    @property
+    def episode_weight(self) -> Float64Array | None:
+        return None if self._whole is None else self._whole.episode_weight
+
+    @property
+    def learner(self) -> Prioritized | None:
+        return self._learner
+
+    @property
+    def gpu(self) -> Draw | None:
+        return None if self._whole is None else self._whole.gpu
+
+
+class _Combined(WeightedEpisodes):
+    """Episodes by given weights."""
+
+    def __init__(self, facts: Facts, weights: Float64Array) -> None:
+        self._given = weights
+        super().__init__(facts)
+
+    def weights(self, facts: Facts) -> Float64Array:
+        return self._given
+
+
+def _part_of(first: UInt64Array, cumulative: Sequence[int]) -> Int64Array:
     """Return the part of each draw: the first whose cumulative mass is above it."""
-    found: npt.NDArray[np.int64] = np.zeros(first.shape, dtype=np.int64)
+    part: npt.NDArray[np.int64] = np.zeros(first.shape, dtype=np.int64)
     for bound in cumulative[:-1]:
         if bound < WHOLE:
-            found += first >= np.uint64(bound)
-    return found
+            part += first >= np.uint64(bound)
+    return part
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskPart:
+    """One task of a mixture over datasets.
+
+    Attributes
+    ----------
+    name
+        Of the task.
+    sampler
+        Over the task's own episodes.
+    weight
+        Of the task, at least 0; not looked at where there is a schedule.
+    """
+
+    name: str
+    sampler: Sampler
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPoint:
+    """Weights of the tasks from a step on; between two points they change linearly."""
+
+    step: int
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What identifies a mixture of tasks in a loader's state."""
+
+    parts: Sequence[Mapping[str, Any]]
+    schedule: Sequence[Mapping[str, Any]] | None
+
+
+def mix_tasks(tasks: Sequence[TaskPart], schedule: Sequence[TaskPoint] = ()) -> Sampler:
+    """Return the sampler of a joint table; of one task that task's own.
+
+    Parameters
+    ----------
+    tasks
+        In the order of the joint table.
+    schedule
+        Points of falling or rising weights, in the order of their steps; empty: fixed weights.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION`` for weights that are all zero; for samplers that do not treat slots and steps
+        alike, since a slot that another task takes would be missing from their order; and for those
+        that learn from losses, whose weights would undo the tasks'.
+    """
+    points = schedule or [TaskPoint(step=0, weights={t.name: t.weight for t in tasks})]
+    for point in points:
+        if not sum(point.weights.values()) > 0:
+            raise InputError(
+                "SELECTION",
+                "the weights of the tasks are all zero",
+                where="data.tasks",
+                remedy="give at least one task a positive weight",
+            )
+    if len(tasks) == 1:
+        return tasks[0].sampler
+    for task in tasks:
+        if task.sampler.learner is not None or not has_density(type(task.sampler)):
+            raise InputError(
+                "SELECTION",
+                f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks",
+                where=f"data.tasks.{task.name}.selection",
+                remedy="use one that treats slots and steps alike, such as uniform_steps",
+            )
+    return TaskMixture(tasks, points, scheduled=bool(schedule))
+
+
+class TaskMixture(Mixture):
+    """Each slot draws a task by weight, then takes what that task's sampler has for the slot."""
+
+    name = "tasks"
+
+    def __init__(
+        self, tasks: Sequence[TaskPart], points: Sequence[TaskPoint], *, scheduled: bool
+    ) -> None:
+        index = EpisodeIndex(np.concatenate([task.sampler.index.lengths for task in tasks]))
+        parts = [
+            {
+                "task": task.name,
+                "strategy": task.sampler.name,
+                "options": vars(task.sampler.options),
+                **({} if scheduled else {"weight": task.weight}),
+            }
+            for task in tasks
+        ]
+        steps = (
+            [{"step": p.step, "weights": dict(p.weights)} for p in points] if scheduled else None
+        )
+        Sampler.__init__(self, Facts(episodes=index), TaskOptions(parts, steps))
+        first, joint = 0, []
+        for task in tasks:
+            joint.append(_OfTask(task.sampler, first=first, index=index))
+            first += task.sampler.index.episodes
+        weights = [[point.weights[task.name] for task in tasks] for point in points]
+        self._mix(joint, Schedule([point.step for point in points], weights))
+
+
+class _OfTask(Sampler):
+    """A task's sampler, its episodes named by their numbers in the joint table."""
+
+    def __init__(self, sampler: Sampler, *, first: int, index: EpisodeIndex) -> None:
+        super().__init__(Facts(episodes=index), sampler.options)
+        self._own, self._first = sampler, first
+        self.context_length = sampler.context_length
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        drawn = self._own.sample(seed, first_step, steps, count)
+        return replace(drawn, episodes=drawn.episodes + self._first)
+
+    def density(self, segments: Segments) -> Float64Array:
+        """Return the probability of each segment in one slot; 0 for those of other tasks."""
+        local = segments.episodes - self._first
+        inside = (local >= 0) & (local < self._own.index.episodes)
+        named = replace(
+            segments,
+            episodes=np.where(inside, local, 0),
+            starts=np.where(inside, segments.starts, 0),
+        )
+        density = self._own.density(named)
+        assert density is not None
+        return np.where(inside, density, 0.0)
+
+    @property
+    def episode_weight(self) -> Float64Array | None:
+        own = self._own.episode_weight
+        if own is None:
+            return None
+        weights = np.zeros(self.index.episodes)
+        weights[self._first : self._first + own.size] = own
+        return weights
+
+    @property
+    def gpu(self) -> Draw | None:
+        return self._own.gpu

@@ -1,4 +1,4 @@
-"""Prioritised selection: segments of large loss more often (Schaul et al. 2016, proportional).
+"""Prioritised sampling: segments of large loss more often (Schaul et al. 2016, proportional).
 
 What is drawn is a pure function of (seed, step) and of the updates so far.  A priority is a loss
 rounded to 11 significant bits; a table made on the host turns it into an integer mass.  So the
@@ -10,26 +10,29 @@ Shape legend: N steps, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import EpisodeIndex, Int64Array
+from gear_offline.dataset.schema import Int64Array
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.philox import UInt64Array, bounded
+from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
+    Facts,
     Float64Array,
-    Segments,
-    Selection,
-    SlotLaw,
+    Sampler,
     StepLocator,
+    check_integer,
+    check_number,
     check_range,
     register,
     slot_draws,
 )
-from gear_offline.sampling.options import integer, number
 from gear_offline.sampling.sum_tree import SumTree
 
 if TYPE_CHECKING:
@@ -45,142 +48,78 @@ MAX_TOTAL = (1 << 63) - 1  # of all masses: sums and draws stay below 2^63
 Float32Array = npt.NDArray[np.float32]
 
 
-@runtime_checkable
-class LearnsFromLosses(Protocol):
-    """A law that changes with the losses of what it selected.
+@dataclass(frozen=True)
+class PriorityOptions:
+    """Options of `prioritized`; docs/strategies.md says what they mean."""
 
-    A loader asks it for one step at a time, and whoever trains calls `update` after each.
-    """
+    alpha: float = 0.6
+    beta: float = 0.4
+    beta_steps: int | None = None
+    epsilon: float = 1e-6
+    initial: float = 1.0
+    largest: float = 100.0
 
-    @property
-    def updates(self) -> int:
-        """Updates so far; a part of a loader's state."""
-        ...
-
-    def update(self, segments: Int64Array, losses: Float32Array) -> None:
-        """Take the (B,) float32 losses of (B, 2) int64 segments: episode, start."""
-        ...
-
-    def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
-        """Return (B,) weights of the losses that undo the law's preference, at most 1.
-
-        `probability` is that of the segments, `step` the one they were drawn for.
-        """
-        ...
-
-    def state(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what the updates changed, as arrays."""
-        ...
-
-    def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over what `state` returned."""
-        ...
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, least=0.0, most=16.0)
+        check_number("beta", self.beta, least=0.0, most=1.0)
+        if self.beta_steps is not None:
+            check_integer("beta_steps", self.beta_steps, least=1)
+        check_number("epsilon", self.epsilon, least=0.0)
+        check_number("largest", self.largest, above=0.0)
+        check_number("initial", self.initial, above=0.0, most=self.largest)
 
 
-def learner_of(selection: Selection) -> LearnsFromLosses | None:
-    """Return the selection if it learns from losses, else None."""
-    learns = getattr(selection, "learns", True)
-    return selection if learns and isinstance(selection, LearnsFromLosses) else None
-
-
-def importance_weights(
-    probability: Float64Array, *, segments: int, beta: float = 1.0
-) -> Float64Array:
-    """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
-
-    Parameters
-    ----------
-    probability
-        (B,) float64 of a batch's slots, as selections return them.
-    segments
-        How many segments a uniform law would choose from: the steps of the table.
-    beta
-        1 undoes the law's preference wholly, 0 not at all.
-    """
-    weights = (1.0 / (segments * probability)) ** beta
-    return np.asarray(weights / weights.max())
-
-
-def _check_prioritized(
-    *,
-    alpha: object = 0.6,
-    beta: object = 0.4,
-    beta_steps: object = None,
-    epsilon: object = 1e-6,
-    initial: object = 1.0,
-    largest: object = 100.0,
-) -> None:
-    number("alpha", alpha, least=0.0, most=16.0)
-    number("beta", beta, least=0.0, most=1.0)
-    if beta_steps is not None:
-        integer("beta_steps", beta_steps, least=1)
-    number("epsilon", epsilon, least=0.0)
-    top = number("largest", largest, above=0.0)
-    number("initial", initial, above=0.0, most=top)
-
-
-@register("prioritized", check=_check_prioritized)
-class Prioritized(SlotLaw):
+@register("prioritized")
+class Prioritized(Sampler):
     """Every start with probability mass / sum of masses; updated from the losses of segments.
 
     The mass of a start whose priority is p, which is its last loss plus `epsilon`, is
-    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of two of
-    which N make less than ``2**63``.
+    ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of
+    two of which N make less than ``2**63``.  A loader asks for one step at a time, and whoever
+    trains calls `update` after each.
     """
 
-    name = "prioritized"
+    Options = PriorityOptions
 
-    def __init__(
-        self,
-        index: EpisodeIndex,
-        *,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        beta_steps: int | None = None,
-        epsilon: float = 1e-6,
-        initial: float = 1.0,
-        largest: float = 100.0,
-    ) -> None:
-        self.index = index
-        self._options = {
-            "alpha": float(alpha),
-            "beta": float(beta),
-            "beta_steps": beta_steps,
-            "epsilon": float(epsilon),
-            "initial": float(initial),
-            "largest": float(largest),
-        }
-        self._beta, self._beta_steps = float(beta), beta_steps
+    def __init__(self, facts: Facts, options: PriorityOptions | None = None) -> None:
+        super().__init__(facts, options)
         codes = np.arange(CODES, dtype=np.uint32) << np.uint32(DROPPED_BITS)
         losses = codes.view(np.float32).astype(np.float64)
-        self.mass_of_code = _masses(losses + epsilon, index.steps, alpha, largest)
-        self.first_mass = int(_masses(np.array([float(initial)]), index.steps, alpha, largest)[0])
+        self.mass_of_code = self._masses(losses + self.options.epsilon)
+        self.first_mass = int(self._masses(np.array([float(self.options.initial)]))[0])
         self._device: DevicePriorities | None = None  # then it has the masses, not this
         self._select: DeviceSelect | None = None  # of the device, for draws that the host asks for
         self._updates = 0
 
+    def _masses(self, priorities: Float64Array) -> UInt64Array:
+        largest, most = self.options.largest, largest_mass(self.index.steps)
+        share = (np.minimum(priorities, largest) / largest) ** self.options.alpha
+        return np.asarray(np.maximum(np.floor(most * share), 1).astype(np.uint64))
+
     @cached_property
-    def _episode_of(self) -> StepLocator:
+    def _locate(self) -> StepLocator:
         return StepLocator(self.index)
 
     @cached_property
     def _tree(self) -> SumTree:
         return SumTree(np.full(self.index.steps, self.first_mass, dtype=np.uint64))
 
-    def on_device(self, device: torch.device) -> DevicePriorities:
-        """Move the masses to a GPU, where draws and updates are done from then on; return them.
+    @property
+    def learner(self) -> Prioritized:
+        return self
 
-        Raises
-        ------
-        UnavailableError
-            ``ENGINE_SELECTION`` if they are on another GPU; what `DevicePriorities` raises.
-        """
+    @property
+    def gpu(self) -> PriorityTree:
+        return PriorityTree(self.on_device)
+
+    def on_device(self, device: torch.device) -> DevicePriorities:
+        """Move the masses to a GPU, where draws and updates are done from then on; return them."""
         from gear_offline.kernels.priorities import DevicePriorities
 
         device = numbered(device)
         if self._device is None:
             moved = DevicePriorities(
-                self.index, self.mass_of_code, device=device, first=self.first_mass
+                self.index.offsets, self.mass_of_code, device=device, first=self.first_mass
             )
             if "_tree" in self.__dict__:
                 moved.load_state(self._tree.masses.view(np.int64).copy(), self._updates)
@@ -188,15 +127,11 @@ class Prioritized(SlotLaw):
             self._device = moved
         if self._device.device != device:
             raise UnavailableError(
-                "ENGINE_SELECTION",
+                "SELECTION",
                 f"the priorities are in the memory of {self._device.device}, not of {device}",
-                remedy="make a selection for each device",
+                remedy="make a sampler for each device",
             )
         return self._device
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self._options
 
     @property
     def masses(self) -> UInt64Array:
@@ -215,25 +150,30 @@ class Prioritized(SlotLaw):
         """Updates so far; waits for a GPU that has the masses."""
         return self._updates if self._device is None else self._device.updates
 
-    @property
-    def beta(self) -> tuple[float, int | None]:
-        """Exponent of importance weights, and the steps over which it rises to 1."""
-        return self._beta, self._beta_steps
-
-    def select_many(self, *, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of `steps` consecutive steps under the masses as they are."""
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        """Return the segments of consecutive steps under the masses as they are."""
         if self._device is not None:
-            check_range(seed=seed, first_step=first_step, steps=steps, count=count)
-            return self._select_on_device(seed, first_step, steps, count)
-        first, _ = slot_draws(seed=seed, first_step=first_step, steps=steps, count=count)
+            check_range(seed, first_step, steps, count)
+            return self._sample_on_device(seed, first_step, steps, count)
+        first, _ = slot_draws(seed, first_step, steps, count)
         total = self._tree.total
         rows = self._tree.find(bounded(first, total).astype(np.uint64))
-        episodes = self._episode_of(rows)
+        episodes, starts = self._locate(rows)
         return Segments(
             episodes=episodes,
-            starts=rows - self.index.offsets[episodes],
+            starts=starts,
             probability=self._tree.masses[rows] / np.float64(total),
         )
+
+    def _sample_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        from gear_offline.kernels.select import DeviceSelect
+
+        assert self._device is not None
+        if self._select is None or self._select.batch_size != count:
+            self._select = DeviceSelect(
+                self.gpu, self.index.offsets, device=self._device.device, batch_size=count
+            )
+        return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def density(self, segments: Segments) -> Float64Array:
         """Return the probability of each segment in one slot, under the masses as they are."""
@@ -243,14 +183,6 @@ class Prioritized(SlotLaw):
         else:
             masses, total = self._tree.masses[rows], self._tree.total
         return np.asarray(masses / np.float64(total))
-
-    def _select_on_device(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        from gear_offline.kernels.select import DeviceSelect
-
-        assert self._device is not None
-        if self._select is None or self._select.batch_size != count:
-            self._select = DeviceSelect(self, device=self._device.device, batch_size=count)
-        return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
         """Take the losses of segments.  Of a segment that is named twice the larger one counts.
@@ -265,18 +197,18 @@ class Prioritized(SlotLaw):
         Raises
         ------
         InputError
-            ``SELECTION_PRIORITY``; nothing is changed then.
+            ``SELECTION``; nothing is changed then.
         """
-        rows, found = self._rows(np.asarray(segments)), np.asarray(losses, dtype=np.float32)
-        if found.shape != rows.shape or not (np.isfinite(found).all() and (found >= 0).all()):
+        segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)
+        rows = self._rows(segments)
+        if losses.shape != rows.shape or not (np.isfinite(losses).all() and (losses >= 0).all()):
             raise InputError(
-                "SELECTION_PRIORITY",
-                "priorities are one finite loss of at least 0 for each segment",
+                "SELECTION", "priorities are one finite loss of at least 0 for each segment"
             )
         if self._device is not None:
-            self._device.update_from_host(np.asarray(segments), found)
+            self._device.update_from_host(segments, losses)
             return
-        masses = self.mass_of_code[code_of(found)]
+        masses = self.mass_of_code[code_of(losses)]
         order = np.lexsort((masses, rows))
         rows, masses = rows[order], masses[order]
         last = np.append(rows[1:] != rows[:-1], True)[: rows.size]
@@ -284,21 +216,23 @@ class Prioritized(SlotLaw):
         self._updates += 1
 
     def _rows(self, segments: Int64Array) -> Int64Array:
-        known = segments.ndim == 2 and segments.shape[1] == 2
-        if known:
+        good = segments.ndim == 2 and segments.shape[1] == 2
+        if good:
             episodes, starts = segments[:, 0], segments[:, 1]
-            known = bool(((episodes >= 0) & (episodes < self.index.episodes) & (starts >= 0)).all())
-        if not known or (starts >= self.index.lengths[episodes]).any():
-            raise InputError(
-                "SELECTION_PRIORITY", "priorities are for segments (B, 2) of the table"
-            )
+            good = bool(((episodes >= 0) & (episodes < self.index.episodes) & (starts >= 0)).all())
+        if not good or (starts >= self.index.lengths[episodes]).any():
+            raise InputError("SELECTION", "priorities are for segments (B, 2) of the table")
         return np.asarray(self.index.offsets[episodes] + starts)
 
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
-        """Return (B,) weights of the losses; beta rises to 1 over `beta_steps` if that is set."""
-        beta = self._beta
-        if self._beta_steps is not None:
-            beta += (1.0 - beta) * min(step / self._beta_steps, 1.0)
+        """Return (B,) weights of the losses that undo the preference, at most 1.
+
+        `beta` rises to 1 over `beta_steps` if that is set.  `probability` is that of the segments
+        in what drew them, this or a mixture around it; `step` is the one they were drawn for.
+        """
+        beta, rise = self.options.beta, self.options.beta_steps
+        if rise is not None:
+            beta += (1.0 - beta) * min(step / rise, 1.0)
         return importance_weights(probability, segments=self.index.steps, beta=beta)
 
     def state(self) -> dict[str, npt.NDArray[Any]]:
@@ -311,26 +245,19 @@ class Prioritized(SlotLaw):
         }
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over what `state` returned.
-
-        Raises
-        ------
-        InputError
-            ``SELECTION_STATE``; nothing is changed then.
-        """
+        """Take over what `state` returned; raises ``LOADER_STATE`` before anything is changed."""
         masses, updates = state.get("masses"), state.get("updates")
-        most = largest_mass(self.index.steps)
         if (
             masses is None
             or updates is None
             or (masses.dtype, masses.shape) != (np.dtype(np.int64), (self.index.steps,))
             or (updates.dtype, updates.shape) != (np.dtype(np.int64), (1,))
             or masses.min() < 1
-            or masses.max() > most
+            or masses.max() > largest_mass(self.index.steps)
             or updates[0] < 0
         ):
             raise InputError(
-                "SELECTION_STATE",
+                "LOADER_STATE",
                 f"not the state of priorities over {self.index.steps} steps",
                 remedy="load what state() of the same strategy over the same data returned",
             )
@@ -341,17 +268,29 @@ class Prioritized(SlotLaw):
         self._updates = int(updates[0])
 
 
+def importance_weights(
+    probability: Float64Array, *, segments: int, beta: float = 1.0
+) -> Float64Array:
+    """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
+
+    Parameters
+    ----------
+    probability
+        (B,) float64 of a batch's slots, as samplers return them.
+    segments
+        How many segments a uniform sampler would choose from: the steps of the table.
+    beta
+        1 undoes the preference wholly, 0 not at all.
+    """
+    weights = (1.0 / (segments * probability)) ** beta
+    return np.asarray(weights / weights.max())
+
+
 def code_of(losses: Float32Array) -> Int64Array:
     """Return the losses' codes: float32 bits rounded to the nearest of 10 mantissa bits."""
     bits = losses.view(np.uint32) & np.uint32(0x7FFFFFFF)  # -0 is 0
     codes = (bits.astype(np.int64) + (1 << (DROPPED_BITS - 1))) >> DROPPED_BITS
-    found: Int64Array = np.minimum(codes, CODES - 1)
-    return found
-
-
-def _masses(priorities: Float64Array, steps: int, alpha: float, largest: float) -> UInt64Array:
-    share = (np.minimum(priorities, largest) / largest) ** alpha
-    return np.maximum(np.floor(largest_mass(steps) * share), 1).astype(np.uint64)
+    return np.asarray(np.minimum(codes, CODES - 1))
 
 
 def largest_mass(steps: int) -> int:
@@ -363,7 +302,7 @@ def numbered(device: torch.device | str) -> torch.device:
     """Return a torch device with its number: ``cuda`` is the current one."""
     import torch
 
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen

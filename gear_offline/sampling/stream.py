@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gear_offline.sampling.selection import Segments, Selection
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.base import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,12 @@ class Stream:
     Attributes
     ----------
     selection, seed, batch_size
-        The law, its key, and how many it draws in each step.
+        The sampler, its seed, and how many it draws in each step.
     first_slot, share
         Which of them are this rank's.
     """
 
-    selection: Selection
+    selection: Sampler
     seed: int
     batch_size: int
     first_slot: int
@@ -32,7 +33,5 @@ class Stream:
         if not self.share:  # of a rank that does not feed a model's input
             none = np.zeros((steps, 0), np.int64)
             return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
-        drawn = self.selection.select_many(
-            seed=self.seed, first_step=first_step, steps=steps, count=self.batch_size
-        )
+        drawn = self.selection.sample(self.seed, first_step, steps, self.batch_size)
         return drawn[:, self.first_slot : self.first_slot + self.share]

@@ -14,7 +14,7 @@ import numpy as np
 
 from gear_offline.dataset.schema import Int64Array
 from gear_offline.kernels.philox import UInt64Array
-from gear_offline.sampling.guided import GuidedSearch
+from gear_offline.kernels.search import GuidedSearch
 
 GROUP = 8  # items under a leaf of the binary tree: one cache line
 TOP = 1 << 15  # sums whose cumulative sums are computed anew after a change, at most

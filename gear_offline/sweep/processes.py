@@ -20,7 +20,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sampling.own import own_laws
+from gear_offline.sampling.base import own_strategies
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.results import steps_done
@@ -57,7 +57,7 @@ class Worker:
         )
         self.point: SweepPoint | None = None
         self._received, self._asked = b"", False
-        self._send({"tables": tables, "laws": own_laws()})
+        self._send({"tables": tables, "strategies": own_strategies()})
 
     @property
     def output(self) -> int:

@@ -25,7 +25,6 @@ from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.trainer import RESUMABLE, check_resumed, train
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sampling.selection import learner_of
 from gear_offline.sweep.directory import SweepDirectory, recorded_options
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.modes import Choice, Mode, choose
@@ -154,7 +153,7 @@ class Sweep:
             recipe, sizes = resolve(point.recipe, dataset, quiet=True)
             resolved[point.name] = recipe
             if self._mode == "stacked":
-                learns = learner_of(recipe_selection(recipe, dataset)) is not None
+                learns = recipe_selection(recipe, dataset).learner is not None
                 check_stackable(recipe, sizes, learns=learns)
         with SweepDirectory(
             self._out, self._points, free=RESUMABLE, others=self._others

@@ -19,7 +19,7 @@ from gear_offline.errors import GearError
 from gear_offline.loaders.loader import resolve_device
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.runs.trainer import train
-from gear_offline.sampling.own import register_own_laws
+from gear_offline.sampling.base import register_own
 from gear_offline.tables.shared_tables import SharedTables
 
 
@@ -30,7 +30,7 @@ def main(parent: int) -> None:
     os.dup2(2, 1)  # whatever prints must not answer
     shared = json.loads(sys.stdin.readline())
     tables = SharedTables(shared["tables"])
-    register_own_laws(shared["laws"])
+    register_own(shared["strategies"])
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(_answer(request, tables)), file=answers, flush=True)

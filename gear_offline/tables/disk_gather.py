@@ -19,7 +19,7 @@ from torch import Tensor
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows
-from gear_offline.sampling.selection import Segments
+from gear_offline.sampling import Segments
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.disk_files import DiskFile
 from gear_offline.tables.disk_reader import DiskCounts, DiskReader

@@ -72,6 +72,8 @@ def why_not_captured(
         reason = "blocks are computed twice (train.recompute)"
     elif loader.engine is None:
         reason = "batches are not made by the GPU (loader.engine)"
+    elif loader.selection.gpu is None:
+        reason = f"the host draws the segments of strategy {loader.selection.name}"
     if reason and train.graph == "on":
         raise UnavailableError(
             "GRAPH_UNAVAILABLE",

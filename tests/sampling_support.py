@@ -1,6 +1,6 @@
-"""What tests of selection laws share: small tables, exact laws by definition, chi-square.
+"""What tests of samplers share: small tables, exact probabilities by definition, chi-square.
 
-Nothing here is computed as the package does: laws are enumerated with fractions.
+Nothing here is computed as the package does: probabilities are enumerated with fractions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.sampling.base import Facts
-from gear_offline.sampling.selection import Segments
+from gear_offline.sampling import Facts, Prioritized, Segments
+from gear_offline.sampling.prioritized import PriorityOptions
 
 CONTEXT = 4
 MIXED: list[dict[str, Any]] = [
@@ -27,27 +27,38 @@ MIXED: list[dict[str, Any]] = [
     {"strategy": "prioritized"},
     {"strategy": "uniform_episodes"},
 ]
-SCHEDULED = [
-    [{"step": 0, "weights": [1, 0, 0, 0, 0]}, {"step": 50, "weights": [0, 3, 1e-12, 2, 1]}],
-    [{"step": 3, "weights": [1, 2, 3, 4, 5]}],
-    [
-        {"step": 7, "weights": [0, 0, 0, 0, 1]},
-        {"step": 2**40, "weights": [1, 0, 0, 0, 0]},
-        {"step": 2**53, "weights": [1, 1, 1, 1, 0]},
-    ],
+SCHEDULE = [
+    {"step": 7, "weights": [0, 0, 0, 0, 1]},
+    {"step": 50, "weights": [0, 3, 1e-12, 2, 1]},
+    {"step": 2**40, "weights": [1, 0, 0, 0, 0]},
 ]
-LAW_CASES: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("uniform_steps", "original", "huggingface", "corl", "d3rlpy")),
-    *((name, {}) for name in ("uniform_episodes", "fifo", "lifo", "shuffled_epochs", "min_dt")),
-    *((name, {}) for name in ("return_weighted", "top_percent", "prioritized")),
-    ("top_k", {"k": 1}),
-    ("return_weighted", {"temperature": 0.01}),
-    ("stratified_return", {}),
+CASES: list[tuple[str, dict[str, Any]]] = [  # every strategy is here
+    ("uniform_steps", {}),
+    ("uniform_episodes", {}),
+    ("return_weighted", {}),
+    ("return_weighted", {"temperature": 0.5, "unit": "episodes"}),
+    ("return_weighted", {"rule": "rank", "temperature": 2.0}),
+    ("return_weighted", {"rule": "percentile"}),
+    ("top_percent", {"percent": 35.0}),
+    ("top_percent", {"percent": 50, "of": "episodes", "unit": "episodes"}),
+    ("top_k", {"k": 2}),
+    ("top_k", {"k": 3, "unit": "episodes"}),
+    ("stratified_return", {"strata": 3}),
     ("stratified_return", {"strata": 2, "unit": "episodes"}),
-    ("stratified_return", {"strata": 1024}),
-    ("mixture", {"parts": [{**part, "weight": 10.0 ** (-4 * i)} for i, part in enumerate(MIXED)]}),
-    *(("mixture", {"parts": MIXED, "schedule": schedule}) for schedule in SCHEDULED),
+    ("shuffled_epochs", {}),
+    ("prioritized", {}),
+    ("original", {}),
+    ("huggingface", {}),
+    ("corl", {}),
+    ("min_dt", {}),
+    ("d3rlpy", {}),
+    ("fifo", {}),
+    ("lifo", {}),
+    ("mixture", {"parts": [{**part, "weight": 10.0 ** (-i)} for i, part in enumerate(MIXED)]}),
+    ("mixture", {"parts": [MIXED[0] | {"weight": 1}, MIXED[1] | {"weight": 3}]}),
+    ("mixture", {"parts": MIXED, "schedule": SCHEDULE}),
 ]
+IDS = [f"{number}-{name}" for number, (name, _) in enumerate(CASES)]
 Key = tuple[int, int, int]  # episode, start, steps of the window
 
 
@@ -64,6 +75,11 @@ def facts(
         returns=np.array(default if returns is None else returns, dtype=np.float64),
         terminated=np.array(ends, dtype=bool),
     )
+
+
+def prioritized(lengths: Any, **options: Any) -> Prioritized:
+    index = EpisodeIndex(np.array(lengths, dtype=np.int64))
+    return Prioritized(Facts(episodes=index), PriorityOptions(**options))
 
 
 def keys(segments: Segments, lengths: Sequence[int], context: int = CONTEXT) -> list[Key]:
@@ -169,6 +185,18 @@ def exact_law(name: str, data: Facts, **options: Any) -> dict[Key, float]:
             for t in range(length if data.terminated[e] else length - 1)
         ]
         return {(e, max(t - CONTEXT + 1, 0), min(t + 1, CONTEXT)): 1 / len(ends) for e, t in ends}
+    if name == "mixture":
+        parts, weights_at = options["parts"], options.get("schedule")
+        mass = [Fraction(part["weight"]) for part in parts] if weights_at is None else None
+        if weights_at is not None:  # at step 0, as before the first point
+            mass = [Fraction(weight) for weight in weights_at[0]["weights"]]
+        assert mass is not None
+        law = {}
+        for part, weight in zip(parts, mass, strict=True):
+            more = {k: v for k, v in part.items() if k not in ("strategy", "weight")}
+            for key, chance in exact_law(part["strategy"], data, **more).items():
+                law[key] = law.get(key, 0.0) + float(weight / sum(mass)) * chance
+        return {key: chance for key, chance in law.items() if chance}
     raise AssertionError(name)
 
 

@@ -13,10 +13,9 @@ from gear_offline.kernels.select import DeviceSelect
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import WeightedEpisodes, make_selection
+from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
-from tests.law_support import LAW_CASES, facts
+from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.support import make_dataset
 from tests.test_engine_gpu import LENGTHS, same
 
@@ -29,37 +28,37 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_dataset(tmp_path_factory.mktemp("laws"), LENGTHS)
 
 
-@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+@pytest.mark.parametrize("name", ["return_weighted", "shuffled_epochs", "prioritized"])
 @pytest.mark.parametrize("count", [1, 5, 3000])
-def test_segments_and_probabilities(name: str, options: dict[str, Any], count: int) -> None:
+def test_segments(name: str, count: int) -> None:
     lengths = [1 + (7 * e) % 40 for e in range(4000)]
     data = facts(lengths, [float(e % 11) for e in range(4000)])
-    law, twin = (make_selection(name, data, context_length=9, **options) for _ in range(2))
-    select = DeviceSelect(law, device=CUDA, batch_size=count, context_length=9)
+    sampler, twin = (make_sampler(name, data) for _ in range(2))
+    assert sampler.gpu is not None
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=count)
     for step in (0, 41, 2**40, 2**62):
-        found = select.segments(seed=2**63 + 9, first_step=step, steps=3)
-        expected = twin.select_many(seed=2**63 + 9, first_step=step, steps=3, count=count)
-        assert np.array_equal(found.episodes, expected.episodes)
-        assert np.array_equal(found.starts, expected.starts)
-        assert found.probability.tobytes() == np.array(expected.probability).tobytes()
-        if expected.lengths is not None and found.lengths is not None:
-            assert np.array_equal(found.lengths, expected.lengths)
+        drawn = select.segments(seed=2**63 + 9, first_step=step, steps=3)
+        expected = twin.sample(2**63 + 9, step, 3, count)
+        assert np.array_equal(drawn.episodes, expected.episodes)
+        assert np.array_equal(drawn.starts, expected.starts)
 
 
-@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 @pytest.mark.parametrize("placement", ["hbm", "host"])
 def test_batches(dataset: Any, name: str, options: dict[str, Any], placement: Any) -> None:
     """Of several steps in a launch, of one, and step by step out of a CUDA graph."""
     for size in (5, 70_000) if name != "min_dt" else (5,):
         shape: dict[str, Any] = {"batch_size": size, "context_length": 8, "seed": 7}
-        laws = [make_selection(name, dataset, context_length=8, **options) for _ in range(2)]
-        shape["padding"] = getattr(laws[0], "padding", "right")
+        samplers = [make_sampler(name, dataset, context_length=8, **options) for _ in range(2)]
+        shape["padding"] = samplers[0].padding or "right"
         gpu = GearLoader(dataset, device="cuda", engine="on", placement=placement,
-                         selection=laws[0], **shape)  # fmt: skip
-        cpu = GearLoader(dataset, device="cpu", selection=laws[1], **shape)
+                         selection=samplers[0], **shape)  # fmt: skip
+        cpu = GearLoader(dataset, device="cpu", selection=samplers[1], **shape)
         for _ in range(60 if size == 5 else 1):
             same(next(gpu), next(cpu))
         same(gpu.batch_at(2**40), cpu.batch_at(2**40))
+        if samplers[0].gpu is None:
+            continue
         batches = gpu.device_batches()
         batches.enqueue()
         graph = torch.cuda.CUDAGraph()
@@ -76,8 +75,8 @@ def test_batches(dataset: Any, name: str, options: dict[str, Any], placement: An
 def test_updates(count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
     lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
-    index, generator = EpisodeIndex(lengths), np.random.default_rng(count)
-    law, twin = Prioritized(index, alpha=0.7), Prioritized(index, alpha=0.7)
+    generator = np.random.default_rng(count)
+    law, twin = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
     tree = law.on_device(CUDA)
     for turn in range(4):
         chosen = generator.integers(0, episodes, size=count)
@@ -94,7 +93,7 @@ def test_updates(count: int, episodes: int) -> None:
         twin.update(names, losses)
         assert np.array_equal(law.masses, twin.masses)
         assert tree.total == int(twin.masses.sum())
-        one, other = (some.select(seed=3, step=turn, count=5000) for some in (law, twin))
+        one, other = (some.sample(3, turn, 1, 5000)[0] for some in (law, twin))
         assert np.array_equal(one.episodes, other.episodes)
         assert np.array_equal(one.starts, other.starts)
         assert one.probability.tobytes() == other.probability.tobytes()
@@ -102,7 +101,7 @@ def test_updates(count: int, episodes: int) -> None:
     with tree.paused():
         tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(losses).to(CUDA))
     assert tree.updates == 4
-    again = Prioritized(index, alpha=0.7)
+    again = prioritized(lengths, alpha=0.7)
     again.load_state(law.state())
     law.load_state(again.state())
     assert again.updates == law.updates == 4 and tree.total == int(again.masses.sum())
@@ -110,31 +109,30 @@ def test_updates(count: int, episodes: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 64, 5000])
 def test_importance(count: int) -> None:
-    law = Prioritized(EpisodeIndex(np.full(100, 50, np.int64)), beta=0.4, beta_steps=1000)
+    law = prioritized([50] * 100, beta=0.4, beta_steps=1000)
     tree, generator = law.on_device(CUDA), np.random.default_rng(1)
     chances = np.exp(generator.uniform(-25, 0, size=count))
     for step in (0, 500, 5000):
         out = torch.empty(count, device=CUDA)
         counter = torch.tensor([step + 1], device=CUDA)
-        beta, beta_steps = law.beta
-        tree.importance(torch.from_numpy(chances).to(CUDA), counter=counter, beta=beta,
-                        beta_steps=beta_steps, out=out)  # fmt: skip
+        tree.importance(torch.from_numpy(chances).to(CUDA), counter=counter, beta=0.4,
+                        beta_steps=1000, out=out)  # fmt: skip
         expected = law.importance(chances, step=step).astype(np.float32)
         np.testing.assert_array_max_ulp(out.cpu().numpy(), expected, maxulp=1)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
-    law = Prioritized(EpisodeIndex(np.full(1000, 50, np.int64)))
+    law = prioritized([50] * 1000)
     tree = law.on_device(CUDA)
-    select = DeviceSelect(law, device=CUDA, batch_size=20_000)
+    select = DeviceSelect(law.gpu, law.index.offsets, device=CUDA, batch_size=20_000)
     names = torch.empty(1, 20_000, 2, dtype=torch.int64, device=CUDA)
     chances = torch.empty(1, 20_000, dtype=torch.float64, device=CUDA)
     losses = torch.rand(20_000, device=CUDA)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for count in (64, 20_000):
-            select.enqueue(seed=0, first_step=3, names=names, chances=chances, lengths=None)
+            select.enqueue(seed=0, first_step=3, names=names, chances=chances)
             tree.update(names[0, :count], losses[:count])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -146,25 +144,23 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
     weights = np.ones(count)
     weights[count // 2 :] = 1e-12
     weights[-3:] = [1e7, 0.0, 0.0]
-    law = WeightedEpisodes(EpisodeIndex(np.ones(count, np.int64)), weights)
-    select = DeviceSelect(law, device=CUDA, batch_size=100_000)
-    found = select.segments(seed=11, first_step=0, steps=1)
-    expected = law.select_many(seed=11, first_step=0, steps=1, count=100_000)
-    assert np.array_equal(found.episodes, expected.episodes)
-    assert found.probability.tobytes() == expected.probability.tobytes()
+
+    class Given(WeightedEpisodes):
+        def weights(self, facts: Facts) -> Any:
+            return weights
+
+    sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
+    offsets = sampler.index.offsets
+    select = DeviceSelect(sampler.gpu, offsets, device=CUDA, batch_size=100_000)
+    drawn = select.segments(seed=11, first_step=0, steps=1)
+    assert np.array_equal(drawn.episodes, sampler.sample(11, 0, 1, 100_000).episodes)
 
 
-@pytest.mark.parametrize("name", ["prioritized", "mixture"])
-def test_feedback_in_a_graph(dataset: Any, name: str) -> None:
+def test_feedback_in_a_graph(dataset: Any) -> None:
     """Select, gather, weigh and update, replayed: batches and masses are those of the CPU."""
-    options: dict[str, Any] = {"beta_steps": 20}
-    if name == "mixture":
-        parts = [
-            {"strategy": "uniform_steps", "weight": 1},
-            {"strategy": "prioritized", "weight": 3},
-        ]
-        options = {"parts": parts}
-    law, twin = (make_selection(name, dataset, context_length=8, **options) for _ in range(2))
+    law, twin = (
+        make_sampler("prioritized", dataset, context_length=8, beta_steps=20) for _ in range(2)
+    )
     shape: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5}
     gpu = GearLoader(dataset, device="cuda", engine="on", selection=law, **shape)
     cpu = GearLoader(dataset, device="cpu", selection=twin, **shape)

@@ -17,12 +17,10 @@ from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.runs.trainer import train
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import Prioritized, make_sampler
 from gear_offline.training.learner import Learner
-from tests.law_support import CONTEXT, facts, keys
+from tests.sampling_support import CASES, CONTEXT, IDS, facts, keys
 from tests.support import hopper_columns, make_dataset
-from tests.test_laws import ALL
 from tests.training_support import learnt, tiny_data, tiny_recipe
 
 LENGTHS = [1, 7, 2, 9, 5, 3, 12]
@@ -39,11 +37,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize(("name", "options"), ALL)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_windows_hold_their_own_steps_and_nothing_later(
     dataset: Dataset, name: str, options: dict[str, Any], padding: Any
 ) -> None:
-    law = make_selection(name, dataset, context_length=CONTEXT, **options)
+    law = make_sampler(name, dataset, context_length=CONTEXT, **options)
     arguments: dict[str, Any] = {
         "batch_size": 5,
         "context_length": CONTEXT,
@@ -51,7 +49,7 @@ def test_windows_hold_their_own_steps_and_nothing_later(
         "padding": padding,
         "device": "cpu",
     }
-    if getattr(law, "padding", padding) != padding:
+    if law.padding not in (None, padding):
         with pytest.raises(InputError, match="padding") as caught:
             GearLoader(dataset, **arguments)
         assert caught.value.code == "LOADER_OPTION"
@@ -103,8 +101,8 @@ def test_laws_made_for_other_data_are_refused(
 ) -> None:
     """They drew in part of the data, or windows that end elsewhere than the law says."""
     parts = {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
-    law = make_selection(name, facts(lengths), context_length=CONTEXT + 2, **parts)
-    padding: Any = getattr(law, "padding", "right")
+    law = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
+    padding: Any = law.padding or "right"
     with pytest.raises(InputError, match=message) as caught:
         GearLoader(
             dataset, batch_size=5, context_length=CONTEXT, selection=law, padding=padding,
@@ -114,7 +112,7 @@ def test_laws_made_for_other_data_are_refused(
 
 
 def test_a_law_of_the_first_episodes_draws_in_these(dataset: Dataset) -> None:
-    law = make_selection("uniform_steps", facts(LENGTHS[:3]))
+    law = make_sampler("uniform_steps", facts(LENGTHS[:3]))
     loader = GearLoader(dataset, batch_size=50, selection=law, device="cpu")
     assert set(next(loader).segments[:, 0].tolist()) == {0, 1, 2}
 
@@ -172,7 +170,7 @@ def test_feedback_needs_a_law_that_learns(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
     with pytest.raises(InputError) as caught:
         LossFeedback(loader)
-    assert caught.value.code == "SELECTION_PRIORITY"
+    assert caught.value.code == "SELECTION"
 
 
 @pytest.mark.parametrize("discrete", [False, True])
@@ -223,7 +221,7 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
 
 def test_feedback_of_several_ranks() -> None:
     """A rank weights its own share with the global batch's weights; all hear of all losses."""
-    law = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    law = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
     assert isinstance(law, Prioritized)
     law.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
     shares = [torch.tensor([[1, 0], [3, 1]]), torch.tensor([[3, 1], [6, 11]])]
@@ -239,15 +237,15 @@ def test_feedback_of_several_ranks() -> None:
         share=2,
         device=torch.device("cpu"),
         world=SimpleNamespace(rank=1, gather_tensor=gather),
-        segments_at=lambda step: law.select(seed=0, step=step, count=4),
+        segments_at=lambda step: law.sample(0, step, 1, 4)[0],
         slots_at=lambda step: slice(2, 4),
     )
     feedback = LossFeedback(cast(GearLoader, loader))
-    probability = law.select(seed=0, step=0, count=4).probability
+    probability = law.sample(0, 0, 1, 4)[0].probability
     weights = 1 / probability / (1 / probability).max()
     np.testing.assert_allclose(feedback.importance().numpy(), weights[2:], rtol=1e-6)
     feedback.update(cast(Batch, SimpleNamespace(segments=shares[1])), losses[1])
-    oracle = make_selection("prioritized", facts(LENGTHS), beta=1.0)
+    oracle = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
     assert isinstance(oracle, Prioritized)
     for segment, loss in (([1, 2], 50.0), ([1, 0], 0.5), ([3, 1], 3.0), ([6, 11], 4.0)):
         oracle.update(np.array([segment], dtype=np.int64), np.array([loss], dtype=np.float32))

@@ -13,17 +13,14 @@ import torch
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.engine import DeviceEngine
 from gear_offline.kernels.gather import CpuGather, Padding
-from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import make_batches
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss
-from gear_offline.sampling.mixture import prioritized_parts
-from gear_offline.sampling.prioritized import Prioritized
-from gear_offline.sampling.selection import make_selection
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import compile_laws, on_cpu, place
-from tests.law_support import LAW_CASES, facts
+from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.segment_oracle import MemoryTable
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
@@ -48,7 +45,7 @@ def table() -> Table:
 
 def make(name: str, options: dict[str, Any]) -> Any:
     data = facts(LENGTHS, terminated=[True] * len(LENGTHS))
-    return make_selection(name, data, context_length=SPAN, **options)
+    return make_sampler(name, data, context_length=SPAN, **options)
 
 
 def engine_of(table: Table, law: Any, padding: Padding = "right", **options: Any) -> DeviceEngine:
@@ -61,26 +58,29 @@ def bits(windows: Any) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize(("name", "options"), LAW_CASES)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
 def test_fills_are_those_of_the_cpu(
     library: Any, table: Table, name: str, options: dict[str, Any]
 ) -> None:
     law, twin = make(name, options), make(name, options)
-    padding: Padding = getattr(law, "padding", "right")
+    padding: Padding = law.padding or "right"
     gather = CpuGather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
         engine = engine_of(table, law, padding)
         for step in (0, 3, 2**33 - 1):
-            drawn = twin.select_many(seed=9, first_step=step, steps=3, count=BATCH)
+            drawn = twin.sample(9, step, 3, BATCH)
             assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
+        if law.gpu is None:
+            return
         fill = engine.static(chances=True)
         fill.set_step(2**32 - 2)
         for step in range(2**32 - 2, 2**32 + 2):
             fill.enqueue()
-            drawn = twin.select(seed=9, step=step, count=BATCH)
+            drawn = twin.sample(9, step, 1, BATCH)[0]
             assert bits(fill.windows) == bits(gather.fill(drawn))
             assert fill.chances is not None and int(fill.counter) == step + 1
-            assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
+            if name == "prioritized":
+                assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -89,7 +89,7 @@ def test_named_windows_of_given_lengths(
     library: Any, table: Table, padding: Padding, cut: bool
 ) -> None:
     law = make("d3rlpy", {})
-    named = law.select_many(seed=9, first_step=0, steps=5, count=20)
+    named = law.sample(9, 0, 5, 20)
     if cut:  # shorter ones than any law names, and none at all
         named = replace(named, lengths=np.arange(100).reshape(5, 20) % 4)
     gather = CpuGather(table, context_length=SPAN, padding=padding)
@@ -104,32 +104,21 @@ def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, 
     gather = CpuGather(table, context_length=SPAN)
     with on_cpu(library):
         engine = engine_of(table, law, batch_size=3, first_slot=3, global_batch=8)
-        drawn = law.select_many(seed=9, first_step=40, steps=2, count=8)
+        drawn = law.sample(9, 40, 2, 8)
         assert bits(engine.fill(first_step=40, steps=2)) == bits(gather.fill(drawn[:, 3:6]))
 
 
-MIXTURE = {
-    "parts": [{"strategy": "uniform_steps"}, {"strategy": "prioritized", "alpha": 0.9}],
-    "schedule": [{"step": 0, "weights": [1, 1]}, {"step": 30, "weights": [0, 1]}],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("prioritized", {"beta_steps": 25}), ("mixture", MIXTURE)]
-)
-def test_feedback_without_the_host(
-    library: Any, table: Table, name: str, options: dict[str, Any]
-) -> None:
-    """Batches, weights and masses over many steps are those of the CPU's law and feedback."""
-    law, twin = make(name, options), make(name, options)
+def test_feedback_without_the_host(library: Any, table: Table) -> None:
+    """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
+    law, twin = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
     gather = CpuGather(table, context_length=SPAN)
-    loader = cast(GearLoader, SimpleNamespace(selection=law))
+    loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law))
     with on_cpu(library):
         batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=True)
         feedback = DeviceFeedback(loader, batches)
         for step in range(40):
             batches.begin()
-            drawn = twin.select(seed=9, step=step, count=BATCH)
+            drawn = twin.sample(9, step, 1, BATCH)[0]
             assert bits(batches._fill.windows) == bits(gather.fill(drawn))
             expected = twin.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
@@ -137,27 +126,24 @@ def test_feedback_without_the_host(
             feedback.update(batches.batch, losses)
             with feedback.paused():
                 feedback.update(batches.batch, losses * 9)
-            named = np.stack([drawn.episodes, drawn.starts], 1)
-            twin.update(named, losses.numpy())
+            twin.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
             batches.end()
-        for mine, theirs in zip(prioritized_parts(law), prioritized_parts(twin), strict=True):
-            assert np.array_equal(mine.masses, theirs.masses)
-        assert law.updates == twin.updates == 40
-        state = law.state()
-        assert {key: value.tobytes() for key, value in state.items()} == {
-            key: value.tobytes() for key, value in twin.state().items()
+        state, other = law.state(), twin.state()
+        assert {k: v.tobytes() for k, v in state.items()} == {
+            k: v.tobytes() for k, v in other.items()
         }
-        again = make(name, options)
+        assert law.updates == 40
+        again = make("prioritized", {"beta_steps": 25, "alpha": 0.9})
         again.load_state(state)
-        law.load_state(twin.state())
-        one, other = (some.select(seed=4, step=50, count=200) for some in (law, again))
-        assert one.starts.tolist() == other.starts.tolist()
-        assert one.probability.tobytes() == other.probability.tobytes()
+        law.load_state(other)
+        one, two = (some.sample(4, 50, 1, 200)[0] for some in (law, again))
+        assert one.starts.tolist() == two.starts.tolist()
+        assert one.probability.tobytes() == two.probability.tobytes()
 
 
 def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Table) -> None:
     law = make("prioritized", {})
-    loader = cast(GearLoader, SimpleNamespace(selection=law))
+    loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner))
     with on_cpu(library):
         batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
         feedback = DeviceFeedback(loader, batches)
@@ -180,12 +166,14 @@ def test_laws_without_priorities_have_no_feedback(library: Any, table: Table) ->
     with on_cpu(library):
         batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
         with pytest.raises(InputError) as caught:
-            DeviceFeedback(cast(GearLoader, SimpleNamespace(selection=law)), batches)
-    assert caught.value.code == "SELECTION_PRIORITY"
+            DeviceFeedback(
+                cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner)), batches
+            )
+    assert caught.value.code == "SELECTION"
 
 
 def test_priorities_move_with_what_they_learned(library: Any) -> None:
-    law, twin = (Prioritized(facts(LENGTHS).episodes) for _ in range(2))
+    law, twin = (prioritized(LENGTHS) for _ in range(2))
     names, losses = np.array([[2, 5], [0, 1]]), np.array([3.0, 0.5], np.float32)
     for some in (law, twin):
         some.update(names, losses)
@@ -213,16 +201,4 @@ def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(GearError, match="MiB are free") as caught:
             law.on_device(device)
     assert caught.value.code == "HBM_SHORT"
-    assert law.select(seed=0, step=0, count=3).shape == (3,), "they stay on the host"
-
-
-def test_batches_name_what_they_are(library: Any, table: Table) -> None:
-    with on_cpu(library):
-        law = make("fifo", {})
-        batches = make_batches(engine_of(table, law), padding="right", step=2, ahead=False)
-        batches.enqueue()
-        assert isinstance(batches.batch, Batch) and batches.chances is None
-        rows = [2 * BATCH + slot for slot in range(BATCH)]
-        offsets = np.cumsum([0, *LENGTHS])
-        found = batches.batch.segments.numpy()
-        assert (offsets[found[:, 0]] + found[:, 1]).tolist() == rows
+    assert law.sample(0, 0, 1, 3)[0].shape == (3,), "they stay on the host"

@@ -1,0 +1,370 @@
+"""Samplers that draw an episode by its weight, then any start in it.
+
+Weights become integer masses once.  From then on everything is integer arithmetic, so that every
+device draws the same episode, and the probability of an episode is its mass over ``2**64``.
+
+Shape legend: E episodes, N steps, T steps of one episode, S strata, B slots of a batch, n items.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
+from gear_offline.errors import InputError
+from gear_offline.kernels.draws import CumulativeWeights
+from gear_offline.kernels.philox import UInt64Array, bounded, draws
+from gear_offline.kernels.search import GuidedSearch
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.base import (
+    ROTATION_STREAM,
+    Facts,
+    Float64Array,
+    Sampler,
+    check_choice,
+    check_integer,
+    check_number,
+    register,
+    slot_draws,
+)
+
+UNITS = ("steps", "episodes")
+DEFAULT_TEMPERATURE = {"softmax": 0.1, "rank": 1.0, "percentile": 0.1}
+WHOLE = 1 << 64
+SHORTFALL = 1.0 - 2.0**-51  # keeps rounding from giving out more than there is
+
+
+class WeightedEpisodes(Sampler):
+    """Episode e with probability w_e / sum(w), then each of its T starts with 1 / T.
+
+    A subclass has `weights`.
+    """
+
+    def __init__(self, facts: Facts, options: Any = None) -> None:
+        super().__init__(facts, options)
+        self._choice = WeightedChoice(self.weights(facts))
+
+    def weights(self, facts: Facts) -> Float64Array:
+        """Return (E,) weights of the episodes: finite, at least 0, not all 0."""
+        raise NotImplementedError
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, second = slot_draws(seed, first_step, steps, count)
+        episodes = self._choice.find(first)
+        lengths = self.index.lengths[episodes]
+        return Segments(
+            episodes=episodes,
+            starts=bounded(second, lengths),
+            probability=self._choice.probability[episodes] / lengths,
+        )
+
+    def density(self, segments: Segments) -> Float64Array:
+        chosen = segments.episodes
+        return np.asarray(self._choice.probability[chosen] / self.index.lengths[chosen])
+
+    @property
+    def episode_weight(self) -> Float64Array:
+        return self._choice.probability
+
+    @property
+    def gpu(self) -> CumulativeWeights:
+        return CumulativeWeights(self._choice.search)
+
+
+class WeightedChoice:
+    """A choice among items by weight: item i where ``table[i - 1] <= draw < table[i]``.
+
+    Parameters
+    ----------
+    weights
+        (n,) float64, finite, at least 0, not all 0.
+
+    Attributes
+    ----------
+    search
+        In the (n,) cumulative masses.  From the last item with a mass on they would be ``2**64``
+        and are ``2**64 - 1``; searching ends at that item.
+    probability
+        (n,) float64, mass of each item over ``2**64``.
+    """
+
+    def __init__(self, weights: Float64Array) -> None:
+        masses = masses_of(weights)
+        last = int(np.flatnonzero(np.asarray(weights))[-1])
+        table: UInt64Array = np.cumsum(masses, dtype=np.uint64)
+        table[last:] = np.uint64(WHOLE - 1)
+        self.search = GuidedSearch(table, last=last)
+        exact = masses.astype(np.float64)
+        if np.count_nonzero(masses) == 0:  # one item has everything, 2^64
+            exact[last] = float(WHOLE)
+        self.probability: Float64Array = exact * 2.0**-64
+
+    def find(self, values: UInt64Array) -> Int64Array:
+        """Return the item of each 64-bit draw, same shape, int64."""
+        return self.search.find(values)
+
+
+def masses_of(weights: Float64Array) -> UInt64Array:
+    """Return (n,) integer masses in proportion to `weights` that sum to ``2**64``.
+
+    A positive weight gets at least 1, a zero weight gets 0.  The ratio of two masses differs from
+    that of the weights by a relative error of about ``2**-51``, and each mass by 6 at most besides:
+    4 for the scaled weight's fraction, which is cut off, and 2 for those of the two passes.  Where
+    one item has everything its mass is 0, which is ``2**64`` modulo ``2**64``.
+    """
+    given = np.asarray(weights, dtype=np.float64)
+    if not (np.isfinite(given).all() and (given >= 0).all()):
+        raise InputError(
+            "SELECTION",
+            "weights must be finite and not negative",
+            remedy="look for NaN or infinite rewards with `gear-offline inspect`",
+        )
+    positive = np.flatnonzero(given)
+    if positive.size == 0:
+        raise InputError("SELECTION", "no episode has a positive weight")
+    result = np.zeros(given.size, dtype=np.uint64)
+    if positive.size == 1:
+        return result
+    # Scaling by a power of two is exact: the largest becomes 2^62 or more, below 2^63.
+    exponent = 62 - (int(np.frexp(given.max())[1]) - 1)
+    scaled = np.floor(np.ldexp(given[positive], exponent))  # integers, exact in float64
+    total = _sum_exactly(scaled.astype(np.uint64))
+    masses = np.ones(positive.size, dtype=np.uint64)
+    for _ in range(2):  # nearly all, then what rounding left
+        rest = WHOLE - _sum_exactly(masses)
+        masses += np.floor(scaled * (rest / total * SHORTFALL)).astype(np.uint64)
+    each, more = divmod(WHOLE - _sum_exactly(masses), positive.size)
+    masses += np.uint64(each)
+    masses[:more] += np.uint64(1)
+    result[positive] = masses
+    return result
+
+
+def _sum_exactly(values: UInt64Array) -> int:
+    """Return the sum of fewer than 2^32 values, whatever it is."""
+    high = int((values >> np.uint64(32)).sum(dtype=np.uint64))
+    low = int((values & np.uint64(0xFFFFFFFF)).sum(dtype=np.uint64))
+    return (high << 32) + low
+
+
+@register("uniform_steps")
+class UniformSteps(WeightedEpisodes):
+    """Every (episode, start) of the table is equally likely: 1/N each.
+
+    The strategy of the Decision Transformer paper: an episode in proportion to its length, then a
+    start uniformly over its steps.
+    """
+
+    def weights(self, facts: Facts) -> Float64Array:
+        return self.index.lengths.astype(np.float64)
+
+
+@register("uniform_episodes")
+class UniformEpisodes(WeightedEpisodes):
+    """Every episode is equally likely, then every start in it: 1/(E T) each."""
+
+    def weights(self, facts: Facts) -> Float64Array:
+        return np.ones(self.index.episodes)
+
+
+@dataclass(frozen=True)
+class ReturnOptions:
+    """Options of `return_weighted`."""
+
+    rule: str = "softmax"
+    temperature: float | None = None
+    unit: str = "steps"
+
+    def __post_init__(self) -> None:
+        check_choice("rule", self.rule, tuple(DEFAULT_TEMPERATURE))
+        check_choice("unit", self.unit, UNITS)
+        if self.temperature is None:
+            object.__setattr__(self, "temperature", DEFAULT_TEMPERATURE[self.rule])
+        check_number("temperature", self.temperature, above=0.0)
+
+
+@register("return_weighted")
+class ReturnWeighted(WeightedEpisodes):
+    """Episodes by their returns: softmax, rank or percentile, with a temperature."""
+
+    Options = ReturnOptions
+
+    def weights(self, facts: Facts) -> Float64Array:
+        options: ReturnOptions = self.options
+        assert options.temperature is not None
+        weights = return_weights(finite_returns(facts), options.rule, options.temperature)
+        return in_unit(weights, self.index, options.unit)
+
+
+@dataclass(frozen=True)
+class PercentOptions:
+    """Options of `top_percent`."""
+
+    percent: float = 10.0
+    of: str = "steps"
+    unit: str = "steps"
+
+    def __post_init__(self) -> None:
+        check_number("percent", self.percent, above=0.0, most=100.0)
+        check_choice("of", self.of, UNITS)
+        check_choice("unit", self.unit, UNITS)
+
+
+@register("top_percent")
+class TopPercent(WeightedEpisodes):
+    """The best episodes only: as many as make up at most so many percent, at least one."""
+
+    Options = PercentOptions
+
+    def weights(self, facts: Facts) -> Float64Array:
+        options: PercentOptions = self.options
+        order = best_first(finite_returns(facts))
+        share = Fraction(str(options.percent)) / 100  # exactly the decimal that was written
+        if options.of == "steps":
+            most = math.floor(share * self.index.steps)
+            kept = int(np.count_nonzero(np.cumsum(self.index.lengths[order]) <= most))
+        else:
+            kept = math.floor(share * self.index.episodes)
+        return in_unit(_chosen(order[: max(kept, 1)], self.index), self.index, options.unit)
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """Options of `top_k`."""
+
+    k: int
+    unit: str = "steps"
+
+    def __post_init__(self) -> None:
+        check_integer("k", self.k, least=1)
+        check_choice("unit", self.unit, UNITS)
+
+
+@register("top_k")
+class TopK(WeightedEpisodes):
+    """The k episodes of highest return only; all of them where there are no more than k."""
+
+    Options = TopOptions
+
+    def weights(self, facts: Facts) -> Float64Array:
+        order = best_first(finite_returns(facts))
+        return in_unit(_chosen(order[: self.options.k], self.index), self.index, self.options.unit)
+
+
+@dataclass(frozen=True)
+class StrataOptions:
+    """Options of `stratified_return`."""
+
+    strata: int = 4
+    unit: str = "steps"
+
+    def __post_init__(self) -> None:
+        check_integer("strata", self.strata, least=1, most=1024)
+        check_choice("unit", self.unit, UNITS)
+
+
+@register("stratified_return")
+class StratifiedReturn(Sampler):
+    """Each batch takes equally from strata of episodes ordered by return.
+
+    Slot b of a step takes stratum ``(b + r) % S``; r is drawn once a step, so that every stratum is
+    equally likely in every slot whatever the batch size.
+    """
+
+    Options = StrataOptions
+
+    def __init__(self, facts: Facts, options: StrataOptions | None = None) -> None:
+        super().__init__(facts, options)
+        index = self.index
+        order = best_first(finite_returns(facts))[::-1]
+        count = min(self.options.strata, index.episodes)
+        edges = [number * index.episodes // count for number in range(count + 1)]
+        weights = in_unit(np.ones(index.episodes), index, self.options.unit)
+        self._members = [np.sort(order[a:b]) for a, b in pairwise(edges)]
+        self._choices = [WeightedChoice(weights[members]) for members in self._members]
+        self._chances = np.empty(index.episodes)
+        for members, choice in zip(self._members, self._choices, strict=True):
+            self._chances[members] = choice.probability / count
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        first, second = slot_draws(seed, first_step, steps, count)
+        begin, _ = draws(
+            seed=seed, stream=ROTATION_STREAM, first_step=first_step, steps=steps, count=1
+        )
+        strata = len(self._members)
+        stratum = (bounded(begin, strata) + np.arange(count, dtype=np.int64)) % strata
+        episodes = np.empty((steps, count), dtype=np.int64)
+        for number, members in enumerate(self._members):
+            slots = stratum == number
+            episodes[slots] = members[self._choices[number].find(first[slots])]
+        lengths = self.index.lengths[episodes]
+        return Segments(
+            episodes=episodes,
+            starts=bounded(second, lengths),
+            probability=self._chances[episodes] / lengths,
+        )
+
+    def density(self, segments: Segments) -> Float64Array:
+        return np.asarray(self._chances[segments.episodes] / self.index.lengths[segments.episodes])
+
+    @property
+    def episode_weight(self) -> Float64Array:
+        return self._chances
+
+
+def finite_returns(facts: Facts) -> Float64Array:
+    """Return (E,) returns, of which none may be NaN or infinite."""
+    returns = np.asarray(facts.need("returns"), dtype=np.float64)
+    if returns.shape != (facts.episodes.episodes,) or not np.isfinite(returns).all():
+        raise InputError(
+            "SELECTION",
+            f"returns of {facts.episodes.episodes} episodes are needed, and all must be finite",
+            remedy="look for NaN or infinite rewards with `gear-offline inspect`",
+        )
+    return returns
+
+
+def best_first(returns: Float64Array) -> Int64Array:
+    """Return the episodes by falling return; among equals the earlier one comes first."""
+    return np.argsort(-returns, kind="stable").astype(np.int64)
+
+
+def _chosen(episodes: Int64Array, index: EpisodeIndex) -> BoolArray:
+    """Return (E,) whether an episode is one of those given."""
+    chosen = np.zeros(index.episodes, dtype=bool)
+    chosen[episodes] = True
+    return chosen
+
+
+def in_unit(weights: Float64Array | BoolArray, index: EpisodeIndex, unit: str) -> Float64Array:
+    """Return the weights of episodes: as they are, or times T where they are those of a step."""
+    given = np.asarray(weights, dtype=np.float64)
+    return given * index.lengths if unit == "steps" else given
+
+
+def return_weights(returns: Float64Array, rule: str, temperature: float) -> Float64Array:
+    """Return (E,) weights of episodes by their returns, the best one's being 1.
+
+    ``softmax``: exp((x - 1) / temperature), x the return scaled to [0, 1] over the episodes.
+    ``percentile``: the same of x = the share of episodes that return no more.
+    ``rank``: (1 / r) ** (1 / temperature), r = 1 for the best; equals share their mean rank.
+    """
+    ordered = np.sort(returns)
+    no_more = np.searchsorted(ordered, returns, side="right")
+    if rule == "rank":
+        less = np.searchsorted(ordered, returns, side="left")
+        rank = returns.size - (less + no_more - 1) / 2  # 1 for the best
+        return np.asarray((rank / rank.min()) ** (-1.0 / temperature))
+    x = no_more / returns.size
+    if rule == "softmax":
+        half = returns / 2  # the difference of two finite returns need not be finite
+        spread = half.max() - half.min()
+        x = (half - half.min()) / spread if spread > 0 else np.ones_like(returns)
+    with np.errstate(over="ignore"):  # of a quotient, which is minus infinity then
+        return np.asarray(np.exp((x - 1.0) / temperature))

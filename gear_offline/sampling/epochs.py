@@ -1,0 +1,184 @@
+"""Samplers without replacement: forwards, backwards, and in a new random order every epoch.
+
+Slot b of step t takes place ``t * B + b`` of an endless row of epochs, so an epoch's last batch
+goes on with the next epoch.
+
+Shape legend: N steps of the table, T steps of one episode, B slots of a batch.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from gear_offline.dataset.schema import Int64Array
+from gear_offline.kernels.draws import KeyedPermutation
+from gear_offline.kernels.philox import UInt64Array, bounded, draws
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.base import (
+    EPOCH_STREAM,
+    Sampler,
+    StepLocator,
+    check_range,
+    register,
+)
+
+ROUNDS = 8
+MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
+_SHIFT = np.uint64(33)
+
+
+class _InOrder(Sampler):
+    """Every step of the table as a start, in an order."""
+
+    @cached_property
+    def _locate(self) -> StepLocator:
+        return StepLocator(self.index)
+
+    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
+        raise NotImplementedError
+
+    def _probability(self) -> float:
+        return 1.0
+
+    def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+        check_range(seed, first_step, steps, count)
+        first_epoch, epochs, at = places(first_step, steps, count, size=self.index.steps)
+        episodes, starts = self._locate(self._rows(seed, first_epoch, epochs, at))
+        return Segments(
+            episodes=episodes,
+            starts=starts,
+            probability=np.broadcast_to(np.float64(self._probability()), starts.shape),
+        )
+
+
+@register("fifo")
+class FirstInFirstOut(_InOrder):
+    """Starts in the order of the table, oldest first, then again.
+
+    Nothing is random: what a slot takes has probability 1, whatever the seed.
+    """
+
+    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
+        return at
+
+
+@register("lifo")
+class LastInFirstOut(_InOrder):
+    """Starts against the order of the table, newest first, then again."""
+
+    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
+        return self.index.steps - 1 - at
+
+
+@register("shuffled_epochs")
+class ShuffledEpochs(_InOrder):
+    """Every start exactly once an epoch, in an order of its own each epoch.
+
+    Each start is equally likely in every slot, 1/N; slots of one epoch exclude each other.
+    """
+
+    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
+        return KeyedOrder(self.index.steps)(seed, first_epoch, epochs, at)
+
+    def _probability(self) -> float:
+        return 1.0 / self.index.steps
+
+    @property
+    def gpu(self) -> KeyedPermutation:
+        return KeyedPermutation()
+
+
+def places(
+    first_step: int, steps: int, count: int, *, size: int
+) -> tuple[int, Int64Array, Int64Array]:
+    """Return the first slot's epoch, and each slot's epoch above it and place in that epoch.
+
+    Both (steps, count) int64.  Exact for any step: the first slot is computed in Python integers.
+    """
+    first_epoch, place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
+    slots = np.arange(steps * count, dtype=np.uint64).reshape(steps, count)
+    ahead = slots + np.uint64(place)  # place and size may be near 2^63
+    epochs, at = np.divmod(ahead, np.uint64(size))
+    return first_epoch, epochs.astype(np.int64), at.astype(np.int64)
+
+
+class KeyedOrder:
+    """Orders of ``[0, size)``, one an epoch: a function from places to things, without memory.
+
+    A Feistel network over the smallest power of two that holds `size`, walked along its cycle until
+    it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
+    then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
+    in every place; the network, whose round function is the 64-bit finaliser of MurmurHash3, makes
+    the order.  A new epoch has new keys.
+
+    Parameters
+    ----------
+    size
+        In ``[1, 2**63)``.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        bits = max((size - 1).bit_length(), 2)
+        self._right = np.uint64(bits // 2)
+        self._masks = (
+            np.uint64((1 << (bits - bits // 2)) - 1),  # left half
+            np.uint64((1 << (bits // 2)) - 1),  # right half
+        )
+
+    def __call__(
+        self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array
+    ) -> Int64Array:
+        """Return what lies in each place.
+
+        Parameters
+        ----------
+        seed
+            In ``[0, 2**64)``.
+        first_epoch
+            Epochs are counted from here, modulo ``2**63``.
+        epochs, at
+            int64 of one shape: epoch above `first_epoch`, and place in ``[0, size)``.
+
+        Returns
+        -------
+        ndarray
+            int64, the same shape: in ``[0, size)``, each once an epoch.
+        """
+        rows = epochs.reshape(-1)
+        keys, second = draws(
+            seed=seed,
+            stream=EPOCH_STREAM,
+            first_step=first_epoch % (1 << 63),
+            steps=int(rows.max(initial=0)) + 1,
+            count=ROUNDS,
+        )
+        size = np.uint64(self.size)
+        things = self._network(at.reshape(-1).astype(np.uint64), keys, rows)
+        walking = np.flatnonzero(things >= size)
+        while walking.size:
+            things[walking] = self._network(things[walking], keys, rows[walking])
+            walking = walking[things[walking] >= size]
+        things += bounded(second[:, 0], self.size).astype(np.uint64)[rows]
+        things -= size * (things >= size)
+        return things.view(np.int64).reshape(at.shape)
+
+    def _network(self, values: UInt64Array, keys: UInt64Array, rows: Int64Array) -> UInt64Array:
+        """Return the image of (n,) values under the keys of their epochs, (epochs, ROUNDS)."""
+        halves = [values >> self._right, values & self._masks[1]]
+        for number in range(ROUNDS):
+            key = keys[0, number] if len(keys) == 1 else keys[rows, number]
+            side = number % 2
+            halves[side] ^= _mixed(halves[1 - side] ^ key) & self._masks[side]
+        return np.asarray(halves[0] << self._right | halves[1])
+
+
+def _mixed(values: UInt64Array) -> UInt64Array:
+    """Return the finaliser's value; overwrites `values`."""
+    for multiplier in MULTIPLIERS:
+        values ^= values >> _SHIFT
+        values *= multiplier
+    values ^= values >> _SHIFT
+    return values

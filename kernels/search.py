@@ -1,0 +1,57 @@
+"""A search in an ascending table that begins where a guide says, on the CPU and on the GPU.
+
+The guide divides the values into equal ranges, about four for each number of the table.  Most
+ranges hold no number, so that most values are found without a search.
+
+Shape legend: n numbers of the table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+
+GUIDE_BITS = 24  # the guide has at most 2^24 ranges
+
+
+class GuidedSearch:
+    """Finds for each value the first number above it.
+
+    Parameters
+    ----------
+    table
+        (n,) uint64, ascending.
+    last
+        Place that is found for values beyond the table, and at most.
+    bits
+        All values are below ``2**bits``.
+
+    Attributes
+    ----------
+    table, last
+        As given.
+    guide, shift
+        (ranges + 1,) int64: what is found for value ``i << shift``.
+    """
+
+    def __init__(self, table: UInt64Array, *, last: int, bits: int = 64) -> None:
+        self.table, self.last = table, last
+        wide = min(max(table.size, 2).bit_length() + 1, GUIDE_BITS, bits)
+        self.shift = bits - wide
+        # Entry i counts the numbers up to i << shift.
+        inside = np.uint64((1 << self.shift) - 1)
+        first = (table >> np.uint64(self.shift)) + ((table & inside) > 0)
+        counts = np.bincount(first.astype(np.int64), minlength=(1 << wide) + 1)
+        self.guide: Int64Array = np.minimum(np.cumsum(counts), last)
+
+    def find(self, values: UInt64Array) -> Int64Array:
+        """Return the place of the first number above each value, at most `last`; int64."""
+        place = (values >> np.uint64(self.shift)).astype(np.int64)
+        found: Int64Array = self.guide[place]
+        unsure = found != self.guide[place + 1]
+        searched = np.searchsorted(self.table, values[unsure], side="right")
+        found[unsure] = np.minimum(searched, self.last)
+        return found

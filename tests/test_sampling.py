@@ -1,0 +1,477 @@
+"""Samplers at their public door: pure, exact, with the probability that the definition gives."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError
+from gear_offline.sampling import (
+    Sampler,
+    Segments,
+    TaskPart,
+    TaskPoint,
+    WeightedEpisodes,
+    base,
+    make_sampler,
+    mix_tasks,
+    parse_options,
+    register,
+    strategy_names,
+)
+from gear_offline.sampling.episodes import WHOLE, WeightedChoice, masses_of
+from gear_offline.sampling.epochs import KeyedOrder, places
+from tests.sampling_support import CASES, CONTEXT, IDS, MIXED, exact_law, facts, keys, p_value
+from tests.support import failing_code
+
+LENGTHS = [1, 7, 2, 9, 5, 3]
+TABLES = st.lists(st.integers(2, 13), min_size=2, max_size=9)
+NAMED = pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
+RANDOM = [
+    pytest.param(*c, id=i) for c, i in zip(CASES, IDS, strict=True) if c[0] not in ("fifo", "lifo")
+]
+
+
+def make(name: str, options: dict[str, Any], lengths: list[int], **more: Any) -> Sampler:
+    return make_sampler(name, facts(lengths, **more), context_length=CONTEXT, **options)
+
+
+def same(one: Segments, other: Segments) -> bool:
+    pairs = [(getattr(one, n), getattr(other, n)) for n in ("episodes", "starts", "probability")]
+    assert (one.lengths is None) == (other.lengths is None)
+    lengths = one.lengths is None or np.array_equal(one.lengths, other.lengths)  # type: ignore[arg-type]
+    return lengths and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_every_strategy_is_tested() -> None:
+    assert {name for name, _ in CASES} == set(strategy_names())
+
+
+@NAMED
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=TABLES,
+    seed=st.integers(0, 2**64 - 1),
+    first_step=st.integers(0, 2**63 - 10),
+    cut=st.integers(1, 5),
+    count=st.integers(1, 2),
+)
+def test_a_step_alone_is_that_row_of_a_block(
+    name: str,
+    options: dict[str, Any],
+    lengths: list[int],
+    seed: int,
+    first_step: int,
+    cut: int,
+    count: int,
+) -> None:
+    sampler = make(name, options, lengths)
+    whole = sampler.sample(seed, first_step, 6, count)
+    assert whole.shape == (6, count)
+    assert whole.episodes.dtype == whole.starts.dtype == np.int64
+    assert whole.probability.dtype == np.float64
+    assert same(sampler.sample(seed, first_step, cut, count), whole[:cut])
+    assert same(sampler.sample(seed, first_step + cut, 6 - cut, count), whole[cut:])
+    again = make(name, json.loads(json.dumps(asdict(sampler.options))), lengths)
+    assert same(again.sample(np.uint64(seed), np.int64(first_step), 6, np.int64(count)), whole)  # type: ignore[arg-type]
+    table = np.array(lengths)
+    assert (whole.episodes >= 0).all() and (whole.episodes < len(lengths)).all()
+    assert (whole.starts >= 0).all() and (whole.starts < table[whole.episodes]).all()
+    assert (whole.probability > 0).all() and (whole.probability <= 1).all()
+    assert (whole.lengths is not None) == sampler.cuts_windows
+    density = sampler.density(whole)
+    if density is not None:
+        np.testing.assert_allclose(density, whole.probability, rtol=1e-14)
+
+
+@pytest.mark.parametrize(("name", "options"), RANDOM)
+def test_frequencies_and_probabilities_are_exact(name: str, options: dict[str, Any]) -> None:
+    """Chi-square over all segments at significance 1e-4; the seed is fixed."""
+    sampler, law = make(name, options, LENGTHS), exact_law(name, facts(LENGTHS), **options)
+    assert math.isclose(sum(law.values()), 1.0)
+    scheduled = "schedule" in options  # its first point lasts for eight steps
+    shape = (7, 2000) if scheduled else (4000, 3)
+    drawn = sampler.sample(5, 0, *shape)
+    counts = Counter(keys(drawn, LENGTHS))
+    assert set(counts) <= set(law)
+    for key, chance in zip(keys(drawn, LENGTHS), drawn.probability.reshape(-1), strict=True):
+        assert math.isclose(chance, law[key], rel_tol=1e-12), key
+    names = sorted(law)
+    expected = np.array([law[key] for key in names]) * drawn.episodes.size
+    seen = np.array([counts[key] for key in names])
+    often = expected >= 5
+    seen = np.append(seen[often], seen[~often].sum())
+    expected = np.append(expected[often], max(expected[~often].sum(), 1e-9))
+    assert p_value(seen, expected) > 1e-4
+
+
+@NAMED
+def test_one_episode_of_one_step(name: str, options: dict[str, Any]) -> None:
+    sampler = make(name, options, [1], terminated=[True])
+    drawn = sampler.sample(1, 2**62, 3, 1)
+    assert not drawn.episodes.any() and not drawn.starts.any()
+    np.testing.assert_allclose(drawn.probability, 1.0)
+
+
+@pytest.mark.parametrize("name", ["fifo", "lifo", "shuffled_epochs", "min_dt"])
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_an_epoch_takes_each_thing_once(name: str, count: int) -> None:
+    sampler = make(name, {}, LENGTHS)
+    by_episode = name == "min_dt"
+    things = len(LENGTHS) if by_episode else sum(LENGTHS)
+    offsets = np.cumsum([0, *LENGTHS])
+    drawn = sampler.sample(3, 0, 60 * things // count, count)
+    rows = (drawn.episodes if by_episode else offsets[drawn.episodes] + drawn.starts).reshape(-1)
+    epoch = things // count * count if by_episode else things
+    epochs = [rows[i : i + epoch].tolist() for i in range(0, len(rows) - epoch + 1, epoch)]
+    assert all(len(set(each)) == epoch for each in epochs)
+    if name == "fifo":
+        assert epochs[0] == epochs[1] == list(range(things))
+    elif name == "lifo":
+        assert epochs[0] == epochs[1] == list(range(things))[::-1]
+    else:
+        assert epochs[0] != epochs[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 300) | st.sampled_from([2**10 - 1, 2**10, 2**10 + 1]),
+    seed=st.integers(0, 2**64 - 1),
+    epoch=st.integers(0, 2**63 - 1),
+)
+def test_a_keyed_order_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+    at, zeros = np.arange(size), np.zeros(size, np.int64)
+    things = KeyedOrder(size)(seed, epoch, zeros, at)
+    assert sorted(things.tolist()) == list(range(size))
+
+
+def test_orders_are_even() -> None:
+    """Each thing in each place: chi-square over 4000 epochs of 7 places, at 1e-4."""
+    epochs, at = np.divmod(np.arange(28_000), 7)
+    things = KeyedOrder(7)(11, 0, epochs, at)
+    counts = np.bincount(at * 7 + things, minlength=49)
+    # 7 independent rows of 6 degrees of freedom, then the columns are fixed: 36, so 49 is lenient
+    assert p_value(counts, np.full(49, 4000 / 7)) > 1e-4
+    large = KeyedOrder((1 << 62) + 11)(5, 3, np.zeros(100, np.int64), np.arange(100))
+    assert len(set(large.tolist())) == 100 and large.min() >= 0
+
+
+@given(st.integers(0, 2**63 - 10), st.integers(1, 3), st.integers(1, 9), st.integers(1, 2**62))
+def test_places_of_an_endless_row_of_epochs(step: int, steps: int, count: int, size: int) -> None:
+    first_epoch, epochs, at = places(step, steps, count, size=size)
+    for row in range(steps):
+        for slot in range(count):
+            expected = divmod((step + row) * count + slot, size)
+            assert (first_epoch + int(epochs[row, slot]), int(at[row, slot])) == expected
+
+
+def test_strata_take_turns() -> None:
+    """Slots next to each other take strata next to each other, whatever the batch size."""
+    data = facts([3] * 8, returns=range(8))
+    drawn = make_sampler("stratified_return", data, strata=4).sample(1, 0, 500, 7)
+    stratum = drawn.episodes // 2
+    assert ((np.diff(stratum, axis=1) - 1) % 4 == 0).all()
+    assert p_value(np.bincount(stratum[:, 0], minlength=4), np.full(4, 125.0)) > 1e-4
+
+
+WEIGHTS = st.lists(
+    st.floats(0, 1e300, allow_nan=False) | st.floats(1e-300, 1.0), min_size=1, max_size=60
+).filter(any)
+
+
+@settings(max_examples=200, deadline=None)
+@given(WEIGHTS)
+def test_masses_are_the_weights_and_sum_to_all(weights: list[float]) -> None:
+    masses = [int(m) for m in masses_of(np.array(weights))]
+    if sum(w > 0 for w in weights) == 1:
+        assert not any(masses)
+        return
+    assert sum(masses) == WHOLE
+    total = sum(map(Fraction, weights))
+    for weight, mass in zip(weights, masses, strict=True):
+        assert (mass > 0) == (weight > 0)
+        ideal = Fraction(weight) * WHOLE / total
+        assert abs(mass - ideal) <= ideal / 2**50 + 6 + len(weights)
+
+
+@settings(max_examples=100, deadline=None)
+@given(WEIGHTS, st.lists(st.integers(0, WHOLE - 1), max_size=20))
+def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> None:
+    choice, masses = WeightedChoice(np.array(weights)), masses_of(np.array(weights)).astype(object)
+    if not masses.any():
+        masses[int(np.argmax(weights))] = WHOLE
+    bounds = np.cumsum(masses).tolist()
+    asked = [*numbers, 0, WHOLE - 1, *(b - d for b in bounds for d in (0, 1) if 0 <= b - d < WHOLE)]
+    found = choice.find(np.array(asked, dtype=np.uint64)).tolist()
+    assert found == [next(i for i, bound in enumerate(bounds) if n < bound) for n in asked]
+    exact = [float(Fraction(int(mass), WHOLE)) for mass in masses]
+    np.testing.assert_allclose(choice.probability, exact, rtol=1e-15)
+
+
+def test_beyond_float32() -> None:
+    """2^24 + 5 equal weights, and one 12 orders of magnitude below the others."""
+    count = 2**24 + 5
+    weights = np.ones(count)
+    weights[-2] = 1e-12
+    choice = WeightedChoice(weights)
+    edge = int(choice.search.table[-3])
+    found = choice.find(np.array([0, edge - 1, edge, WHOLE - 1], dtype=np.uint64)).tolist()
+    assert found == [0, count - 3, count - 2, count - 1]
+    assert choice.probability[-2] == pytest.approx(1e-12 / (count - 1), rel=1e-6)
+
+
+POINTS = [{"step": 10, "weights": [1, 0]}, {"step": 20, "weights": [1, 3]}]
+
+
+def test_a_schedule_moves_from_point_to_point() -> None:
+    parts: list[Any] = [{"strategy": "top_k", "k": 1}, {"strategy": "uniform_episodes"}]
+    sampler = make("mixture", {"parts": parts, "schedule": POINTS}, LENGTHS)
+    first, second = make("top_k", {"k": 1}, LENGTHS), make("uniform_episodes", {}, LENGTHS)
+    for step, share in [(0, 0.0), (10, 0.0), (14, 0.3), (20, 0.75), (2**50, 0.75)]:
+        drawn = sampler.sample(1, step, 1, 3000)
+        ideal = (1 - share) * first.density(drawn) + share * second.density(drawn)  # type: ignore[operator]
+        np.testing.assert_allclose(drawn.probability, ideal, rtol=1e-12)
+        best = drawn.episodes == first.sample(0, 0, 1, 1).episodes[0, 0]
+        taken = (1 - share) + share / len(LENGTHS)
+        assert abs(best.mean() - taken) < 4.5 * math.sqrt(taken * (1 - taken) / 3000) + 1e-9
+    alone = second.sample(1, 2**50, 1, 3000)
+    assert (sampler.sample(1, 2**50, 1, 3000).starts == alone.starts).mean() > 0.7, "same slots"
+
+
+def test_a_mixture_of_weights_is_drawn_in_one_go() -> None:
+    parts = [{"strategy": "uniform_steps", "weight": 1}, {"strategy": "top_k", "k": 1, "weight": 1}]
+    combined = make("mixture", {"parts": parts}, LENGTHS)
+    assert combined.gpu is not None and combined.episode_weight is not None
+    assert combined.episode_weight.sum() == pytest.approx(1)
+    learning = [
+        {"strategy": "prioritized", "weight": 1},
+        {"strategy": "uniform_steps", "weight": 2},
+    ]
+    mixed = make("mixture", {"parts": learning}, LENGTHS)
+    assert mixed.gpu is None and mixed.learner is not None
+    mixed.learner.update(np.array([[1, 3]]), np.array([50.0], np.float32))
+    named = mixed.sample(1, 0, 300, 4)
+    hot = (named.episodes == 1) & (named.starts == 3)
+    assert hot.mean() > 0.1 and len(set(named.probability[hot].tolist())) == 1
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_tasks(scheduled: bool) -> None:
+    """Each task has its own share, and in it its own probabilities."""
+    lengths = [[3, 5], [2, 2, 4], [6]]
+    names = ["uniform_steps", "return_weighted", "stratified_return" if scheduled else "top_k"]
+    options: list[dict[str, Any]] = [{}, {}, {"k": 1} if names[2] == "top_k" else {}]
+    tasks = [
+        TaskPart(name=str(n), sampler=make(name, more, table), weight=float(n + 1))
+        for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True))
+    ]
+    weights = {"0": 1.0, "1": 2.0, "2": 3.0}
+    points = [TaskPoint(step=0, weights=weights)] if scheduled else []
+    joint = mix_tasks(tasks, points)
+    flat = [n for table in lengths for n in table]
+    assert joint.index.lengths.tolist() == flat and joint.name == "tasks"
+    drawn, law, first = joint.sample(2, 0, 40, 50), {}, 0
+    for number, (task, table) in enumerate(zip(tasks, lengths, strict=True)):
+        for key, chance in exact_law(task.sampler.name, facts(table), **options[number]).items():
+            law[key[0] + first, key[1]] = chance * (number + 1) / 6
+        first += len(table)
+    for e, s, chance in zip(
+        *(part.reshape(-1).tolist() for part in (drawn.episodes, drawn.starts, drawn.probability)),
+        strict=True,
+    ):
+        assert math.isclose(chance, law[e, s], rel_tol=1e-12)
+    rows = np.stack([drawn.episodes, drawn.starts], -1).reshape(-1, 2)
+    counts = Counter(map(tuple, rows.tolist()))
+    seen = np.array([counts[key] for key in law])
+    assert p_value(seen, np.array(list(law.values())) * 2000) > 1e-4
+    assert mix_tasks(tasks[:1]) is tasks[0].sampler
+
+
+def test_tasks_that_cannot_be_mixed() -> None:
+    other = TaskPart(name="other", sampler=make("uniform_steps", {}, [3]))
+    for name in ("fifo", "min_dt", "d3rlpy", "prioritized"):
+        task = TaskPart(name="task", sampler=make(name, {}, [3, 4]))
+        assert failing_code(lambda task=task: mix_tasks([task, other])) == "SELECTION"  # type: ignore[misc]
+    zero = [TaskPart(name=n, sampler=other.sampler, weight=0.0) for n in "ab"]
+    assert failing_code(lambda: mix_tasks(zero)) == "SELECTION"
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("top_k", {}, "k"),
+    ("top_k", {"k": 0}, "integer of at least 1"),
+    ("top_k", {"k": True}, "integer"),
+    ("top_k", {"k": 2, "units": "steps"}, "units"),
+    ("top_percent", {"percent": 0}, "above 0 and at most 100"),
+    ("top_percent", {"percent": "10"}, "a number"),
+    ("top_percent", {"of": "step"}, "one of steps, episodes"),
+    ("return_weighted", {"rule": "soft"}, "softmax, rank, percentile"),
+    ("return_weighted", {"temperature": math.nan}, "above 0"),
+    ("stratified_return", {"strata": 2000}, "from 1 to 1024"),
+    ("prioritized", {"beta": 1.5}, "at least 0 and at most 1"),
+    ("prioritized", {"initial": 200.0}, "at most 100"),
+    ("uniform_steps", {"k": 1}, "takes none"),
+    ("mixture", {}, "parts"),
+    ("mixture", {"parts": 3}, "a list of 1 to 64"),
+    ("mixture", {"parts": [{"strategy": "fifo", "weight": 1}]}, "slots and steps alike"),
+    ("mixture", {"parts": [{"strategy": "uniform_steps"}]}, "must be given"),
+    ("mixture", {"parts": [{"strategy": "top_k", "weight": 1}]}, "'k'"),
+    ("mixture", {"parts": [{"strategy": "nothing", "weight": 1}]}, "no selection strategy"),
+    ("mixture", {"parts": [{"strategy": "uniform_steps", "weight": 0}]}, "not all zero"),
+    ("mixture", {"parts": MIXED[:2], "schedule": []}, "a list of {step, weights}"),
+    ("mixture", {"parts": MIXED[:2], "schedule": POINTS[::-1]}, "above the step before it"),
+    ("mixture", {"parts": MIXED[:3], "schedule": POINTS}, "a list of 3 numbers"),
+    ("uniform", {}, "no selection strategy 'uniform'"),
+    ("top_kk", {}, "did you mean 'top_k'"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), BAD)
+def test_options_that_do_not_fit(name: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_options(name, options)
+    assert caught.value.code == "SELECTION" and words in str(caught.value)
+
+
+def test_data_that_cannot_be_drawn_from() -> None:
+    def codes(name: str, data: Any, **options: Any) -> str:
+        return failing_code(lambda: make_sampler(name, data, **options))
+
+    plain = EpisodeIndex(np.array([3, 4]))
+    assert codes("top_k", plain, k=1) == "SELECTION", "no returns"
+    assert codes("min_dt", plain) == "SELECTION", "no context length"
+    assert codes("d3rlpy", plain, context_length=4) == "SELECTION", "no flags"
+    assert codes("uniform_steps", EpisodeIndex(np.array([], np.int64))) == "SELECTION"
+    assert codes("return_weighted", facts([3, 4], returns=[1.0, math.nan])) == "SELECTION"
+    never = facts([1, 1], terminated=[False, False])
+    assert codes("d3rlpy", never, context_length=4) == "SELECTION"
+    min_dt = make("min_dt", {}, [3, 4])
+    assert failing_code(lambda: min_dt.sample(0, 0, 1, 3)) == "SELECTION"
+    two = [{"strategy": "prioritized", "weight": 1}] * 2
+    assert codes("mixture", plain, parts=two) == "SELECTION", "two that learn"
+    numbers = np.array([0, 1])
+    with pytest.raises(InputError):
+        Segments(episodes=numbers, starts=numbers[:1], probability=numbers.astype(float))
+
+
+@pytest.mark.parametrize("name", ["uniform_steps", "fifo", "min_dt", "mixture"])
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": -1}, {"seed": 2**64}, {"first_step": -1}, {"first_step": 2**63}, {"count": 0},
+     {"seed": 1.5}, {"first_step": "3"}, {"first_step": 2**63 - 1, "steps": 2}],
+)  # fmt: skip
+def test_numbers_out_of_range(name: str, change: dict[str, Any]) -> None:
+    options = {"parts": MIXED, "schedule": [{"step": 0, "weights": [1] * 5}]}
+    sampler = make(name, options if name == "mixture" else {}, LENGTHS)
+    asked = {"seed": 0, "first_step": 0, "steps": 1, "count": 1} | change
+    assert failing_code(lambda: sampler.sample(**asked)) == "SELECTION"
+
+
+def test_a_subclass_that_draws_otherwise_says_nothing_of_its_parents() -> None:
+    class Own(WeightedEpisodes):
+        def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
+            return make("fifo", {}, LENGTHS).sample(seed, first_step, steps, count)
+
+        def weights(self, facts: Any) -> Any:
+            return np.ones(6)
+
+    own = Own(facts(LENGTHS))
+    assert own.gpu is None and own.episode_weight is None
+    assert own.density(own.sample(0, 0, 1, 2)) is None
+    part = TaskPart(name="own", sampler=own)
+    assert failing_code(lambda: mix_tasks([part, part])) == "SELECTION"
+
+
+OWN = """
+from dataclasses import dataclass
+from gear_offline.sampling import WeightedEpisodes, register
+
+@dataclass(frozen=True)
+class Options:
+    power: float = 1.0
+
+@register("mine")
+class Mine(WeightedEpisodes):
+    Options = Options
+
+    def weights(self, facts):
+        return self.index.lengths**self.options.power
+
+if __name__ == "__main__":
+    raise SystemExit("a worker must not start the program again")
+"""
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, kind in list(base._SAMPLERS.items()):
+        if not kind.__module__.startswith("gear_offline."):  # another test's
+            monkeypatch.delitem(base._SAMPLERS, name)
+    yield
+    base._SAMPLERS.pop("mine", None)
+    sys.modules.pop("sampler_of_mine", None)
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("way", ["module", "file", "python -m", "nowhere"])
+def test_strategies_of_ones_own_are_known_in_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    assert base.own_strategies() == []
+    file = tmp_path / "sampler_of_mine.py"
+    file.write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    if way == "module":
+        __import__("sampler_of_mine")
+    else:
+        main = ModuleType("__main__")
+        if way != "nowhere":
+            main.__file__ = str(file)
+        if way == "python -m":
+            main.__spec__ = __import__("importlib.util").util.find_spec("sampler_of_mine")
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        exec(OWN.split("if __name__")[0], main.__dict__)
+    origins = base.own_strategies()
+    expected = {"file": [str(file)], "nowhere": []}
+    assert origins == expected.get(way, ["sampler_of_mine"])
+    base._SAMPLERS.pop("mine")
+    sys.modules.pop("sampler_of_mine", None)
+    base.register_own(origins)
+    if way != "nowhere":
+        sampler = make_sampler("mine", facts([1, 3]), power=2.0)
+        assert sampler.episode_weight is not None and sampler.name == "mine"
+        np.testing.assert_allclose(sampler.episode_weight, [0.1, 0.9])
+        with pytest.raises(ValueError, match="already registered"):
+            register("mine")(type(sampler))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A dataset without what some strategies need."""
+
+    episodes: EpisodeIndex
+    returns: None = None
+    terminated: None = None
+
+
+def test_what_a_sampler_shows() -> None:
+    assert repr(make("top_percent", {"percent": 30}, LENGTHS)).startswith("TopPercent(percent=30")
+    assert (
+        failing_code(
+            lambda: make_sampler("top_k", Counted(EpisodeIndex(np.ones(2, np.int64))), k=1)
+        )
+        == "SELECTION"
+    )
