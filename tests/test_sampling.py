@@ -323,7 +323,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("stratified_return", {"strata": 2000}, "from 1 to 1024"),
     ("prioritized", {"beta": 1.5}, "at least 0 and at most 1"),
     ("prioritized", {"initial": 200.0}, "at most 100"),
-    ("uniform_steps", {"k": 1}, "takes none"),
+    ("uniform_steps", {"k": 1}, "takes no options"),
     ("mixture", {}, "parts"),
     ("mixture", {"parts": 3}, "a list of 1 to 64"),
     ("mixture", {"parts": [{"strategy": "fifo", "weight": 1}]}, "slots and steps alike"),

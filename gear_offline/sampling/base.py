@@ -244,12 +244,12 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
     try:
         return takes(**{key: plain(value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
-        what = error.what if isinstance(error, InputError) else str(error)
+        what = error.what if isinstance(error, InputError) else str(error).split("() ")[-1]
         names = [f"{f.name} (required)" if _required(f) else f.name for f in fields(takes)]
         raise InputError(
             "SELECTION",
             f"options {sorted(options)} do not fit strategy {name!r}: {what}",
-            remedy=f"it takes {', '.join(names) or 'none'}; see docs/strategies.md",
+            remedy=f"it takes {', '.join(names) or 'no options'}; see docs/strategies.md",
         ) from error
 
 
