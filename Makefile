@@ -31,7 +31,7 @@ API = gear_offline $(addprefix gear_offline., \
 	sources convert dataset.inspection dataset.manifest dataset.statistics collect \
 	sampling loaders.feedback loaders.device_batches \
 	loaders.device_feedback tables.table tables.placement tables.host_memory tables.host_table \
-	tables.joint distributed.world distributed.data_ranks distributed.exchange \
+	tables.joint distributed.world distributed.exchange distributed.reads \
 	models.decision_transformer models.loss models.checks models.policy config.recipe runs.trainer \
 	training.checkpoint evaluation.evaluate dataset.scores sweep.sweep sweep.points \
 	analysis.strategies planning.hardware planning.workload planning.plan cli.main \

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gear_offline import GearLoader
-from gear_offline.distributed.data_ranks import data_world
+from gear_offline.distributed.world import data_world
 from gear_offline.loaders.batch import Batch
 
 

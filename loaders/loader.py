@@ -120,7 +120,7 @@ class GearLoader(Closing, Iterator[Batch]):
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``BATCH_SHARE``; ``SELECTION``; those of
+        ``LOADER_OPTION``; ``SELECTION``; those of
         `gear_offline.tables.table.build_table` and `open_dataset`.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
@@ -253,6 +253,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 self.table,
                 gather=self._gather.fill if self.engine is None else self.engine.gather,
                 exchange=exchange,
+                steps=min(self._steps_per_block(), SPREAD_STEPS),
                 context_length=context_length,
                 padding=padding,
             )

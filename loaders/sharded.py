@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.distributed.assignment import ANYWHERE, Assigner
-from gear_offline.distributed.exchange.contract import Destination, Exchange, Piece, Reads, Shelf
+from gear_offline.distributed.exchange import Exchange, Held, Reads
 from gear_offline.distributed.sharding import NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
@@ -30,6 +30,7 @@ from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
 from gear_offline.sampling import Sampler, Segments
 from gear_offline.tables.table import Table
 
+AnyArray = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
 AHEAD = 2  # blocks whose rows may be on their way
 
@@ -49,20 +50,23 @@ class _Block:
     segments: Segments  # (T, B), of the whole dataset
     far: Int64Array  # flat positions whose rows come from other nodes
     real: Int64Array  # of those, the real steps
-    lands: list[Any]  # (positions of the block, L + K, width), one for each group
+    lands: list[AnyArray]  # (positions of the block, L + K, width), one for each group
 
 
-def shelf_of(table: Table, share: NodeShare, node: int) -> Shelf:
+def held_rows(table: Table, share: NodeShare) -> Held:
     """Return what the exchange may read from this node: whole episodes, in their order."""
-    episodes = np.flatnonzero(share.nodes == node)
     last = table.margin + table.episodes.steps
     rows = []
     for group in table.groups:
         rows.append(group.rows[table.margin : last])
-    sizes = [group.width * group.dtype.itemsize for group in table.groups]
-    return Shelf(
-        lengths=share.lengths, row_bytes=sizes, pieces=[Piece(episodes=episodes, rows=tuple(rows))]
-    )
+    return Held(lengths=share.lengths, nodes=share.nodes, rows=tuple(rows))
+
+
+def landing_memory(table: Table, *, context_length: int, segments: int) -> tuple[AnyArray, ...]:
+    """Return rows for `AHEAD` blocks of segments that come from other nodes."""
+    history = max(group.history for group in table.groups)
+    count = AHEAD * segments * (context_length + history)
+    return tuple(np.zeros((count, group.width), group.dtype) for group in table.groups)
 
 
 class ShardedBatches:
@@ -78,8 +82,8 @@ class ShardedBatches:
         Of `share.dataset`.
     gather
         Fills windows from `table`.
-    exchange
-        Between all ranks.
+    exchange, landing
+        Between all ranks, into the memory of `landing_memory`.
     selection, seed, batch_size, context_length, padding
         As `gear_offline.loaders.loader.GearLoader`; `batch_size` is that of all ranks.
     """
@@ -92,6 +96,7 @@ class ShardedBatches:
         table: Table,
         gather: LocalGather,
         exchange: Exchange,
+        landing: tuple[AnyArray, ...],
         selection: Sampler,
         seed: int,
         batch_size: int,
@@ -114,7 +119,7 @@ class ShardedBatches:
         self._members = [np.flatnonzero(self._nodes == node) for node in range(world.node_count)]
         self._number = -1
         self._ahead: list[_Block] = []
-        self._places: list[tuple[list[Any], Destination]] = []
+        self._landing = landing
         self.read_segments = self.far_segments = 0  # of this rank, since the beginning
 
     def windows(self, first_step: int, steps: int) -> Windows:
@@ -191,10 +196,18 @@ class ShardedBatches:
             lengths=None if drawn.lengths is None else drawn.lengths[rows, taken],
         )
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        reads = Reads.of(**dict(zip(_COLUMNS, columns, strict=True)))
-        lands, destination = self._place(steps * width)
         self._number += 1
-        self._exchange.post(self._number, reads, destination)
+        span = self._span + self._history
+        half = len(self._landing[0]) // AHEAD
+        first_row = self._number % AHEAD * half
+        assert steps * width * span <= half, "blocks are not larger than was said"
+        reads = Reads(**dict(zip(_COLUMNS, columns, strict=True)))
+        reads.rows[:] += first_row
+        self._exchange.post(self._number, reads)
+        lands = [
+            rows[first_row : first_row + steps * width * span].reshape(steps * width, span, -1)
+            for rows in self._landing
+        ]
         far = np.flatnonzero(self._share.nodes[mine.episodes] != self._world.nodes[ranks])
         return _Block(
             first_step=first_step,
@@ -231,22 +244,6 @@ class ShardedBatches:
         rows = (step * width + places) * (self._span + self._history) + first
         begins = starts - np.minimum(starts, self._history)
         return readers, owners, episodes, begins, last - first, rows
-
-    def _place(self, positions: int) -> tuple[list[Any], Destination]:
-        """Return registered memory for a block; used again after `AHEAD` blocks."""
-        slot = (self._number + 1) % AHEAD
-        if slot < len(self._places):
-            lands, destination = self._places[slot]
-            if len(lands[0]) == positions:
-                return lands, destination
-        lands = [
-            np.zeros((positions, self._span + self._history, group.width), group.dtype)
-            for group in self._table.groups
-        ]
-        flat = [array.reshape(-1, array.shape[-1]) for array in lands]
-        made = lands, self._exchange.register(flat)
-        self._places[slot : slot + 1] = [made]
-        return made
 
     def _complete(self, windows: Windows, block: _Block) -> None:
         """Put the rows that came from other nodes into the windows, and name all of them."""

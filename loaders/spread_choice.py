@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from gear_offline.core.progress import say
@@ -52,7 +51,7 @@ def choose_share(
     Raises
     ------
     InputError
-        ``LOADER_OPTION``, ``SHARDS_FEW``
+        ``LOADER_OPTION``
     """
     if sharding not in ("auto", "replicate", "shard"):
         raise InputError(
@@ -96,27 +95,26 @@ def open_spread(
     *,
     gather: LocalGather,
     exchange: Literal["auto", "on", "off"],
+    steps: int,
     context_length: int,
     padding: Padding,
 ) -> ShardedBatches:
-    """Open the exchange between the ranks, and return what makes this rank's batches."""
-    from gear_offline.distributed.exchange import open_exchange
-    from gear_offline.distributed.exchange.contract import TIMEOUT
-    from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+    """Open the exchange between the ranks; return what makes this rank's batches.
 
-    shelf = shelf_of(table, share, world.nodes[world.rank])
+    A block has at most `steps` steps.
+    """
+    from gear_offline.distributed.exchange import open_exchange
+    from gear_offline.loaders.sharded import ShardedBatches, held_rows, landing_memory
+
+    segments = steps * world.share(stream.batch_size)
+    landing = landing_memory(table, context_length=context_length, segments=segments)
     return ShardedBatches(
         world=world,
         share=share,
         table=table,
         gather=gather,
-        exchange=open_exchange(
-            shelf,
-            mode=exchange,
-            group=world.control,
-            timeout=min(TIMEOUT, timedelta(seconds=world.timeout)),
-            quiet=not world.is_first,
-        ),
+        exchange=open_exchange(held_rows(table, share), landing, world, mode=exchange),
+        landing=landing,
         selection=stream.selection,
         seed=stream.seed,
         batch_size=stream.batch_size,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gear_offline.distributed.exchange.contract import Destination, Reads, Shelf
+from gear_offline.distributed.reads import Held, Reads
 from gear_offline.loaders.batch import Batch
 
 
@@ -21,35 +20,32 @@ class OneProcess:
     ----------
     rank
         Of this one.
-    shelves
-        Of each rank; all there when the first step is posted.
+    held
+        What each rank holds; all there when the first step is posted.
     """
 
-    name, world = "fake", 0
+    name = "fake"
 
-    def __init__(self, rank: int, shelves: Mapping[int, Shelf]) -> None:
-        self.rank, self.shelves = rank, shelves
+    def __init__(
+        self, rank: int, held: Mapping[int, Held], landing: Sequence[npt.NDArray[Any]]
+    ) -> None:
+        self.rank, self.held, self.landing = rank, held, landing
         self.posted: list[int] = []
         self.waited: list[int] = []
 
-    def register(self, buffers: Any) -> Destination:
-        return Destination.of(buffers, self.shelves[self.rank].row_bytes)
-
-    def post(self, step: int, reads: Reads, destination: Destination) -> None:
+    def post(self, step: int, reads: Reads) -> None:
         self.posted.append(step)
-        mine = reads.made_by(self.rank)
-        for read in range(len(mine)):
-            shelf = self.shelves[int(mine.owners[read])]
-            episodes = shelf.episodes[0].tolist()
-            place = episodes.index(int(mine.episodes[read]))
-            first = int(shelf.lengths[episodes[:place]].sum() + mine.starts[read])
-            count, row = int(mine.steps[read]), int(mine.rows[read])
-            assert mine.starts[read] >= 0, "inside the episode"
-            assert mine.starts[read] + count <= shelf.lengths[int(mine.episodes[read])]
-            for source, target in zip(shelf.memory[0], destination.memory, strict=True):
-                target.bytes[row : row + count] = source.bytes[first : first + count]
+        reads.check(self.held[self.rank], len(self.landing[0]))
+        for read in np.flatnonzero(reads.readers == self.rank).tolist():
+            held, episode = self.held[int(reads.owners[read])], int(reads.episodes[read])
+            node = held.nodes[episode]
+            before = held.lengths[:episode][held.nodes[:episode] == node].sum()
+            first, count = int(before + reads.starts[read]), int(reads.steps[read])
+            row = int(reads.rows[read])
+            for source, target in zip(held.rows, self.landing, strict=True):
+                target[row : row + count] = source[first : first + count]
 
-    def wait(self, step: int, *, timeout: timedelta | None = None) -> None:
+    def wait(self, step: int) -> None:
         assert step in self.posted and step not in self.waited
         self.waited.append(step)
 

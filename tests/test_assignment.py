@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.distributed.assignment import ANYWHERE, Assigner
-from gear_offline.errors import InputError
 
 
 def maximum_flow(edges: dict[tuple[str, str], int]) -> int:
@@ -138,15 +137,6 @@ def test_share_that_moves_is_that_of_the_law() -> None:
     expected = (1 - 1 / ranks) ** 0.5 / (2 * np.pi * share) ** 0.5
     assert measured == pytest.approx(expected, rel=0.05)
     assert measured <= 0.013
-
-
-def test_uneven_batches_are_refused() -> None:
-    homes = torch.zeros(5, dtype=torch.int64)
-    with pytest.raises(InputError, match="cannot be shared by 2 ranks"):
-        Assigner(torch.tensor([0, 1])).assign(homes, homes)
-    for nodes in ([], [-1, 0]):
-        with pytest.raises(InputError, match="not usable"):
-            Assigner(torch.tensor(nodes))
 
 
 @pytest.mark.gpu

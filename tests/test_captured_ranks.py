@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gear_offline.distributed.roll_call import RollCall
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.loaders.batch import Batch
@@ -247,21 +246,13 @@ def test_a_gpu_that_waits_for_ever_ends_the_process(
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr("os._exit", end)
-    calls = [RollCall("127.0.0.1", ranks=3) for _ in range(3)]
-    cards = tuple(call.card for call in calls)
-    world = World(rank=1, nodes=(0, 0, 0), cards=cards, timeout=0.05)
-    calls[2].close()
-    try:
+    world = World(rank=1, nodes=(0, 0, 0), timeout=0.05)
+    wait_for_steps(world)
+    monkeypatch.setattr(FakeEvent, "looks", 10**9)
+    with pytest.raises(EndedError, match="1"):
         wait_for_steps(world)
-        monkeypatch.setattr(FakeEvent, "looks", 10**9)
-        with pytest.raises(EndedError, match="1"):
-            wait_for_steps(world)
-    finally:
-        for call in calls:
-            call.close()
-    said = capsys.readouterr().err
-    assert said.startswith("error[RANK_LOST]: rank 2 (127.0.0.1) is gone, while the GPU")
-    assert "rank 0" not in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("error[RANK_LOST]: another rank is gone or too slow, while the GPU")
 
 
 @pytest.mark.gpu

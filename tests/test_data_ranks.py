@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.model_parallel import read_bytes
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.data_ranks import data_world
-from gear_offline.distributed.world import World
+from gear_offline.distributed.world import World, data_world
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
@@ -74,7 +73,7 @@ def test_an_idle_rank_reads_nothing(dataset: Dataset, options: dict[str, Any]) -
 def test_shares_are_those_of_data_ranks(dataset: Dataset) -> None:
     with pytest.raises(InputError) as caught:
         GearLoader(dataset, batch_size=13, world=idle_world(), device="cpu")
-    assert caught.value.code == "BATCH_SHARE", "as on the ranks that read"
+    assert caught.value.code == "LOADER_OPTION", "as on the ranks that read"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_the_first_rank_of_each_group_feeds(
                 world = data_world(mesh, dims)
                 with pytest.raises(InputError) as caught:
                     data_world(mesh, "data")
-                assert caught.value.code == "MESH"
+                assert caught.value.code == "LOADER_OPTION"
         finally:
             dist.destroy_process_group()
         assert (world.rank, world.feeds) == (place, bool(feeds)), rank

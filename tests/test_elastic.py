@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import gear_offline.distributed.exchange
 import gear_offline.loaders.loader as loader_module
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.exchange.contract import Shelf
+from gear_offline.distributed.reads import Held
 from gear_offline.distributed.world import World
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
@@ -76,13 +76,15 @@ def open_ranks(
     dataset: Dataset, nodes: tuple[int, ...], sharding: str, **options: Any
 ) -> list[GearLoader]:
     """Return the loader of every rank of a world."""
-    shelves: dict[int, Shelf] = {}
+    held_by: dict[int, Held] = {}
     loaders = []
     for rank in range(len(nodes)):
 
-        def open_exchange(shelf: Shelf, *, rank: int = rank, **_: Any) -> OneProcess:
-            shelves[rank] = shelf
-            return OneProcess(rank, shelves)
+        def open_exchange(
+            held: Held, landing: Any, world: World, *, rank: int = rank, **_: Any
+        ) -> OneProcess:
+            held_by[rank] = held
+            return OneProcess(rank, held_by, landing)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gear_offline.distributed.exchange, "open_exchange", open_exchange)

@@ -1,107 +1,108 @@
-"""The exchange's contract: the same tests for every transport.
+"""Rows of other nodes: the same tests for both transports.
 
-`collective` runs over gloo in local processes; `verbs` needs an RDMA device and runs in the
-virtual machine that `make test-rdma` starts.
+`collective` runs over gloo in local processes; `rdma` needs an RDMA device and runs in the virtual
+machine that `make test-rdma` starts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from ipaddress import IPv6Address
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests import exchange_plays as plays
-from tests.exchange_team import INTERFACE_VARIABLE, Failure, ReadRow, Team, World
+from gear_offline.distributed.rdma import RETRIES, TICK_SECONDS, find_port, retry_exponent
+from gear_offline.errors import UnavailableError
+from tests.exchange_team import Failure, Player, ReadRow, Table, Team, reads_of
 
-EXAMPLES = 8 if INTERFACE_VARIABLE in os.environ else 25  # an emulated processor is slow
-RANKS = 3
+HAS_RDMA = "GEAR_OFFLINE_RDMA_INTERFACE" in os.environ
+EXAMPLES = 8 if HAS_RDMA else 25  # an emulated processor is slow
+NODES = (0, 1, 1, 2)
 ROWS = 48
-SMALL = World(
-    lengths=(5, 1, 9, 4, 7, 3, 8),
-    row_bytes=(16, 3),
-    holdings=(((0, 1),), ((2, 3), (5,)), ((4, 6),)),
-)
+SECONDS = 4.0
+SMALL = Table(lengths=(5, 1, 9, 4, 7, 3, 8), nodes=(0, 0, 1, 1, 2, 1, 2), row_bytes=(16, 3))
 # reader, owner, episode, start, steps, row
 EVERYONE: list[ReadRow] = [
-    (0, 1, 2, 3, 6, 0), (0, 2, 6, 0, 8, 10), (0, 1, 5, 1, 2, 20), (1, 0, 0, 4, 1, 3),
-    (1, 2, 4, 2, 5, 9), (2, 0, 1, 0, 1, 47), (2, 1, 3, 0, 4, 0), (2, 2, 6, 1, 3, 8),
+    (0, 1, 2, 3, 6, 0), (0, 3, 6, 0, 8, 10), (2, 0, 0, 4, 1, 0), (0, 2, 5, 1, 2, 20),
+    (1, 0, 0, 4, 1, 3), (1, 3, 4, 2, 5, 9), (3, 0, 1, 0, 1, 47), (3, 1, 3, 0, 4, 0),
 ]  # fmt: skip
 
-TRANSPORTS = [
-    "collective",
-    pytest.param(
-        "verbs",
-        marks=[
-            pytest.mark.rdma,
-            pytest.mark.skipif(
-                INTERFACE_VARIABLE not in os.environ, reason="needs RDMA: make test-rdma"
-            ),
-        ],
-    ),
-]
+rdma = [pytest.mark.rdma, pytest.mark.skipif(not HAS_RDMA, reason="needs RDMA: make test-rdma")]
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
+@pytest.fixture(scope="module", params=["collective", pytest.param("rdma", marks=rdma)])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def team(transport: str) -> Iterator[Team]:
-    with Team(RANKS, transport) as team:
+    with Team(NODES, transport) as team:
         yield team
 
 
-def right(team: Team, found: list[Any], world: World, steps: Any, rows: int = ROWS) -> None:
-    for rank, result in enumerate(found):
-        assert not isinstance(result, Failure), result.trace
-        assert len(result) == len(steps)
-        for number, step in enumerate(steps):
-            assert result[number] == world.expected(rank, rows, step), (rank, number)
+def read(
+    player: Player,
+    table: Table,
+    steps: Sequence[Sequence[ReadRow]],
+    ahead: int = 1,
+    backwards: bool = False,
+    late: float = 0.0,
+) -> list[bytes]:
+    """Post and wait for steps, `ahead` of them at a time; return what has landed."""
+    player.open(table, ROWS)
+    if player.rank == 1:
+        time.sleep(late)
+    for first in range(0, len(steps), ahead):
+        numbers = range(first, min(first + ahead, len(steps)))
+        for number in numbers:
+            player.exchange.post(number, reads_of(steps[number]))
+        for number in reversed(numbers) if backwards else numbers:
+            player.exchange.wait(number)
+    player.exchange.close()
+    player.exchange.close()  # again, and nothing happens
+    return [landing.tobytes() for landing in player.landing]
+
+
+def right(answers: list[Any], table: Table, steps: Sequence[Sequence[ReadRow]]) -> None:
+    for rank, answer in enumerate(answers):
+        assert not isinstance(answer, Failure), answer.trace
+        assert answer == table.expected(rank, ROWS, steps), rank
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
-    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-    holdings: list[list[list[int]]] = [[[]] for _ in range(RANKS)]
-    for episode in range(len(lengths)):
-        ranks = draw(st.sets(st.integers(0, RANKS - 1), min_size=1, max_size=RANKS))
-        for rank in ranks:
-            if draw(st.booleans()):
-                holdings[rank].append([])
-            holdings[rank][-1].append(episode)
-    return World(
-        lengths=tuple(lengths),
-        row_bytes=tuple(draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))),
-        holdings=tuple(tuple(tuple(piece) for piece in pieces) for pieces in holdings),
-    )
+def tables(draw: st.DrawFn) -> Table:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=3, max_size=9))
+    nodes = [0, 1, 2, *(draw(st.integers(0, 2)) for _ in lengths[3:])]
+    row_bytes = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    return Table(lengths=tuple(lengths), nodes=tuple(nodes), row_bytes=tuple(row_bytes))
 
 
 @st.composite
-def step_of(draw: st.DrawFn, world: World) -> list[ReadRow]:
-    """Reads into rows that do not overlap; any rank from any holder, itself included."""
-    held = [
-        (rank, episode)
-        for rank, pieces in enumerate(world.holdings)
-        for piece in pieces
-        for episode in piece
-    ]
-    free = [0] * RANKS
-    reads: list[ReadRow] = []
-    for _ in range(draw(st.integers(0, 12))):
-        owner, episode = draw(st.sampled_from(held))
-        reader = draw(st.integers(0, RANKS - 1))
-        start = draw(st.integers(0, world.lengths[episode] - 1))
-        steps = draw(st.integers(1, world.lengths[episode] - start))
+def reads(draw: st.DrawFn, table: Table, free: list[int]) -> list[ReadRow]:
+    """Reads into rows that do not overlap, by any rank from any rank of another node."""
+    made: list[ReadRow] = []
+    for _ in range(draw(st.integers(0, 8))):
+        reader = draw(st.integers(0, len(NODES) - 1))
+        others = [e for e, node in enumerate(table.nodes) if node != NODES[reader]]
+        episode = draw(st.sampled_from(others))
+        owner = draw(
+            st.sampled_from([r for r, node in enumerate(NODES) if node == table.nodes[episode]])
+        )
+        start = draw(st.integers(0, table.lengths[episode] - 1))
+        steps = draw(st.integers(1, table.lengths[episode] - start))
         row = free[reader] + draw(st.integers(0, 2))
         if row + steps <= ROWS:
             free[reader] = row + steps
-            reads.append((reader, owner, episode, start, steps, row))
-    return reads
+            made.append((reader, owner, episode, start, steps, row))
+    return made
 
 
 @settings(
@@ -111,105 +112,131 @@ def step_of(draw: st.DrawFn, world: World) -> list[ReadRow]:
 )
 @given(data=st.data())
 def test_rows_are_the_owners_bit_for_bit(team: Team, data: st.DataObject) -> None:
-    world = data.draw(worlds())
-    steps = data.draw(st.lists(step_of(world), min_size=1, max_size=4))
-    ahead, backwards = data.draw(st.integers(1, 3)), data.draw(st.booleans())
-    right(team, team.run(plays.run_steps, world, steps, ROWS, ahead, backwards), world, steps)
+    table, free = data.draw(tables()), [0] * len(NODES)
+    steps = [data.draw(reads(table, free)) for _ in range(data.draw(st.integers(1, 4)))]
+    ahead, backwards = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    right(team.run(read, table, steps, ahead, backwards), table, steps)
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [[[]], [[r for r in EVERYONE if r[0] != r[1]]], [[r for r in EVERYONE if r[0] == r[1]]],
-     [[r for r in EVERYONE if r[0] == 0]], [[], EVERYONE, [], EVERYONE[::-1]]],
-    ids=["nothing", "all remote", "all local", "one reader", "mixed"],
-)  # fmt: skip
-def test_kinds_of_steps(team: Team, steps: list[list[ReadRow]]) -> None:
-    right(team, team.run(plays.run_steps, SMALL, steps, ROWS), SMALL, steps)
+def test_a_late_rank_is_waited_for(team: Team) -> None:
+    right(team.run(read, SMALL, [EVERYONE], 1, False, 1.0), SMALL, [EVERYONE])
 
 
-def test_steps_overlap_in_reused_buffers(team: Team) -> None:
-    steps = [[r for r in EVERYONE if (r[2] + step) % 3] for step in range(20)]
-    right(team, team.run(plays.overlapped, SMALL, steps, ROWS, 3), SMALL, steps)
+def many(player: Player, steps: int) -> list[bytes]:
+    """Read more at once than the device has room for, again and again into the same rows."""
+    player.open(SMALL, ROWS)
+    if player.exchange.name == "rdma":
+        player.exchange._endpoint.room = 3
+    for number in range(steps):
+        player.exchange.post(number, reads_of(EVERYONE))
+        player.exchange.wait(number)
+    player.exchange.close()
+    return [landing.tobytes() for landing in player.landing]
 
 
-def test_large_rows_and_many_reads(team: Team) -> None:
-    world = World(lengths=(400, 300, 500), row_bytes=(1024,), holdings=(((0,),), ((1,),), ((2,),)))
-    rows = 6000
-    step = [
-        (reader, owner, owner, (7 * n + reader) % 200, 1 + n % 90, 100 * n)
-        for reader in range(RANKS)
-        for n in range(60)
-        for owner in [(reader + 1 + n % 2) % RANKS]
-    ]
-    right(team, team.run(plays.run_steps, world, [step, step[::2]], rows, 2), world,
-          [step, step[::2]], rows)  # fmt: skip
+def test_many_steps_into_the_same_rows(team: Team) -> None:
+    right(team.run(many, 30), SMALL, [EVERYONE])
 
 
-def test_what_the_contract_forbids_is_refused(team: Team) -> None:
-    step, buffer, closed = "EXCHANGE_STEP", "EXCHANGE_BUFFER", "EXCHANGE_CLOSED"
-    wanted = [step, step, step, step, step, buffer, closed, closed, closed]
-    assert team.run(plays.misuse, SMALL, ROWS) == [wanted] * RANKS
+def leave_open(player: Player, step: int) -> None:
+    player.open(SMALL, ROWS, seconds=SECONDS)
+    player.exchange.post(step, reads_of(EVERYONE))
+    player.exchange.wait(step)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [(0, 1, 2, 4, 6, 0), (0, 1, 0, 0, 1, 0), (0, 2, 2, 0, 1, 0), (0, 1, 7, 0, 1, 0),
-     (0, 1, -1, 0, 1, 0), (0, 1, 2, -1, 2, 0), (0, 1, 2, 0, 0, 0), (0, 5, 2, 0, 1, 0)],
-    ids=["past the end", "not its episode", "another's episode", "no such episode",
-         "negative episode", "negative start", "no steps", "no such rank"],
-)  # fmt: skip
-def test_reads_of_what_nobody_holds_are_refused(team: Team, transport: str, read: ReadRow) -> None:
-    """As if the step had not been posted: the next one is whole, on every rank."""
-    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, read)
-    refused = ["EXCHANGE_RANGE"] * RANKS
-    codes = [code for code, _, _ in found]
-    assert codes == (refused if transport == "collective" else [refused[0], "nothing", "nothing"])
-    for rank, (_, rows, text) in enumerate(found):
-        assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
+def read_on(player: Player, first: int, count: int) -> str:
+    for number in range(first, first + count):
+        player.exchange.post(number, reads_of(EVERYONE))
+        player.exchange.wait(number)
+        time.sleep(0.1)
+    return "done"
 
 
-@pytest.mark.parametrize("reader", [-1, RANKS])
-def test_readers_that_do_not_exist_are_refused_by_all(team: Team, reader: int) -> None:
-    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, (reader, 1, 2, 0, 1, 0))
-    for rank, (code, rows, text) in enumerate(found):
-        assert code == "EXCHANGE_RANGE"
-        assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
+def close(player: Player) -> float:
+    begin = time.monotonic()
+    player.exchange.close()
+    return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("row", [-1, ROWS - 8], ids=["before", "past"])
-def test_reads_outside_the_destination_are_refused(team: Team, transport: str, row: int) -> None:
-    found = team.run(plays.wrong_read, SMALL, [EVERYONE], ROWS, (0, 1, 2, 0, 9, row))
-    assert found[0][0] == "EXCHANGE_RANGE", found
-    for rank, (code, rows, text) in enumerate(found):
-        if transport == "verbs":  # nobody else takes part
-            assert rows == SMALL.expected(rank, ROWS, EVERYONE), text
-        elif rank:  # who waits learns who is to blame
-            assert "EXCHANGE_PEER" in (code, rows) and "rank 0" in text
+def test_a_killed_rank_is_lost(transport: str) -> None:
+    """Every rank that reads from it says so, in time, and can close."""
+    with Team(NODES, transport) as team:
+        assert team.run(leave_open, 0) == [None] * len(NODES)
+        team.kill(1)
+        for rank in (0, 3):
+            team.start(read_on, 1, 3, rank=rank)
+        for answer in team.answers([0, 3]):
+            assert isinstance(answer, Failure) and answer.code == "RANK_LOST", answer
+            assert "rank" in answer.text and answer.seconds < 4 * SECONDS, answer.text
+        for rank in (0, 3):
+            team.start(close, rank=rank)
+        assert max(team.answers([0, 3])) < 2 * SECONDS
 
 
-def test_nothing_is_left_behind(team: Team) -> None:
-    for before, after in team.run(plays.resources_after, SMALL, [EVERYONE], ROWS, 3):
-        for kind, count in after.items():  # connections of earlier exchanges may still go
-            assert count <= before[kind], (kind, before, after)
+def test_a_stopped_rank(transport: str) -> None:
+    """RDMA reads are one-sided: the device answers; a collective ends at the timeout."""
+    with Team(NODES, transport) as team:
+        assert team.run(leave_open, 0) == [None] * len(NODES)
+        team.kill(1, signal.SIGSTOP)
+        team.start(read_on, 1, 2, rank=0)
+        if transport == "collective":
+            team.start(read_on, 1, 2, rank=2)
+            team.start(read_on, 1, 2, rank=3)
+        (answer,) = team.answers([0])
+        if transport == "rdma":
+            assert answer == "done"
+        else:
+            assert answer.code == "RANK_LOST" and "from ranks 1, 2, 3" in answer.text, answer
+            assert SECONDS - 1 < answer.seconds < SECONDS + 5
 
 
-def test_closing_waits_for_the_peers(team: Team) -> None:
-    times = team.run(plays.close_early, SMALL, 20.0)
-    assert 0.2 < times[0] < 10 and max(times[1:]) < 10
+def test_who_closes_waits_for_reads_of_others(transport: str) -> None:
+    with Team(NODES, transport) as team:
+        assert team.run(leave_open, 0) == [None] * len(NODES)
+        if transport == "rdma":
+            for rank in (1, 2, 3):
+                team.start(close, rank=rank)
+            team.start(read_on, 1, 5, rank=0)
+            assert team.answers([0]) == ["done"], "memory of the others is still there"
+            team.start(close, rank=0)
+            assert max(team.answers()) < SECONDS
+        else:
+            assert max(team.run(close)) < SECONDS
 
 
-SECONDS = 10.0
-TWO = [EVERYONE, EVERYONE]
+def open_as(player: Player, mode: str) -> str:
+    player.open(SMALL, ROWS, mode=mode)
+    name = str(player.exchange.name)
+    player.exchange.close()
+    return name
 
 
-@pytest.mark.parametrize("role", ["killed", "left"])
-def test_a_rank_that_is_gone_is_named_at_once(transport: str, role: str) -> None:
-    with Team(RANKS, transport) as team:
-        for rank in range(RANKS):
-            team.start(plays.faulty, SMALL, TWO, ROWS, SECONDS, role, 1, rank=rank)
-        for error, elapsed in team.answers([0, 2]):
-            assert error.code == "EXCHANGE_PEER", error
-            assert "rank 1" in error.text
-            assert error.trace == "EXCHANGE_PEER"  # again at the next call
-            assert elapsed < SECONDS
-            assert role == "killed" or "the trainer failed" in error.text
+def test_rdma_that_is_missing(team: Team, transport: str) -> None:
+    if transport == "rdma":
+        pytest.skip("it is there")
+    assert team.run(open_as, "auto") == ["collective"] * len(NODES)
+    for answer in team.run(open_as, "on"):
+        assert answer.code in ("PACKAGE_MISSING", "EXCHANGE"), answer.trace
+
+
+def test_ports_as_the_kernel_shows_them(tmp_path: Path) -> None:
+    gid, other = "0000:0000:0000:0000:0000:ffff:0a09:0001", "fe80::1"
+    for device, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "4: ACTIVE")):
+        folder = tmp_path / device / "ports/1"
+        files = {"link_layer": "Ethernet", "state": state, "gids/0": other, "gids/1": gid}
+        files |= {"gids/3": gid, "gid_attrs/types/1": "IB/RoCE v1", "gid_attrs/types/3": "RoCE v2"}
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text + "\n")
+    port = find_port({IPv6Address("::ffff:10.9.0.1")}, tmp_path)
+    assert (port.device, port.number, port.gid_index, port.gid) == ("mlx5_1", 1, 3, gid)
+    with pytest.raises(UnavailableError, match="mlx5_0, mlx5_1"):
+        find_port({IPv6Address("::ffff:10.9.0.2")}, tmp_path)
+    with pytest.raises(UnavailableError, match="no RDMA device"):
+        find_port(set(), tmp_path / "absent")
+
+
+@pytest.mark.parametrize("timeout", [0.5, 4.0, 60.0, 600.0])
+def test_retries_end_before_the_timeout(timeout: float) -> None:
+    all_tries = TICK_SECONDS * 2 ** retry_exponent(timeout) * (RETRIES + 1)
+    assert all_tries <= timeout / 2 and (all_tries > timeout / 4.1 or all_tries > 7)

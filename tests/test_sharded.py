@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.exchange.contract import Shelf
+from gear_offline.distributed.reads import Held
 from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.loaders.sharded import ShardedBatches, shelf_of
+from gear_offline.loaders.sharded import ShardedBatches, held_rows, landing_memory
 from gear_offline.loaders.spread_choice import choose_share
 from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import build_table
@@ -49,7 +49,7 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
     """Return the batches of every rank."""
     owners = share_shards(shard_weights(dataset), len(set(nodes)))
     parts: list[Any] = []
-    shelves: dict[int, Shelf] = {}
+    held: dict[int, Held] = {}
     table_options = {k: options.pop(k) for k in ("normalize_states", "frame_stack") if k in options}
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
@@ -57,13 +57,15 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
             share.dataset, context_length=options["context_length"], **table_options
         )
         parts.append((rank, share, table))
-        shelves[rank] = shelf_of(table, share, node)
+        held[rank] = held_rows(table, share)
     found = []
     for rank, share, table in parts:
         gather = CpuGather(
             table, context_length=options["context_length"], padding=options["padding"]
         )
-        exchange: Any = OneProcess(rank, shelves)
+        segments = 3 * options["batch_size"] // len(nodes)
+        landing = landing_memory(table, context_length=options["context_length"], segments=segments)
+        exchange: Any = OneProcess(rank, held, landing)
         found.append(
             ShardedBatches(
                 world=World(rank=rank, nodes=nodes),
@@ -71,6 +73,7 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
                 table=table,
                 gather=gather.fill,
                 exchange=exchange,
+                landing=landing,
                 **options,
             )
         )
@@ -172,11 +175,11 @@ def test_a_broken_exchange_is_closed_and_says_nothing_more(
     closed: list[str] = []
 
     def lost(self: OneProcess, step: int, **_: Any) -> None:
-        raise GearError("EXCHANGE_PEER", "rank 1 is gone")
+        raise GearError("RANK_LOST", "rank 1 is gone")
 
     monkeypatch.setattr(OneProcess, "wait", lost)
     monkeypatch.setattr(OneProcess, "close", lambda self: closed.append("closed"))
-    assert failing_code(lambda: rank.windows(0, 2)) == "EXCHANGE_PEER"
+    assert failing_code(lambda: rank.windows(0, 2)) == "RANK_LOST"
     rank.close()
     assert closed == ["closed"]
 

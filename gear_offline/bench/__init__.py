@@ -33,7 +33,7 @@ BENCHES = {
     "images": "stacks of frames: GB/s by tier, and how long training waits for them (needs CUDA)",
     "convert": "HDF5 to shards, against reading with h5py and writing the bytes raw",
     "load": "shards to shared host memory, against the same threads reading files into it",
-    "exchange": "ns a read to build and post RDMA requests; rates of gloo and, if there, RDMA",
+    "exchange": "rows between two ranks: ms a step and MB/s over gloo and, if there, RDMA",
     "recovery": "seconds from a killed process until the run goes on, and their parts",
     "disk": "batches of data four times the memory budget, against reading the files in order",
     "select": "choosing among up to 10^9 items on CPU and GPU, and a batch by each strategy, "

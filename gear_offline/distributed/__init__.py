@@ -1,1 +1,11 @@
-"""Ranks, shards of nodes, assignment, exchange of rows."""
+"""Ranks and nodes of a run, which node holds which shards, and rows that come from other nodes.
+
+`world` has the ranks and their small messages, `sharding` gives shards to nodes, `assignment`
+segments to ranks, and `exchange` brings rows of other nodes into landing memory: by collectives
+of torch (`collective`) or by RDMA reads (`rdma`, which does not import torch).
+"""
+
+from __future__ import annotations
+
+# Environment variable: the network interface of this node for everything that crosses nodes.
+INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gear_offline.errors import InputError
-
 ANYWHERE = -1  # a home: every rank (or every node) has a copy
 
 
@@ -50,21 +48,11 @@ class Assigner:
         (W,), the node of each rank, from 0.
     device
         Where assignments are computed.
-
-    Raises
-    ------
-    InputError
-        ``ASSIGNMENT`` if there is no rank, or a node is negative.
     """
 
     def __init__(self, nodes: Tensor, *, device: torch.device | str = "cpu") -> None:
         nodes = torch.as_tensor(nodes, dtype=torch.int64)
-        if nodes.ndim != 1 or not len(nodes) or int(nodes.min()) < 0:
-            raise InputError(
-                "ASSIGNMENT",
-                "the nodes of ranks are not usable",
-                remedy="give one number from 0 for each rank",
-            )
+        assert nodes.ndim == 1 and len(nodes) and int(nodes.min()) >= 0, "a node for each rank"
         self.ranks, self.node_count = len(nodes), int(nodes.max()) + 1
         self.nodes = nodes.to(device)
         # Ranks in the order of their nodes: the free places of a node are one run.
@@ -81,19 +69,9 @@ class Assigner:
         node_homes
             (n,) int64: the node, that of the rank where there is one; `ANYWHERE` if every node
             has it.
-
-        Raises
-        ------
-        InputError
-            ``ASSIGNMENT`` if n is not a multiple of W.
         """
         n, ranks, nodes = len(rank_homes), self.ranks, self.node_count
-        if n % ranks:
-            raise InputError(
-                "ASSIGNMENT",
-                f"a global batch of {n} segments cannot be shared by {ranks} ranks",
-                remedy="use a batch_size that is a multiple of the number of ranks",
-            )
+        assert n % ranks == 0, "World.share refuses other batches"
         share = n // ranks
         # 1. At home, up to a share.
         home = rank_homes.masked_fill(rank_homes < 0, ranks)
@@ -102,18 +80,18 @@ class Assigner:
         free = share - counts[:ranks].clamp(max=share)
         # 2. In the node, as far as it has free places.
         node = node_homes.masked_fill(kept | (node_homes < 0), nodes)
-        spilt = rank_homes >= 0  # behind those that are equally near to all ranks
-        place, counts = _places(2 * node + spilt, 2 * (nodes + 1))
+        surplus = rank_homes >= 0  # behind those that are equally near to all ranks
+        place, counts = _places(2 * node + surplus, 2 * (nodes + 1))
         counts = counts.view(-1, 2)
-        place += counts[:, 0][node] * spilt
+        place += counts[:, 0][node] * surplus
         counts = counts.sum(1)
         free_by_node = torch.zeros_like(counts).index_add_(0, self.nodes, free)
         free_by_node[nodes:].zero_()
         near = place < free_by_node[node]
         ends = free[self._by_node].cumsum(0)  # of each rank's places, nodes side by side
         begins = free_by_node.cumsum(0) - free_by_node
-        found = torch.searchsorted(ends, begins[node] + place, right=True)
-        near_rank = self._by_node[found.clamp(max=ranks - 1)]
+        place_of = torch.searchsorted(ends, begins[node] + place, right=True)
+        near_rank = self._by_node[place_of.clamp(max=ranks - 1)]
         filled = torch.minimum(counts, free_by_node)[self.nodes]
         before = torch.empty_like(free)
         before[self._by_node] = ends - free[self._by_node]
@@ -122,8 +100,8 @@ class Assigner:
         # 3. Anywhere.
         rest = ~(kept | near)
         place = rest.cumsum(0) - 1
-        found = torch.searchsorted(free.cumsum(0), place.clamp(min=0), right=True)
-        far_rank = found.clamp(max=ranks - 1)
+        far_rank = torch.searchsorted(free.cumsum(0), place.clamp(min=0), right=True)
+        far_rank = far_rank.clamp(max=ranks - 1)
         assigned = torch.where(kept, home, torch.where(near, near_rank, far_rank))
         slots = torch.argsort(_narrow(assigned, ranks), stable=True)
         return Assignment(ranks=assigned, slots=slots.view(ranks, share))

@@ -30,46 +30,39 @@ def share_shards(
     Parameters
     ----------
     weights
-        (S,), how often each shard is drawn from; its bytes for a law that is uniform over steps.
+        (S,), how often each shard is drawn from; its steps if all steps are drawn alike.
     nodes
         D.
     sizes
         (S,), bytes or steps: shards that are never drawn from (weight 0) go where these are least.
-
-    Raises
-    ------
-    InputError
-        ``SHARDS_FEW`` if there are fewer shards than nodes.
     """
-    given = np.asarray(weights, dtype=np.float64)
-    if len(given) < nodes:
+    drawn_from = np.asarray(weights, dtype=np.float64)
+    if len(drawn_from) < nodes:
         raise InputError(
-            "SHARDS_FEW",
-            f"{len(given)} shards cannot be shared by {nodes} nodes",
+            "LOADER_OPTION",
+            f"{len(drawn_from)} shards cannot be shared by {nodes} nodes",
             remedy="convert with a smaller --shard-size, or set loader.sharding=replicate",
         )
-    bulk = np.asarray(given if sizes is None else sizes, dtype=np.float64)
-    owners = np.zeros(len(given), np.int64)
-    drawn = np.argsort(-given, kind="stable")[: int((given > 0).sum())]
-    never = np.array(sorted(set(range(len(given))) - set(drawn.tolist())), np.int64)
-    lightest = [(0.0, node) for node in range(nodes)]
-    _give_out(drawn, given, lightest, owners)
-    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes)
-    shards = np.bincount(owners[drawn], minlength=nodes)
-    # Who has nothing comes first, so that nobody goes without.
-    lightest = [(held[n] if shards[n] else -1.0, n) for n in range(nodes)]
-    heapq.heapify(lightest)
-    _give_out(never, bulk, lightest, owners)
+    bulk = np.asarray(drawn_from if sizes is None else sizes, dtype=np.float64)
+    owners = np.zeros(len(drawn_from), np.int64)
+    drawn = np.argsort(-drawn_from, kind="stable")[: int((drawn_from > 0).sum())]
+    _give_out(drawn, drawn_from, np.zeros(nodes), owners)
+    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
+    held[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
+    never = np.flatnonzero(~(drawn_from > 0))
+    _give_out(never, bulk, held, owners)
     return owners
 
 
 def _give_out(
     shards: Int64Array,
     weights: npt.NDArray[np.float64],
-    lightest: list[tuple[float, int]],
+    held: npt.NDArray[np.float64],
     owners: Int64Array,
 ) -> None:
-    """Give each shard, in their order, to the node that has least; `lightest` is a heap."""
+    """Give each shard, in their order, to the node that holds least; `held` is (D,)."""
+    lightest = [(total, node) for node, total in enumerate(held.tolist())]
+    heapq.heapify(lightest)
     for shard in shards.tolist():
         total, node = heapq.heappop(lightest)
         owners[shard] = node
@@ -118,13 +111,14 @@ def take_share(dataset: Dataset, owners: Int64Array, node: int) -> NodeShare:
     manifest = dataset.manifest
     counts = np.array([shard.episodes for shard in manifest.shards])
     nodes = np.repeat(owners, counts)
-    local = np.zeros(len(nodes), np.int64)
+    lengths = dataset.episodes.lengths
+    local = np.zeros_like(nodes)
     for other in range(int(owners.max()) + 1):
         there = nodes == other
         local[there] = np.arange(int(there.sum()))
-    mine = nodes == node
+    held = nodes == node
     shards = tuple(s for s, owner in zip(manifest.shards, owners, strict=True) if owner == node)
-    index = EpisodeIndex(lengths=dataset.episodes.lengths[mine])
+    index = EpisodeIndex(lengths=lengths[held])
     part = replace(
         dataset,
         manifest=replace(
@@ -133,9 +127,8 @@ def take_share(dataset: Dataset, owners: Int64Array, node: int) -> NodeShare:
             spec=replace(manifest.spec, steps=index.steps, episodes=index.episodes),
         ),
         episodes=index,
-        terminated=dataset.terminated[mine],
-        truncated=dataset.truncated[mine],
-        returns=dataset.returns[mine],
+        terminated=dataset.terminated[held],
+        truncated=dataset.truncated[held],
+        returns=dataset.returns[held],
     )
-    lengths = dataset.episodes.lengths
     return NodeShare(dataset=part, nodes=nodes, lengths=lengths, local=local)

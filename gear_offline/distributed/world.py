@@ -1,7 +1,7 @@
-"""The processes of one training run: who they are, on which nodes, and small words between them.
+"""The processes of one training run: who they are, on which nodes, and small messages between them.
 
-Processes are started by ``torchrun``, which also restarts them.  Words between them are JSON over
-gloo, so that nothing unpickles what came over a network.
+Processes are started by ``torchrun``, which also restarts them and names those that died.  Messages
+are JSON over gloo, so that nothing unpickles what came over a network.
 
 Shape legend: W ranks.
 """
@@ -9,30 +9,29 @@ Shape legend: W ranks.
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.distributed.exchange.addresses import address_of
-from gear_offline.distributed.joining import private_store
-from gear_offline.distributed.roll_call import RollCall, missing_ranks
+from gear_offline.distributed import INTERFACE_VARIABLE
 from gear_offline.errors import GearError, InputError
 
-__all__ = ["World", "joined_world", "open_world"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["World", "data_world", "joined_world", "open_world"]
 
 T = TypeVar("T")
-_untyped: Any = dist  # names that torch does not export for type checkers
-INTERFACE_VARIABLE = "GEAR_OFFLINE_INTERFACE"
-# what gloo's errors, which have no class of their own, say of lost and silent ranks
-_LOST = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|recv|broken pipe", re.IGNORECASE)
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
 
 
@@ -47,20 +46,18 @@ class World:
     nodes
         (W,), the node of each rank, from 0.
     control
-        gloo group of all ranks, for words and tensors in host memory; ``None`` when alone.
-    cards
-        (W,), how each rank is asked whether it is there; empty when alone.
+        gloo group of all ranks, for messages and tensors in host memory; ``None`` stands for
+        torch's default group.
     timeout
         Seconds after which a silent rank counts as lost.
     feeds
         Whether this process reads data.  One that does not stands beside rank `rank`, whose batch
-        it works on; see `gear_offline.distributed.data_ranks`.
+        it works on; see `data_world`.
     """
 
     rank: int = 0
     nodes: tuple[int, ...] = (0,)
     control: Any = field(default=None, repr=False)
-    cards: tuple[str, ...] = field(default=(), repr=False)
     timeout: float = TIMEOUT_SECONDS
     feeds: bool = True
 
@@ -71,7 +68,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks."""
+        """Whether this is the rank that writes files and prints."""
         return self.rank == 0
 
     @property
@@ -85,16 +82,10 @@ class World:
         return len(set(self.nodes))
 
     def share(self, batch_size: int) -> int:
-        """Return B, this rank's segments of a global batch.
-
-        Raises
-        ------
-        InputError
-            ``BATCH_SHARE`` if ranks cannot have equal shares.
-        """
+        """Return B, this rank's segments of a global batch."""
         if batch_size % self.size:
             raise InputError(
-                "BATCH_SHARE",
+                "LOADER_OPTION",
                 f"a batch of {batch_size} segments cannot be shared equally by {self.size} ranks",
                 where="loader.batch_size",
                 remedy=f"use a multiple of {self.size}; it is the size of the global batch",
@@ -105,17 +96,17 @@ class World:
         """Return every rank's `value`, JSON-able, in the order of ranks."""
         if self.size == 1:
             return [value]
-        mine = json.dumps(value).encode()
-        with self.guard("exchanging a word"):
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        with self.guard("exchanging a message"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.nodes]
-            dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)
+            dist.all_gather(lengths, torch.tensor([len(message)]), group=self.control)
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            found = [torch.zeros_like(padded) for _ in self.nodes]
-            dist.all_gather(found, padded, group=self.control)
-        sizes = zip(found, lengths, strict=True)
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in sizes]
+            padded[: len(message)] = message
+            messages = [torch.zeros_like(padded) for _ in self.nodes]
+            dist.all_gather(messages, padded, group=self.control)
+        sizes = zip(messages, lengths, strict=True)
+        return [json.loads(m[: int(n)].numpy().tobytes()) for m, n in sizes]
 
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
         """Run `make` on `leader` (of each rank's choice) while the others wait for it.
@@ -130,11 +121,11 @@ class World:
         GearError
             The leader's error on the leader, ``RANK_FAILED`` on those that waited for it.
         """
-        found: T | None = None
+        made: T | None = None
         error: Exception | None = None
         if self.rank == leader:
             try:
-                found = make()
+                made = make()
             except Exception as caught:
                 error = caught
         failures = self.gather(None if error is None else str(error))
@@ -146,11 +137,11 @@ class World:
                 f"rank {leader} failed: {failures[leader]}",
                 remedy="see its own message",
             )
-        return found
+        return made
 
     def guard(self, doing: str) -> AbstractContextManager[None]:
-        """Return `peers` for work that other ranks take part in."""
-        return nullcontext() if self.size == 1 else peers(doing, self.cards, rank=self.rank)
+        """Return `peers` for a collective call of this world's ranks."""
+        return nullcontext() if self.size == 1 else peers(doing)
 
     def sum_into(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place, wherever it lies."""
@@ -160,73 +151,58 @@ class World:
                 dist.all_reduce(tensor, group=group)
 
     def send_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return rank 0's named tensors on every rank, in host memory.
-
-        Parameters
-        ----------
-        tensors
-            On rank 0; ``None`` elsewhere.
-        """
+        """Return rank 0's named tensors (``None`` elsewhere) on every rank, in host memory."""
         names = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in (tensors or {}).items()]
         described = self.gather(names if self.is_first else None)[0]
-        found = {}
+        received = {}
         for name, dtype, shape in described:
             if self.is_first and tensors is not None:
                 value = tensors[name].detach().cpu().contiguous()
             else:
                 value = torch.empty(shape, dtype=getattr(torch, dtype))
             if self.size > 1 and value.numel():
+                flat = value.reshape(-1).view(torch.uint8)
                 with self.guard("sending the state of the run"):
-                    flat = value.reshape(-1).view(torch.uint8)
-                    dist.broadcast(flat, src=0, group=self.control)
-            found[name] = value
-        return found
+                    dist.broadcast(flat, group_src=0, group=self.control)
+            received[name] = value
+        return received
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, of one shape, in host memory."""
-        mine = tensor.detach().cpu().contiguous()
+        own = tensor.detach().cpu().contiguous()
         if self.size == 1:
-            return [mine]
-        found = [torch.empty_like(mine) for _ in self.nodes]
+            return [own]
+        tensors = [torch.empty_like(own) for _ in self.nodes]
         with self.guard("collecting tensors"):
-            dist.all_gather(found, mine, group=self.control)
-        return found
+            dist.all_gather(tensors, own, group=self.control)
+        return tensors
 
 
 @contextmanager
-def peers(doing: str, cards: Sequence[str] = (), *, rank: int = 0) -> Iterator[None]:
-    """Turn the errors of lost or silent ranks into one that names them.
+def peers(doing: str) -> Iterator[None]:
+    """Turn the failure of a collective call into ``RANK_LOST``, with torch's own text.
 
-    Parameters
-    ----------
-    doing
-        What was going on, for the message.
-    cards, rank
-        Of the world, and this one; without cards torch's message has to do, which names an address.
-
-    Raises
-    ------
-    GearError
-        ``RANK_LOST``
+    Put nothing but collective calls inside: gloo's errors have no class of their own.
     """
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+        # Out of memory, CUDA errors and the like have classes; those of lost ranks are DistErrors
+        # with NCCL and plain RuntimeErrors with gloo.
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
-        who = "; ".join(missing_ranks(cards, but=rank)) or "another rank is gone or too slow"
-        raise GearError(
-            "RANK_LOST",
-            f"{who}, while {doing}: {_short(error)}",
-            remedy="see the messages of the other ranks; torchrun --max-restarts goes on from the "
-            "last checkpoint with --resume; train.timeout says how long to wait",
-        ) from error
+        raise rank_lost(doing, error) from error
 
 
-def _short(error: RuntimeError) -> str:
-    """Return torch's message without where in its sources it was made, and without its advice."""
+def rank_lost(doing: str, error: object) -> GearError:
+    """Return ``RANK_LOST`` for a collective that failed with `error`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", lines[0]).split(". ")[0]
+    return GearError(
+        "RANK_LOST",
+        f"another rank is gone or too slow, while {doing}: {lines[0]}",
+        remedy="see the messages of the other ranks; torchrun --max-restarts goes on from the last "
+        "checkpoint with --resume; train.timeout says how long to wait",
+    )
 
 
 @contextmanager
@@ -248,60 +224,130 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         yield World()
         return
+    if interface := os.environ.get(INTERFACE_VARIABLE):  # for everything, unless torch is told
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, interface)
     limit = timedelta(seconds=timeout)
-    address = _own_address()
     with peers("joining the group"):
-        store, rank, size = next(_untyped.rendezvous("env://", timeout=limit))
-        store = private_store(store, rank=rank, size=size, timeout=timeout)
-        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", timeout=limit, device_id=device, **group)
-            control = dist.new_group(backend="gloo", timeout=limit)
+            dist.init_process_group("nccl", timeout=limit, device_id=device)
         else:
-            dist.init_process_group("gloo", timeout=limit, **group)
-            control = dist.group.WORLD
-    roll_call = RollCall(address, ranks=size)
-    alone = World(rank=rank, nodes=(0,) * size, control=control, timeout=timeout)
+            dist.init_process_group("gloo", timeout=limit)
     try:
-        words = alone.gather([int(os.environ.get("GROUP_RANK", "0")), roll_call.card])
-        numbers = sorted({node for node, _ in words})
-        nodes = tuple(numbers.index(node) for node, _ in words)
-        cards = tuple(card for _, card in words)
-        yield replace(alone, nodes=nodes, cards=cards)
+        yield joined_world(timeout=timeout)
     finally:
-        roll_call.close()
         dist.destroy_process_group()
 
 
-def joined_world() -> World:
-    """Return the ranks of a group that someone else made, such as a Hugging Face `Trainer`.
+_JOINED: WeakKeyDictionary[Any, World] = WeakKeyDictionary()
 
-    All ranks call it together, once.  Without a group it is a world of one.
+
+def joined_world(*, timeout: float = TIMEOUT_SECONDS) -> World:
+    """Return the ranks of torch's default process group, whoever made it; else a world of one.
+
+    All ranks call it together the first time; later calls return the same world at once.
+
+    Parameters
+    ----------
+    timeout
+        Seconds after which a silent rank counts as lost; of the first call.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` if a launcher started several processes (``WORLD_SIZE``) that have not
+        been joined into a group yet: they would all read the same batches.
+    GearError
+        ``RANK_LOST``
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_available() or not dist.is_initialized():
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        if size > 1:
+            raise InputError(
+                "LOADER_OPTION",
+                f"this is one of {size} processes, and they have no process group yet",
+                where="WORLD_SIZE",
+                remedy="make the loader after torch.distributed.init_process_group, or after your "
+                "trainer has called it (Lightning: in train_dataloader); world=None reads the same "
+                "batches in every process",
+            )
         return World()
-    with peers("joining the group"):
-        backend = dist.get_backend()
-        control = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-        alone = World(rank=dist.get_rank(), nodes=(0,) * dist.get_world_size(), control=control)
-        found = alone.gather(int(os.environ.get("GROUP_RANK", "0")))
-    numbers = sorted(set(found))
-    return replace(alone, nodes=tuple(numbers.index(node) for node in found))
+    default = dist.group.WORLD
+    if default not in _JOINED:
+        size = dist.get_world_size()
+        control = None
+        if size > 1 and dist.get_backend() != "gloo":
+            with peers("joining the group"):
+                control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        world = World(rank=dist.get_rank(), nodes=(0,) * size, control=control, timeout=timeout)
+        _JOINED[default] = _with_nodes(world)
+    return _JOINED[default]
 
 
-def _own_address() -> str:
-    """Return the address that other ranks reach this one at.
+def data_world(
+    mesh: DeviceMesh, dims: str | Sequence[str] = "dp", *, timeout: float = TIMEOUT_SECONDS
+) -> World:
+    """Return the world of the ranks that feed a model's input, for `GearLoader`.
 
-    ``GEAR_OFFLINE_INTERFACE`` names the interface for everything, unless torch is told another one.
+    With tensor or pipeline parallelism several ranks work on one batch.  One of them reads it: the
+    first in every dimension that is not data-parallel.  The others hold no table and draw nothing;
+    the training code sends them what they need, as it does anyway.  There `World.feeds` is false,
+    and `World.rank` is that of the rank whose batch it works on.
+
+    All ranks of the job call it together.
+
+    Parameters
+    ----------
+    mesh
+        Over all ranks, with named dimensions.
+    dims
+        Its data-parallel dimensions, e.g. ``("dp_replicate", "dp_shard")``.
+    timeout
+        Seconds after which a silent rank counts as lost.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` if the mesh lacks such a dimension, or does not hold all ranks.
+    GearError
+        ``RANK_LOST``
     """
-    interface = os.environ.get(INTERFACE_VARIABLE)
-    if interface:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface)
-        return address_of(interface)
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return "127.0.0.1" if alone else address_of(None)
+    names = tuple(mesh.mesh_dim_names or ())
+    wanted = (dims,) if isinstance(dims, str) else tuple(dims)
+    if not wanted or not set(wanted) <= set(names):
+        raise InputError(
+            "LOADER_OPTION",
+            f"the mesh has no dimension {', '.join(map(repr, set(wanted) - set(names)))}",
+            where=f"dimensions {list(names)}",
+            remedy="name the data-parallel dimensions: data_world(mesh, dims=...)",
+        )
+    grid = mesh.mesh
+    if grid.numel() != dist.get_world_size():
+        raise InputError(
+            "LOADER_OPTION",
+            f"the mesh has {grid.numel()} of {dist.get_world_size()} ranks",
+            remedy="use a mesh over all ranks",
+        )
+    data = tuple(names.index(name) for name in wanted)
+    others = tuple(dim for dim in range(len(names)) if dim not in data)
+    replicas = math.prod(grid.shape[dim] for dim in data)
+    rows = grid.permute(*data, *others).reshape(replicas, -1)  # (W, ranks on one batch)
+    readers = rows[:, 0].tolist()
+    with peers("joining the group"):
+        control = dist.new_group(readers, backend="gloo", timeout=timedelta(seconds=timeout))
+    rank = int((rows == dist.get_rank()).any(1).nonzero())
+    world = World(rank=rank, nodes=(0,) * len(readers), control=control, timeout=timeout)
+    if dist.get_rank() not in readers:
+        return replace(world, control=None, feeds=False)
+    return _with_nodes(world)
+
+
+def _with_nodes(world: World) -> World:
+    """Number the nodes: what torchrun calls a group of ranks, else the host's name."""
+    names = world.gather(os.environ.get("GROUP_RANK") or socket.gethostname())
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return replace(world, nodes=tuple(numbers[name] for name in names))
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -310,20 +356,14 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def rank_device(name: str | torch.device) -> torch.device:
-    """Return a rank's own device for ``"cuda"``: the one of its number on the node.
-
-    Raises
-    ------
-    InputError
-        ``RANK_DEVICE`` if the node has fewer GPUs than ranks.
-    """
+    """Return a rank's own device for ``"cuda"``: the one of its number on the node."""
     device = torch.device(name)
     if device.type != "cuda" or device.index is not None:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= torch.cuda.device_count():
         raise InputError(
-            "RANK_DEVICE",
+            "DEVICE",
             f"rank {local} of this node has no GPU, there are {torch.cuda.device_count()}",
             where="--nproc-per-node",
             remedy="start at most one process for each GPU, or set train.device=cpu",

@@ -13,7 +13,6 @@ import time
 import torch
 
 from gear_offline.cli.errors import show
-from gear_offline.distributed.roll_call import missing_ranks
 from gear_offline.distributed.world import World
 
 POLL_SECONDS = 100e-6
@@ -22,22 +21,20 @@ POLL_SECONDS = 100e-6
 def wait_for_steps(world: World) -> None:
     """Return when the GPU has done what it was given.
 
-    After `World.timeout` seconds the process ends with code 1 and ``RANK_LOST`` on stderr, naming
-    the ranks that do not answer.  It cannot go on to raise an error: neither the graph nor the
-    process group can be closed while the GPU waits.
+    After `World.timeout` seconds the process ends with code 1 and ``RANK_LOST`` on stderr.  It
+    cannot raise an error: neither the graph nor the process group can be closed while the GPU
+    waits.
     """
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     deadline = time.monotonic() + world.timeout
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
-            who = (
-                "; ".join(missing_ranks(world.cards, but=world.rank)) or "another rank is too slow"
-            )
             show(
                 "RANK_LOST",
-                f"{who}, while the GPU added up gradients: waited {world.timeout:g} s; "
-                "torchrun --max-restarts goes on from the last checkpoint with --resume",
+                "another rank is gone or too slow, while the GPU added up gradients: waited "
+                f"{world.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
+                "with --resume",
             )
             sys.stderr.flush()
             os._exit(1)

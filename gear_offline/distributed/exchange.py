@@ -1,0 +1,125 @@
+"""Rows that other nodes hold, brought into landing memory of this rank ahead of their use."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from gear_offline.core.progress import say
+from gear_offline.distributed.collective import CollectiveExchange
+from gear_offline.distributed.rdma import Endpoint, RdmaExchange
+from gear_offline.distributed.reads import Held, Reads
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, UnavailableError
+
+__all__ = ["Exchange", "Held", "Reads", "open_exchange"]
+
+Mode = Literal["auto", "on", "off"]
+
+
+class Exchange(Protocol):
+    """Moves rows between nodes.
+
+    All ranks open, post the same steps with the same reads in the same order, and close.  Posted
+    steps run in the background.  After an error the exchange can only be closed.
+
+    Attributes
+    ----------
+    name
+        ``"collective"`` or ``"rdma"``.
+    """
+
+    name: str
+
+    def post(self, step: int, reads: Reads) -> None:
+        """Begin the reads of a step; returns without waiting for them.
+
+        The landing rows that it names must not be touched until `wait` has returned; all others
+        are left alone.
+        """
+        ...
+
+    def wait(self, step: int) -> None:
+        """Return when all rows of a posted step have landed; once a step, in any order.
+
+        Raises
+        ------
+        GearError
+            ``RANK_LOST`` at the latest after the world's timeout.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give memory and connections back; no step that was posted may be waited for any more."""
+        ...
+
+
+def open_exchange(
+    held: Held,
+    landing: tuple[npt.NDArray[Any], ...],
+    world: World,
+    *,
+    mode: Mode = "auto",
+    quiet: bool = False,
+) -> Exchange:
+    """Open an exchange; all ranks of `world` call it together, with the same mode.
+
+    Parameters
+    ----------
+    held
+        What this rank's node holds.
+    landing
+        One C-contiguous, writable (L, W) array for each column group, registered once: where the
+        rows of other nodes go.
+    world
+        All ranks that exchange rows.  Addresses and keys travel over its gloo group.
+    mode
+        RDMA between the nodes: ``"on"``, or an error that says what is missing and where;
+        ``"off"``, collectives of torch; ``"auto"``, RDMA if every rank can.
+    quiet
+        Do not print which one was taken, and why.
+
+    Raises
+    ------
+    UnavailableError
+        ``EXCHANGE``, ``PACKAGE_MISSING`` if RDMA is ``"on"`` and a rank cannot use it.
+    GearError
+        ``MEMORY`` if memory cannot be registered, ``RANK_LOST``.
+    """
+    row_bytes = [rows.shape[1] * rows.itemsize for rows in landing]
+    assert row_bytes == [rows.shape[1] * rows.itemsize for rows in held.rows], "rows of one shape"
+    assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
+    endpoint, why = (None, "exchange='off'") if mode == "off" else _agree(world, mode)
+    say(
+        f"exchange: {'RDMA reads' if endpoint else 'collectives'} ({why})",
+        quiet=quiet or not world.is_first,
+    )
+    if endpoint is None:
+        return CollectiveExchange(held, landing, world)
+    return RdmaExchange(held, landing, world, endpoint)
+
+
+def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:
+    """Return this rank's endpoint if all ranks can use RDMA, and why (not)."""
+    endpoint: Endpoint | None = None
+    problem: GearError | None = None
+    try:
+        endpoint = Endpoint.open(timeout=world.timeout)
+    except UnavailableError as error:
+        problem = error
+    problems = world.gather(None if problem is None else problem.what)
+    missing = [(rank, what) for rank, what in enumerate(problems) if what is not None]
+    if not missing:
+        assert endpoint is not None, "a rank without endpoint has a problem"
+        return endpoint, f"every rank can; here {endpoint.describe()}"
+    if endpoint is not None:
+        endpoint.close()
+    rank, what = missing[0]
+    if mode == "auto":
+        return None, f"no RDMA at rank {rank}: {what}"
+    raise problem or UnavailableError(
+        "EXCHANGE",
+        f"rank {rank} cannot use RDMA: {what}",
+        remedy="use loader.exchange=auto or off, or mend that node",
+    )

@@ -1,0 +1,456 @@
+"""Readers fetch rows: one-sided RDMA reads, straight into landing memory, by pyverbs.
+
+The owner's processor takes no part: its device answers, whatever its process does.  This module
+does not import torch.
+
+Shape legend: R ranks, L landing rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from ipaddress import IPv6Address
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from gear_offline.distributed import INTERFACE_VARIABLE
+from gear_offline.distributed.reads import Held, Reads, as_bytes
+from gear_offline.errors import GearError, UnavailableError
+
+if TYPE_CHECKING:
+    from gear_offline.distributed.world import World
+
+DEVICES = Path("/sys/class/infiniband")
+IN_FLIGHT = 1024  # reads of one rank, where the device allows it
+READS_AT_ONCE = 16  # that a queue pair answers at once (max_dest_rd_atomic)
+RETRIES = 6  # 7 would be for ever on Soft-RoCE: a dead peer would never be noticed
+TICK_SECONDS = 4.096e-6  # unit of a queue pair's timeout: TICK * 2**timeout
+MOST_TIMEOUT = 18  # 1.1 s, and 7.5 s with all retries
+MOST_BYTES = 1 << 30  # of one read; a message of RDMA has at most 2 GiB
+SPINS = 200  # polls without a pause, before a wait gives the processor away
+NAP_SECONDS = 20e-6
+CLOSE_SECONDS = 10.0  # that who closes waits for the others to have read everything
+CLOSE_PAUSE_SECONDS = 1e-3
+CLOSING = (1 << 64) - 1  # the number of reads that ask whether a peer is done
+STATUS = {
+    1: "local length error", 2: "local queue pair error", 4: "local protection error",
+    5: "flushed", 9: "remote invalid request", 10: "remote access error",
+    11: "remote operation error", 12: "no answer after retries", 13: "receiver not ready",
+}  # fmt: skip
+
+
+class RdmaExchange:
+    """An `Exchange` by RDMA reads; `endpoint` belongs to it from now on."""
+
+    name = "rdma"
+
+    def __init__(
+        self,
+        held: Held,
+        landing: tuple[npt.NDArray[np.generic], ...],
+        world: World,
+        endpoint: Endpoint,
+    ) -> None:
+        self._world, self._held, self._endpoint = world, held, endpoint
+        self._landing = [as_bytes(rows) for rows in landing]
+        self._first_rows = held.first_rows()
+        self._left: dict[int, int] = {}  # reads of a posted step that are not done
+        # What peers read when they close, and where this rank reads theirs.
+        self._done = np.zeros(1, np.uint8)
+        self._others_done = np.zeros(world.size, np.uint8)
+        self._peers = [r for r, n in enumerate(world.nodes) if n != world.nodes[world.rank]]
+        try:
+            offered = [endpoint.register(as_bytes(rows), remote=True) for rows in held.rows]
+            offered.append(endpoint.register(self._done, remote=True))
+            self._local_keys = [endpoint.register(rows).lkey for rows in self._landing]
+            self._close_key = endpoint.register(self._others_done).lkey
+            cards = {peer: endpoint.make_pair(peer) for peer in self._peers}
+            regions = [
+                (r.ctypes.data, mr.rkey)
+                for r, mr in zip([*held.rows, self._done], offered, strict=True)
+            ]
+            answers = world.gather([cards, regions])
+            for peer in self._peers:
+                endpoint.connect(peer, answers[peer][0][str(world.rank)])
+            self._regions = [regions for _, regions in answers]
+            world.gather(None)  # nobody reads before everybody answers
+        except BaseException:
+            endpoint.close()
+            raise
+
+    def post(self, step: int, reads: Reads) -> None:
+        assert step not in self._left, "each step is posted once"
+        own = reads.made_by(self._world.rank)
+        own.check(self._held, len(self._landing[0]))
+        self._left[step] = len(own) * len(self._landing)
+        columns = (own.owners, self._first_rows[own.episodes] + own.starts, own.steps, own.rows)
+        for owner, first, steps, row in zip(*(c.tolist() for c in columns), strict=True):
+            for landing, local_key, (base, key) in zip(
+                self._landing, self._local_keys, self._regions[owner], strict=False
+            ):
+                width = landing.shape[1]
+                assert steps * width <= MOST_BYTES, "windows are shorter"
+                target = landing.ctypes.data + row * width
+                self._read(step, owner, base + first * width, key, target, steps * width, local_key)
+
+    def _read(self, number: int, owner: int, *request: int) -> None:
+        """Post one read; waits where the device has no room for more."""
+        if self._endpoint.in_flight == self._endpoint.room:
+            self._poll_until(lambda: self._endpoint.in_flight < self._endpoint.room)
+        try:
+            self._endpoint.post(owner, number, *request)
+        except self._endpoint.verbs.PyverbsError as error:
+            raise self._lost(owner, str(error)) from error
+
+    def wait(self, step: int) -> None:
+        self._poll_until(lambda: not self._left[step])
+        del self._left[step]
+
+    def _poll_until(self, done: Any) -> None:
+        """Take completions until `done()`, or until time is up."""
+        deadline = time.monotonic() + self._world.timeout
+        idle = 0
+        while not done():
+            completions = self._endpoint.poll()
+            for number, owner, status in completions:
+                if status:
+                    raise self._lost(owner, STATUS.get(status, f"status {status}"))
+                if number != CLOSING:
+                    self._left[number] -= 1
+            idle = 0 if completions else idle + 1
+            if idle >= SPINS:
+                if time.monotonic() > deadline:
+                    raise self._lost(None, f"reads took more than {self._world.timeout:g} s")
+                time.sleep(NAP_SECONDS)
+
+    def _lost(self, owner: int | None, why: str) -> GearError:
+        who = "another rank" if owner is None else f"rank {owner}"
+        return GearError(
+            "RANK_LOST",
+            f"{who} cannot be read from: {why}",
+            where=self._endpoint.describe(),
+            remedy="see the messages of that rank, and the network to its node",
+        )
+
+    def close(self) -> None:
+        if self._endpoint.closed:
+            return
+        with suppress(GearError):  # who closes does not want to know any more
+            for step in list(self._left):
+                self.wait(step)
+        self._done[0] = 1
+        self._wait_for_readers()
+        self._endpoint.close()
+
+    def _wait_for_readers(self) -> None:
+        """Wait until no peer reads from this rank any more: until it is done too, or gone.
+
+        Peers' flags are read as rows are, without a collective: who closes after an error of its
+        own does so while the others are in the middle of something else.
+        """
+        endpoint, waiting = self._endpoint, set(self._peers)
+        asked: set[int] = set()
+        deadline = time.monotonic() + min(CLOSE_SECONDS, self._world.timeout)
+        while waiting and time.monotonic() < deadline:
+            for peer in sorted(waiting - asked)[: max(endpoint.room - endpoint.in_flight, 0)]:
+                base, key = self._regions[peer][-1]
+                target = self._others_done.ctypes.data + peer
+                try:
+                    endpoint.post(peer, CLOSING, base, key, target, 1, self._close_key)
+                    asked.add(peer)
+                except endpoint.verbs.PyverbsError:
+                    waiting.discard(peer)
+            for number, peer, status in endpoint.poll():
+                if status:
+                    waiting.discard(peer)  # it has closed, or is gone
+                if number == CLOSING:
+                    asked.discard(peer)
+            waiting -= set(np.flatnonzero(self._others_done).tolist())
+            time.sleep(CLOSE_PAUSE_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port of an RDMA device, e.g. ``"mlx5_0"`` and 1, and its address there."""
+
+    device: str
+    number: int
+    gid_index: int
+    gid: str
+
+
+class Endpoint:
+    """An RDMA device: queue pairs to peers, registered memory, one completion queue."""
+
+    def __init__(self, verbs: Any, port: Port, *, timeout: float) -> None:
+        self.verbs, self.port, self.in_flight, self.closed = verbs, port, 0, False
+        self._timeout = retry_exponent(timeout)
+        self._pairs: dict[int, Any] = {}
+        self._owner_of: dict[int, int] = {}  # by number of the queue pair
+        self._memory: list[tuple[Any, Any]] = []
+        self._open: list[Any] = []  # in the order of making
+        try:
+            self._context = self._keep(verbs.Context(name=port.device))
+            limits = self._context.query_device()
+            facts = self._context.query_port(port.number)
+            self._mtu, self._lid = int(facts.active_mtu), int(facts.lid)
+            self._reads = max(1, min(READS_AT_ONCE, int(limits.max_qp_rd_atom)))
+            self.room = min(IN_FLIGHT, int(limits.max_qp_wr), int(limits.max_cqe) - 1)
+            self._pd = self._keep(verbs.PD(self._context))
+            self._cq = self._keep(verbs.CQ(self._context, self.room + 1))
+        except verbs.PyverbsError as error:
+            self.close()
+            raise self._refused(error) from error
+        # One request for all reads: posting copies it.  `sg_list` makes it refer to `_sge`, which
+        # both would free if they were closed: neither is.  A new pair of objects costs 2 to 4 us.
+        self._sge = verbs.SGE(0, 0, 0)
+        self._request = verbs.SendWR(
+            num_sge=1,
+            sg=[self._sge],
+            opcode=verbs.IBV_WR_RDMA_READ,
+            send_flags=verbs.IBV_SEND_SIGNALED,
+        )
+        self._request.sg_list = self._sge
+
+    @classmethod
+    def open(cls, *, timeout: float) -> Endpoint:
+        """Open the device of this node's network interface.
+
+        Raises
+        ------
+        UnavailableError
+            ``PACKAGE_MISSING``, ``EXCHANGE``
+        """
+        return cls(load_verbs(), find_port(interface_gids()), timeout=timeout)
+
+    def describe(self) -> str:
+        return f"{self.port.device} port {self.port.number}, {self.port.gid}"
+
+    def _keep(self, thing: Any) -> Any:
+        self._open.append(thing)
+        return thing
+
+    def make_pair(self, peer: int) -> dict[str, Any]:
+        """Make a queue pair; return what the peer needs to connect to it."""
+        verbs = self.verbs
+        room = verbs.QPCap(max_send_wr=self.room, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
+        plan = verbs.QPInitAttr(
+            qp_type=verbs.IBV_QPT_RC, scq=self._cq, rcq=self._cq, cap=room, sq_sig_all=0
+        )
+        try:
+            pair = self._pairs[peer] = verbs.QP(self._pd, plan)
+        except verbs.PyverbsError as error:
+            raise self._refused(error) from error
+        self._owner_of[int(pair.qp_num)] = peer
+        facts = {"number": int(pair.qp_num), "gid": self.port.gid, "lid": self._lid}
+        return facts | {"mtu": self._mtu, "reads": self._reads}
+
+    def connect(self, peer: int, facts: dict[str, Any]) -> None:
+        """Bring a queue pair up; the peer may read, and nothing else."""
+        verbs, pair = self.verbs, self._pairs[peer]
+        attributes = verbs.QPAttr(port_num=self.port.number)
+        attributes.qp_access_flags = verbs.IBV_ACCESS_REMOTE_READ
+        try:
+            pair.to_init(attributes)
+            route = verbs.GlobalRoute(
+                dgid=verbs.GID(facts["gid"]), sgid_index=self.port.gid_index, hop_limit=64
+            )
+            attributes.ah_attr = verbs.AHAttr(
+                port_num=self.port.number, is_global=1, gr=route, dlid=facts["lid"]
+            )
+            attributes.path_mtu = min(self._mtu, facts["mtu"])
+            attributes.dest_qp_num, attributes.rq_psn = facts["number"], 0
+            attributes.max_dest_rd_atomic, attributes.min_rnr_timer = self._reads, 12
+            pair.to_rtr(attributes)
+            attributes.sq_psn, attributes.timeout = 0, self._timeout
+            attributes.retry_cnt, attributes.rnr_retry = RETRIES, 7
+            attributes.max_rd_atomic = min(self._reads, facts["reads"])
+            pair.to_rts(attributes)
+        except verbs.PyverbsError as error:
+            raise self._refused(error) from error
+
+    def register(self, memory: npt.NDArray[np.uint8], *, remote: bool = False) -> Any:
+        """Register memory: for reads by peers, or as a place where this side's reads land."""
+        verbs = self.verbs
+        access = verbs.IBV_ACCESS_REMOTE_READ if remote else verbs.IBV_ACCESS_LOCAL_WRITE
+        try:
+            region = verbs.MR(self._pd, memory.nbytes, access, address=memory.ctypes.data)
+        except verbs.PyverbsError as error:
+            raise GearError(
+                "MEMORY",
+                f"{memory.nbytes} bytes cannot be registered for RDMA: {error}",
+                where=self.describe(),
+                remedy="raise the limit of locked memory (`ulimit -l unlimited`), or set "
+                "loader.exchange=off",
+            ) from error
+        self._memory.append((region, memory))
+        return region
+
+    def post(
+        self, peer: int, number: int, source: int, key: int, target: int, size: int, local_key: int
+    ) -> None:
+        """Begin to read `size` bytes of a peer at `source` to `target`."""
+        sge, request = self._sge, self._request
+        sge.addr, sge.length, sge.lkey = target, size, local_key
+        request.wr_id = number
+        request.set_wr_rdma(key, source)
+        self._pairs[peer].post_send(request)
+        self.in_flight += 1
+
+    def poll(self) -> list[tuple[int, int, int]]:
+        """Return (number, peer, status) of reads that are done; status 0 is good."""
+        count, completions = self._cq.poll(64)
+        self.in_flight -= count
+        return [
+            (int(c.wr_id), self._owner_of[int(c.qp_num)], int(c.status))
+            for c in completions[:count]
+        ]
+
+    def close(self) -> None:
+        """Deregister all memory and close the device; nothing of it can be used afterwards."""
+        self.closed = True
+        regions = [region for region, _ in self._memory]
+        # Queue pairs first: no read may reach memory that goes away.
+        for thing in [*self._pairs.values(), *regions, *reversed(self._open)]:
+            with suppress(self.verbs.PyverbsError):  # of a device that is gone
+                thing.close()
+        self._pairs.clear()
+        self._memory.clear()
+        self._open.clear()
+
+    def _refused(self, error: Exception) -> UnavailableError:
+        return UnavailableError(
+            "EXCHANGE",
+            f"the RDMA device refuses: {error}",
+            where=self.describe(),
+            remedy="check `rdma link` and the rights on /dev/infiniband, or set "
+            "loader.exchange=off",
+        )
+
+
+def retry_exponent(timeout: float) -> int:
+    """Return a queue pair's timeout so that all its retries take at most half of `timeout`.
+
+    A device may take up to four times as long as it says.
+    """
+    seconds = timeout / 2 / (RETRIES + 1)
+    return min(MOST_TIMEOUT, max(1, int(np.log2(seconds / TICK_SECONDS))))
+
+
+def interface_gids() -> set[IPv6Address]:
+    """Return the RDMA addresses that the network interface for other nodes has.
+
+    It is ``GEAR_OFFLINE_INTERFACE``, or else the one that leads to ``MASTER_ADDR``.  A RoCE address
+    is the interface's IPv4 address, one of InfiniBand the end of its hardware address.
+    """
+    interfaces = psutil.net_if_addrs()
+    name = os.environ.get(INTERFACE_VARIABLE)
+    if not name:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+            except OSError:
+                return set()
+            own = str(probe.getsockname()[0])
+        name = next((n for n, found in interfaces.items() if own in (a.address for a in found)), "")
+    gids = set()
+    for address in interfaces.get(name, []):
+        if address.family == socket.AF_INET:
+            gids.add(IPv6Address(f"::ffff:{address.address}"))
+        elif address.family == psutil.AF_LINK and address.address.count(":") == 19:
+            gids.add(IPv6Address(bytes.fromhex(address.address.replace(":", ""))[4:]))
+    return gids
+
+
+def find_port(wanted: set[IPv6Address], root: Path = DEVICES) -> Port:
+    """Return the active port that has one of the addresses; ``EXCHANGE`` if there is none."""
+    paths = sorted(root.glob("*/ports/*"))
+    for path in paths:
+        ethernet = _text(path / "link_layer") == "Ethernet"
+        if "ACTIVE" not in _text(path / "state"):
+            continue
+        for index in sorted(int(entry.name) for entry in (path / "gids").iterdir()):
+            gid = _text(path / "gids" / str(index))
+            if not gid or IPv6Address(gid) not in wanted:
+                continue
+            if not ethernet or _text(path / "gid_attrs/types" / str(index)) == "RoCE v2":
+                device, number = path.parent.parent.name, int(path.name)
+                return Port(device=device, number=number, gid_index=index, gid=gid)
+    devices = ", ".join(sorted({path.parent.parent.name for path in paths}))
+    raise UnavailableError(
+        "EXCHANGE",
+        f"none of the RDMA devices {devices} is active on the network interface of this node"
+        if devices
+        else "this machine has no RDMA device",
+        remedy=f"name the interface in {INTERFACE_VARIABLE} (`rdma link` shows them), or set "
+        "loader.exchange=off",
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # unused entries of the address table cannot be read
+        return ""
+
+
+_CLASSES = {
+    "device": ("Context",),
+    "pd": ("PD",),
+    "mr": ("MR",),
+    "cq": ("CQ",),
+    "qp": ("QP", "QPInitAttr", "QPCap", "QPAttr"),
+    "wr": ("SGE", "SendWR"),
+    "addr": ("AHAttr", "GlobalRoute", "GID"),
+    "pyverbs_error": ("PyverbsError",),
+}
+
+
+@cache
+def load_verbs() -> Any:
+    """Return a namespace with pyverbs' classes and, as integers, its ``IBV_*`` constants."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        names = SimpleNamespace(**_constants())
+        for module, classes in _CLASSES.items():
+            loaded = import_module(f"pyverbs.{module}")
+            for name in classes:
+                setattr(names, name, getattr(loaded, name))
+    except (ImportError, AttributeError) as error:
+        raise UnavailableError(
+            "PACKAGE_MISSING",
+            f"pyverbs cannot be loaded: {error}",
+            remedy="install the package of your distribution (Debian, Ubuntu: apt install "
+            "python3-pyverbs; versions 44 to 59), or set loader.exchange=off",
+        ) from error
+    finally:  # importing pyverbs configures the root logger of the program
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    return names
+
+
+def _constants() -> dict[str, int]:
+    """Return the ``IBV_*`` constants: flat to version 57, members of classes in later ones."""
+    try:
+        flat = vars(import_module("pyverbs.enums"))
+        return {n: int(v) for n, v in flat.items() if n.startswith("IBV_") and isinstance(v, int)}
+    except ModuleNotFoundError as error:
+        if error.name != "pyverbs.enums":
+            raise
+    classes = vars(import_module("pyverbs.libibverbs_enums")).values()
+    enums = [c for c in classes if isinstance(c, type) and issubclass(c, enum.Enum)]
+    return {name: int(member.value) for c in enums for name, member in c.__members__.items()}

@@ -1,0 +1,107 @@
+"""What an exchange of rows is given: what each node holds, and the reads of a step.
+
+Shape legend: E episodes of the dataset, M reads of a step by all ranks, W values of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """The rows that this rank's node holds, and who holds the others.
+
+    Attributes
+    ----------
+    lengths
+        (E,) int64 steps of every episode of the dataset, the same on every rank.
+    nodes
+        (E,) int64 the node that holds each episode, the same on every rank.
+    rows
+        One C-contiguous (n, W) array for each column group: the steps of this node's episodes, in
+        their order, back to back.  They must not move or change while an exchange is open.
+    """
+
+    lengths: Int64Array
+    nodes: Int64Array
+    rows: tuple[npt.NDArray[np.generic], ...]
+
+    def first_rows(self) -> Int64Array:
+        """Return (E,) int64: where an episode begins among the rows of its node."""
+        first = np.empty_like(self.lengths)
+        for node in np.unique(self.nodes).tolist():
+            at = np.flatnonzero(self.nodes == node)
+            first[at] = np.cumsum(self.lengths[at]) - self.lengths[at]
+        return first
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reads:
+    """The reads of one step by all ranks, the same on every rank.
+
+    Attributes
+    ----------
+    readers, owners
+        (M,) int64: the rank that needs the rows, and one on another node that holds them.
+    episodes, starts, steps
+        (M,) int64: `steps` rows of an episode from `starts`, within the episode.
+    rows
+        (M,) int64: row of the reader's landing memory where the first one goes.
+    """
+
+    readers: Int64Array
+    owners: Int64Array
+    episodes: Int64Array
+    starts: Int64Array
+    steps: Int64Array
+    rows: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.readers)
+
+    def take(self, index: Int64Array) -> Reads:
+        """Return some reads, in the order of `index`."""
+        return Reads(
+            readers=self.readers[index],
+            owners=self.owners[index],
+            episodes=self.episodes[index],
+            starts=self.starts[index],
+            steps=self.steps[index],
+            rows=self.rows[index],
+        )
+
+    def made_by(self, rank: int) -> Reads:
+        """Return the reads of a rank, in the order of their owners."""
+        at = np.flatnonzero(self.readers == rank)
+        return self.take(at[np.argsort(self.owners[at], kind="stable")])
+
+    def served_by(self, rank: int) -> Reads:
+        """Return the reads from a rank, in the order of their readers."""
+        at = np.flatnonzero(self.owners == rank)
+        return self.take(at[np.argsort(self.readers[at], kind="stable")])
+
+    def check(self, held: Held, landing_rows: int) -> None:
+        """Assert that reads lie within episodes and landing memory."""
+        ends = self.starts + self.steps
+        assert ((self.starts >= 0) & (self.steps > 0)).all(), "reads have rows"
+        assert (ends <= held.lengths[self.episodes]).all(), "reads end within their episodes"
+        assert ((self.rows >= 0) & (self.rows + self.steps <= landing_rows)).all(), "reads land"
+
+
+def as_bytes(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
+    """Return (n, bytes of a row) uint8 over the same memory."""
+    assert rows.ndim == 2 and rows.flags.c_contiguous, "rows lie back to back"
+    return rows.view(np.uint8)
+
+
+def ranges(firsts: Int64Array, counts: Int64Array) -> Int64Array:
+    """Return (sum of counts,) int64: ``firsts[i], firsts[i] + 1, ...``, counts[i] of each."""
+    ends = np.cumsum(counts)
+    shifts = np.repeat(firsts - (ends - counts), counts)
+    return np.asarray(shifts + np.arange(len(shifts), dtype=np.int64))
