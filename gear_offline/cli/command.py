@@ -16,7 +16,7 @@ else:
     import _signal as signal
 
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
-_HERE = os.path.dirname(os.path.dirname(__file__))
+_HERE = os.path.dirname(__file__)
 _AGAIN_SECONDS, _MOST_TRIES = 0.05, 100
 _tries = 0
 
