@@ -1,1 +1,5 @@
-"""What a cluster would need for a recipe, and how fast it would be: `gear-offline plan`."""
+"""What a recipe needs on a cluster, and how fast it would be there: sums of measured rates.
+
+`hardware` holds the rates of a machine, `workload` what is known of the data, `compute` what a
+step costs a GPU, `plan` puts them together, and `text` prints the result.
+"""

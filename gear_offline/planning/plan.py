@@ -1,26 +1,22 @@
-"""What a recipe needs on a cluster, and how fast it would be there.
+"""What a recipe needs on a cluster, and how fast it would be there: docs/planning.md.
 
-Predictions are sums of the rates in hardware.yaml; docs/planning.md compares them with what
-was measured.
-
-Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch, b a GPU.
+Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
-from gear_offline.planning.compute import StepCost, step_cost
+from gear_offline.planning.compute import StepCost, allreduce_seconds, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
-from gear_offline.planning.network import allreduce_seconds, crossing_share
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.peer_placement import PEER, plan_node
 from gear_offline.tables.placement import HBM
@@ -28,12 +24,13 @@ from gear_offline.tables.placement_plan import HBM_SHARE
 from gear_offline.training.data_parallel import check_parts
 from gear_offline.training.training_memory import CONTEXT_BYTES
 
-__all__ = ["Cluster", "plan"]
-
-Int64Array = npt.NDArray[np.int64]
-HOST_RESERVE = 0.9  # of a node's memory that rows may take
+HOST_SHARE = 0.9  # of a node's memory that rows may take
 AHEAD_BYTES = 8 << 20  # batches of so many bytes are fetched a step ahead
 TIERS = ("hbm", "peer", "host", "disk")
+# Seconds that a step grows by for each second of an all-reduce beside it: its kernels take
+# multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
+SLOWED = 1.8
+HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +43,8 @@ class Cluster:
         D, and G of a node.
     hardware
         Of a node.
-    nic_bits
-        Bits/s of one network card.
-    nics
-        Cards of a node.
+    nic_bits, nics
+        Bits/s of one network card, and cards of a node.
     host_memory, disk_rate
         Bytes of a node and bytes/s of its storage, if they differ from the hardware's.
     """
@@ -63,20 +58,14 @@ class Cluster:
     disk_rate: float | None = None
 
     @property
-    def ranks(self) -> int:
-        """GPUs of all nodes."""
-        return self.nodes * self.gpus
-
-    @property
     def node_rate(self) -> float:
         """Bytes/s between a node and the others."""
         return self.nic_bits / 8 * self.nics * self.hardware.transfer.nic_share
 
     @property
-    def host_bytes(self) -> float:
-        """Bytes of a node's memory that rows may take."""
-        memory = self.host_memory or self.hardware.storage.host_memory
-        return memory * HOST_RESERVE
+    def memory(self) -> float:
+        """Bytes of a node's memory."""
+        return self.host_memory or self.hardware.storage.host_memory
 
     @property
     def storage_rate(self) -> float:
@@ -86,27 +75,14 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeLayout:
-    """Where the rows of the fullest node lie.
+    """Where the rows of the fullest node lie."""
 
-    Attributes
-    ----------
-    owners
-        (S,) int64: the node of each shard; zeros where every node has all.
-    spread
-        Whether nodes hold a part each.
-    tiers
-        Of the shards of the node with the most bytes, by name: how many and bytes.
-    reads
-        Share of a GPU's reads from each tier.
-    node_shares
-        (D,) how often each node's shards are drawn from.
-    """
-
-    owners: Int64Array
-    spread: bool
-    tiers: dict[str, dict[str, float]]
-    reads: dict[str, float]
-    node_shares: list[float]
+    spread: bool  # nodes hold a part each
+    node_shares: list[float]  # (D,) how often each node's shards are drawn from
+    shards: dict[str, int]  # by tier
+    held: dict[str, float]  # bytes by tier
+    reads: dict[str, float]  # share of a GPU's reads by tier
+    gpu_bytes: float  # rows in one GPU
 
 
 def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]:
@@ -124,9 +100,20 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     Raises
     ------
     InputError
-        ``BATCH_SHARE``, ``SHARDS_FEW``, ``PLAN_MEMORY`` if the model does not fit a GPU.
+        ``PLAN`` if the model does not fit a GPU, ``LOADER_OPTION`` for shares of the batch and of
+        the shards that cannot be.
     """
-    share = _share(recipe, cluster)
+    batch, gpu, ranks = recipe.loader.batch_size, cluster.hardware.gpu, cluster.nodes * cluster.gpus
+    share, rest = divmod(batch, ranks)
+    if rest:
+        raise InputError(
+            "LOADER_OPTION",
+            f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs",
+            where="loader.batch_size",
+            remedy=f"try loader.batch_size={(share + 1) * ranks}; it is the size of the global "
+            "batch",
+        )
+    check_parts(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.replace(model__max_timestep=longest)
@@ -135,76 +122,30 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         workload.sizes,
         cluster.hardware,
         segments=share,
-        ranks=cluster.ranks,
+        ranks=ranks,
         nodes=cluster.nodes,
         learns=workload.learns,
     )
-    needed = _needed_bytes(recipe, cluster, cost, share)
-    layout = lay_out(recipe, workload, cluster, cluster.hardware.gpu.memory - needed)
-    step = _step(recipe, workload, cluster, layout, cost, share)
-    start = _start(workload, cluster, layout, cost)
-    steps, batch = recipe.train.steps, recipe.loader.batch_size
-    return {
-        "recipe": recipe.name,
-        **_given(workload, cluster),
-        "batch": {"global": batch, "of_a_gpu": share},
-        "model": asdict(cost) | {"tflops_per_second": cost.flops / step["seconds"] / 1e12},
-        "placement": {
-            "sharding": "shard" if layout.spread else "replicate",
-            "tiers_of_a_node": layout.tiers,
-            "read_shares": layout.reads,
-            "host_bytes_of_a_node": layout.tiers["host"]["bytes"],
-            "gpu_bytes": _gpu_bytes(layout, cluster) + needed,
-        },
-        "step": step,
-        "start": start,
-        "run": {
-            "steps": steps,
-            "seconds": start["seconds"] + steps * step["seconds"],
-            "passes": steps * batch * recipe.loader.context_length / max(workload.steps, 1.0),
-        },
-    }
-
-
-def _share(recipe: Recipe, cluster: Cluster) -> int:
-    """Return the segments of a GPU's batch."""
-    batch = recipe.loader.batch_size
-    if batch % cluster.ranks:
-        raise InputError(
-            "BATCH_SHARE",
-            f"a batch of {batch} segments cannot be shared equally by {cluster.ranks} GPUs",
-            where="loader.batch_size",
-            remedy=f"try loader.batch_size={ceil(batch / cluster.ranks) * cluster.ranks}; it is "
-            "the size of the global batch",
-        )
-    share = batch // cluster.ranks
-    check_parts(share, recipe.train.accumulate, whose="a GPU's")
-    return share
-
-
-def _needed_bytes(recipe: Recipe, cluster: Cluster, cost: StepCost, share: int) -> float:
-    """Return what a GPU's memory holds beside rows, which must fit it."""
-    memory = cluster.hardware.gpu.memory
     needed = cost.memory_bytes + CONTEXT_BYTES
-    if needed > memory:
+    if needed > gpu.memory:
         raise InputError(
-            "PLAN_MEMORY",
+            "PLAN",
             f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
-            f"{memory / 1e9:.0f} GB",
+            f"{gpu.memory / 1e9:.0f} GB",
             where=recipe.name,
             remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
         )
-    return needed
-
-
-def _given(workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """Return what a plan is made for."""
+    layout = lay_out(recipe, workload, cluster, gpu.memory - needed)
+    step = _step(workload, cluster, layout, cost, batch)
+    start = _start(cluster, layout, cost)
+    steps = recipe.train.steps
     return {
+        "recipe": recipe.name,
         "cluster": {
             "nodes": cluster.nodes,
             "gpus_per_node": cluster.gpus,
             "network_gigabits_per_node": cluster.nic_bits * cluster.nics / 1e9,
-            "host_memory_bytes": cluster.host_memory or cluster.hardware.storage.host_memory,
+            "host_memory_bytes": cluster.memory,
             "disk_bytes_per_second": cluster.storage_rate,
         },
         "data": {
@@ -216,159 +157,140 @@ def _given(workload: Workload, cluster: Cluster) -> dict[str, Any]:
             "window_bytes": workload.window_bytes,
             "shards": len(workload.weights),
         },
+        "batch": {"global": batch, "of_a_gpu": share},
+        "model": asdict(cost) | {"tflops_per_second": cost.flops / step["seconds"] / 1e12},
+        "placement": {
+            "sharding": "shard" if layout.spread else "replicate",
+            "shards_of_a_node": layout.shards,
+            "bytes_of_a_node": layout.held,
+            "read_shares": layout.reads,
+            "gpu_bytes": layout.gpu_bytes + needed,
+        },
+        "step": step,
+        "start": start,
+        "run": {
+            "steps": steps,
+            "seconds": start["seconds"] + steps * step["seconds"],
+            "passes": steps * batch * recipe.loader.context_length / max(workload.steps, 1.0),
+        },
     }
 
 
 def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: float) -> NodeLayout:
-    """Choose nodes and tiers as training does, shard by shard.
+    """Choose nodes and tiers shard by shard, with the functions that training uses.
 
-    Parameters
-    ----------
-    free_bytes
-        Of a GPU, beside the model.
+    `free_bytes` of a GPU are left beside the model.
     """
-    loader, sizes = recipe.loader, workload.shard_bytes
-    total = workload.table_bytes
-    spread = cluster.nodes > 1 and (
-        loader.sharding == "shard" or (loader.sharding == "auto" and total > cluster.host_bytes)
-    )
-    owners = np.zeros(len(sizes), np.int64)
-    shares = [1.0 / cluster.nodes] * cluster.nodes
+    loader, sizes, weights = recipe.loader, workload.shard_bytes, workload.weights
+    memory, nodes = cluster.memory * HOST_SHARE, cluster.nodes
+    parted = loader.sharding == "shard" or (loader.sharding == "auto" and sizes.sum() > memory)
+    spread, node_shares = bool(nodes > 1 and parted), [1.0 / nodes] * nodes
     if spread:
-        owners = share_shards(workload.weights, cluster.nodes)
-        shares = np.bincount(owners, workload.weights, cluster.nodes).tolist()
-    fullest = int(np.argmax(np.bincount(owners, sizes, cluster.nodes))) if spread else 0
-    mine = np.flatnonzero(owners == fullest)
-    budget = loader.hbm_budget or int(free_bytes * HBM_SHARE)
-    if loader.placement in ("host", "disk"):
-        budget = 0
-    elif loader.placement == "hbm":
-        budget = int(free_bytes)
-    whole = np.maximum(sizes[mine].astype(np.int64), 1)
-    found = plan_node(whole, workload.weights[mine], budget, cluster.gpus)
-    names = np.where(found.tiers == HBM, 0, np.where(found.tiers == PEER, 1, 2))
-    if not loader.placement.startswith(("hbm", "peer")):
-        names = _to_disk(names, whole, loader.placement == "disk", cluster.host_bytes)
-    weight = workload.weights[mine] / workload.weights[mine].sum()
-    reads = dict(zip(TIERS, np.bincount(names, weight, 4).tolist(), strict=True))
-    own = reads["peer"] / cluster.gpus
-    reads["hbm"], reads["peer"] = reads["hbm"] + own, reads["peer"] - own
-    counts, held = np.bincount(names, minlength=4), np.bincount(names, whole, 4)
-    tiers = {
-        name: {"shards": int(counts[i]), "bytes": float(held[i])} for i, name in enumerate(TIERS)
-    }
-    return NodeLayout(owners=owners, spread=spread, tiers=tiers, reads=reads, node_shares=shares)
-
-
-def _to_disk(names: Int64Array, sizes: Int64Array, all_of_it: bool, memory: float) -> Int64Array:
-    """Return tiers with all on disk if the rows do not fit host memory: it is all or nothing."""
-    if all_of_it or float(sizes.sum()) > memory:
-        return np.full(len(names), TIERS.index("disk"), np.int64)
-    return names
-
-
-def _gpu_bytes(layout: NodeLayout, cluster: Cluster) -> float:
-    return layout.tiers["hbm"]["bytes"] + layout.tiers["peer"]["bytes"] / cluster.gpus
+        owners = share_shards(weights, nodes)
+        node_shares = np.bincount(owners, weights, nodes).tolist()
+        fullest = owners == np.argmax(np.bincount(owners, sizes, nodes))
+        sizes, weights = sizes[fullest], weights[fullest] / weights[fullest].sum()
+    budgets = {"host": 0, "disk": 0, "hbm": int(free_bytes)}
+    budget = budgets.get(loader.placement, loader.hbm_budget or int(free_bytes * HBM_SHARE))
+    whole = np.maximum(sizes.astype(np.int64), 1)
+    chosen = plan_node(whole, weights, budget, cluster.gpus).tiers
+    tiers = np.where(chosen == HBM, 0, np.where(chosen == PEER, 1, 2))
+    if loader.placement == "disk" or (
+        loader.placement in ("auto", "host") and whole.sum() > memory
+    ):
+        tiers[:] = TIERS.index("disk")  # what does not fit host memory stays there, all of it
+    reads, held = np.bincount(tiers, weights, 4), np.bincount(tiers, whole, 4)
+    own = reads[1] / cluster.gpus  # of what is spread over a node's GPUs, a GPU holds a part itself
+    reads[:2] += own, -own
+    return NodeLayout(
+        spread=spread,
+        node_shares=node_shares,
+        shards=dict(zip(TIERS, np.bincount(tiers, minlength=4).tolist(), strict=True)),
+        held=dict(zip(TIERS, held.tolist(), strict=True)),
+        reads=dict(zip(TIERS, reads.tolist(), strict=True)),
+        gpu_bytes=float(held[0] + held[1] / cluster.gpus),
+    )
 
 
 def _step(
-    recipe: Recipe,
-    workload: Workload,
-    cluster: Cluster,
-    layout: NodeLayout,
-    cost: StepCost,
-    share: int,
+    workload: Workload, cluster: Cluster, layout: NodeLayout, cost: StepCost, batch: int
 ) -> dict[str, float]:
     """Return where the seconds of a step go."""
-    batch, hardware = recipe.loader.batch_size, cluster.hardware
+    gather, nodes, gpus = cluster.hardware.gather, cluster.nodes, cluster.gpus
+    share, window = batch // (nodes * gpus), workload.window_bytes
     crossing = crossing_share(layout.node_shares, batch) if layout.spread else 0.0
-    network = crossing * batch * workload.window_bytes
-    exchange = network / cluster.nodes / cluster.node_rate if network else 0.0
-    gather = hardware.gather.launch + sum(
-        _reading(reads, share * layout.reads[name], workload)
-        for name, reads in (
-            ("hbm", hardware.gather.hbm),
-            ("peer", hardware.gather.peer),
-            ("host", _host_reads(cluster)),
-        )
+    network = crossing * batch * window
+    exchange = network / nodes / cluster.node_rate
+    part = min(1.0, gather.host_node / gpus / gather.host.bytes)  # all GPUs read at once
+    host = Reads(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
+    gathering = gather.launch
+    for tier, rates in (("hbm", gather.hbm), ("peer", gather.peer), ("host", host)):
+        windows = share * layout.reads[tier]
+        gathering += max(windows * workload.reads / rates.windows, windows * window / rates.bytes)
+    disk = share * gpus * window * layout.reads["disk"] / cluster.storage_rate
+    ahead = layout.reads["host"] > 0 and share * window >= AHEAD_BYTES and cost.captured
+    averaging = allreduce_seconds(
+        cost.travelling_bytes,
+        cluster.hardware.transfer,
+        nodes=nodes,
+        gpus=gpus,
+        node_rate=cluster.node_rate,
     )
-    disk = share * cluster.gpus * workload.window_bytes * layout.reads["disk"]
-    disk_seconds = disk / cluster.storage_rate
-    window = share * workload.window_bytes
-    ahead = layout.reads["host"] > 0 and window >= AHEAD_BYTES and cost.captured
-    inline = 0.0 if ahead else gather
-    behind = max(gather if ahead else 0.0, exchange, disk_seconds)
-    averaging = 0.0
-    if cluster.ranks > 1:
-        averaging = allreduce_seconds(
-            cost.travelling_bytes,
-            nodes=cluster.nodes,
-            gpus=cluster.gpus,
-            bus_rate=hardware.transfer.allreduce,
-            node_rate=cluster.node_rate,
-            latency=hardware.transfer.latency,
-        )
-    exposed = exposed_seconds(averaging, cost)
+    exposed = max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
     busy = cost.compute_seconds + exposed
-    stall = inline + max(0.0, behind - busy)
+    behind = max(gathering if ahead else 0.0, exchange, disk)
+    stall = (0.0 if ahead else gathering) + max(0.0, behind - busy)
     seconds = busy + stall
     return {
         "seconds": seconds,
         "compute_seconds": cost.compute_seconds,
         "averaging_seconds": averaging,
         "averaging_exposed_seconds": exposed,
-        "gather_seconds": gather,
-        "disk_seconds": disk_seconds,
+        "gather_seconds": gathering,
+        "disk_seconds": disk,
         "exchange_seconds": exchange,
         "stall_seconds": stall,
         "stall_share": stall / seconds,
         "segments_per_second": batch / seconds,
         "crossing_share": crossing,
         "network_bytes": network,
-        "network_bytes_of_a_node": network / cluster.nodes,
-        "gradient_bytes_of_a_node": 2 * (cluster.nodes - 1) / cluster.nodes * 4.0 * cost.parameters,
-        "fixed_slots_network_bytes": (
-            (1 - 1 / cluster.nodes) * batch * workload.window_bytes if layout.spread else 0.0
-        ),
+        "gradient_bytes_of_a_node": 2 * (nodes - 1) / nodes * 4.0 * cost.parameters,
+        "fixed_slots_network_bytes": (1 - 1 / nodes) * batch * window * layout.spread,
     }
 
 
-# Seconds that a step grows by for each second of an all-reduce beside it: its kernels take
-# multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
-SLOWED = 1.8
-HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
-
-
-def exposed_seconds(averaging: float, cost: StepCost) -> float:
-    """Return how much longer a step takes because gradients, or shards of weights, travel."""
-    return max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
-
-
-def _host_reads(cluster: Cluster) -> Reads:
-    """Return the rates of one GPU when all of the node read its host memory at once."""
-    gather = cluster.hardware.gather
-    part = min(1.0, gather.host_node / cluster.gpus / gather.host.bytes)
-    return Reads(windows=gather.host.windows * part, bytes=gather.host.bytes * part)
-
-
-def _reading(reads: Reads, windows: float, workload: Workload) -> float:
-    pieces, nbytes = windows * workload.reads, windows * workload.window_bytes
-    return max(pieces / reads.windows, nbytes / reads.bytes)
-
-
-def _start(
-    workload: Workload, cluster: Cluster, layout: NodeLayout, cost: StepCost
-) -> dict[str, float]:
+def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, float]:
     """Return where the seconds before the second step go."""
     start, storage = cluster.hardware.start, cluster.hardware.storage
-    held = sum(tier["bytes"] for name, tier in layout.tiers.items() if name != "disk")
-    rate = min(storage.load, cluster.storage_rate)
+    loaded = sum(layout.held.values()) - layout.held["disk"]
     parts = {
         "process_seconds": start.process,
-        "group_seconds": start.group if cluster.ranks > 1 else 0.0,
-        "load_seconds": held / rate,
-        "page_lock_seconds": layout.tiers["host"]["bytes"] / storage.page_lock,
-        "upload_seconds": _gpu_bytes(layout, cluster) / storage.upload,
+        "group_seconds": start.group if cluster.nodes * cluster.gpus > 1 else 0.0,
+        "load_seconds": loaded / min(storage.load, cluster.storage_rate),
+        "page_lock_seconds": layout.held["host"] / storage.page_lock,
+        "upload_seconds": layout.gpu_bytes / storage.upload,
         "begin_seconds": cost.begin_seconds,
     }
     return {"seconds": sum(parts.values()), **parts}
+
+
+def crossing_share(shares: Sequence[float], batch: int) -> float:
+    """Return the expected share of a global batch that moves between nodes.
+
+    A node works on ``batch / D`` segments; what is drawn beyond that from its shards moves, and
+    nothing else does (`gear_offline.distributed.assignment`).  `shares`, (D,), sum 1: how often
+    each node's shards are drawn from.
+    """
+    capacity = batch // len(shares)
+    return sum(expected_excess(batch, share, capacity) for share in shares) / batch
+
+
+def expected_excess(count: int, share: float, capacity: int) -> float:
+    """Return E max(0, X - capacity) for X binomial with `count` draws of probability `share`."""
+    if not 0.0 < share < 1.0:
+        return share * max(count - capacity, 0)
+    factorials = np.cumsum(np.log(np.maximum(np.arange(count + 1), 1.0)))  # their logarithms
+    k = np.arange(capacity + 1, count + 1)
+    choices = factorials[count] - factorials[k] - factorials[count - k]
+    mass = np.exp(choices + k * math.log(share) + (count - k) * math.log1p(-share))
+    return float(mass @ (k - capacity))
