@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +98,25 @@ class ColumnGroup:
     def history(self) -> int:
         """Rows in front of a window's own; only of a field that stands alone."""
         return self.fields[0].history
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupAddresses:
+    """Where the GPU finds the rows of a column group.
+
+    Attributes
+    ----------
+    group
+        Fields, dtype and width; its rows may be empty.
+    addresses
+        (E,) int64, device-visible address of each episode's first row.
+    landing
+        Device-visible address of the first landing row, if there are any.
+    """
+
+    group: ColumnGroup
+    addresses: Int64Array
+    landing: int = 0
 
 
 def convert(values: Array, field: Field) -> Array:

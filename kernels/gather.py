@@ -1,4 +1,4 @@
-"""Cut segments out of a table: the vectorised CPU twin of the gather kernel.
+"""Cut segments out of rows in host memory: the vectorised reference of the GPU's gather.
 
 A window of K steps is K consecutive rows, hence one run of memory.  Every segment is copied as
 one run, and then the padding of those that reach beyond their episode is overwritten with zeros
@@ -8,11 +8,15 @@ computed with, except where a column is cast or normalised.
 A group of frames may have `history` rows in front of each window: the frames before its first step,
 zeros before the episode's first.  So a frame is read once, and the stacks of a batch are views.
 
-Shape legend: n segments, K steps of a window, W elements of a row, N steps of the table.
+Rows that came from another node lie in landing rows, behind those of the table in the same array:
+such a segment begins at its landing row instead of its episode's, and is read like any other.
+
+Shape legend: E episodes, n segments, K steps of a window, W elements of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +30,6 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.arena import Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.segments import Segments
-from gear_offline.tables.table import Table
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread
@@ -66,7 +69,7 @@ class Windows:
         A field with a history is ``(*S, K, history + 1, *shape)``: a step's own frame is the last
         one of its stack, and stacks share memory.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for buffer, fields in zip(self.buffers, self.fields, strict=True):
             for field in fields:
                 part = buffer
@@ -76,88 +79,98 @@ class Windows:
                 if field.history:
                     steps = part.dim() - len(field.shape) - 1
                     part = part.unfold(steps, field.history + 1, 1).movedim(-1, steps + 1)
-                found[field.name] = part
-        return found
+                tensors[field.name] = part
+        return tensors
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Windows:
-        """Return a copy on `device`, one transfer per buffer."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
+    def map(self, change: Callable[[Tensor], Tensor]) -> Windows:
+        """Return the windows with `change` applied to every tensor."""
         return Windows(
-            buffers=tuple(move(buffer) for buffer in self.buffers),
+            buffers=tuple(change(buffer) for buffer in self.buffers),
             fields=self.fields,
-            timesteps=move(self.timesteps),
-            attention_mask=move(self.attention_mask),
-            segments=move(self.segments),
+            timesteps=change(self.timesteps),
+            attention_mask=change(self.attention_mask),
+            segments=change(self.segments),
         )
 
 
 class CpuGather:
-    """Fills windows from a table in host memory.
+    """Fills windows from rows in host memory.
 
     Parameters
     ----------
-    table
-        Where the rows are.
+    groups
+        Rows of whole episodes back to back, between margins of zeros; then landing rows.
+    offsets
+        (E + 1,) int64: first step of every episode of the dataset, and the number of steps.
+    margin
+        Rows before the first and after the last step.
     context_length
-        K, with the longest history at most the table's margin.
+        K, with the longest history at most the margin.
     padding
         ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
+    held
+        (E,) bool: the episodes that the groups hold, in order; by default all.
     pin
         Allocate the outputs in page-locked memory (needs CUDA), for asynchronous copies.
     """
 
     def __init__(
-        self, table: Table, *, context_length: int, padding: Padding = "right", pin: bool = False
+        self,
+        groups: Sequence[ColumnGroup],
+        offsets: Int64Array,
+        *,
+        margin: int,
+        context_length: int,
+        padding: Padding = "right",
+        held: npt.NDArray[np.bool_] | None = None,
+        pin: bool = False,
     ) -> None:
-        history = max((group.history for group in table.groups), default=0)
-        if not 1 <= context_length <= table.margin - history:
-            raise InputError(
-                "CONTEXT_LENGTH",
-                f"windows of {context_length} steps cannot be cut",
-                remedy=f"use a context_length from 1 to {table.margin - history}, the margin",
-            )
-        self.table = table
-        self.context_length = context_length
-        self.padding = padding
+        self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
+        history = max((group.history for group in groups), default=0)
+        assert 1 <= context_length <= margin - history, "windows do not reach beyond the margin"
+        self.offsets, self.lengths = offsets, np.diff(offsets)
+        self._firsts, self._landing = first_rows(self.lengths, margin, held)
         self._arena = Arena(pin=pin)
-        self._groups = table.groups
-        self._rows = [
+        self._shapes = [
             ((context_length + group.history, group.width), torch_dtype(group.final_dtype))
-            for group in table.groups
+            for group in groups
         ]
         self._places = np.arange(context_length + history, dtype=np.int64)
         self._masks = _masks(context_length, padding)
-        self._clock = _clock(table, context_length)
-        self._views = [_windows(group, context_length + group.history) for group in table.groups]
+        self._clock = _clock(int(self.lengths.max(initial=0)), context_length)
+        self._views = [_windows(group, context_length + group.history) for group in groups]
 
-    def fill(self, segments: Segments) -> Windows:
+    def fill(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
         """Gather `segments`, of any shape ``S``.
+
+        Parameters
+        ----------
+        segments
+            Of episodes that are held, but for those that have landed.
+        landing
+            int64, ``S``: the landing row of each segment's first step, with the rows of its
+            history before it; -1 for the episode's own.
 
         Raises
         ------
         InputError
-            ``SEGMENT_RANGE`` if an episode or a start is not in the table.
+            ``SELECTION`` if an episode or a start is not in the dataset.
         """
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-        real = self.real_steps(episodes, starts)
-        if segments.lengths is not None:
-            real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))
-        low = self.table.episodes.offsets[episodes] + starts  # first real step, in the table
+        real = real_steps(segments, self.lengths, span)
+        low = self._firsts[episodes] + starts  # row of the first real step
+        if landing is not None:
+            low = np.where(landing.reshape(-1) < 0, low, self._landing + landing.reshape(-1))
         shift = 0 if self.padding == "right" else real - span
-        padded = self._padded(real)
+        padded = self._unfilled(starts, real, 0)
         whole, long = (real.size, span), torch.int64
-        parts = [((real.size, *rows), dtype) for rows, dtype in self._rows]
+        parts = [((real.size, *rows), dtype) for rows, dtype in self._shapes]
         outputs = carve(self._arena, [*parts, (whole, long), (whole, long), ((real.size, 2), long)])
         *buffers, timesteps, mask, named = outputs
-        for group, view, buffer in zip(self._groups, self._views, buffers, strict=True):
-            history, first = group.history, low + shift
-            if history:
-                first = first - history
-            self._owned(group, buffer, view, first)
+        for group, view, buffer in zip(self.groups, self._views, buffers, strict=True):
+            history = group.history
+            self._copy(group, view, low + shift - history if history else low + shift, buffer)
             _clear(buffer, self._unfilled(starts, real, history) if history else padded)
         self._count(timesteps, starts + shift)
         timesteps.numpy().reshape(-1)[padded] = 0
@@ -167,11 +180,21 @@ class CpuGather:
         named.numpy()[:, 0], named.numpy()[:, 1] = episodes, starts
         return Windows(
             buffers=tuple(buffer.view(*shape, *buffer.shape[1:]) for buffer in buffers),
-            fields=tuple(group.fields for group in self._groups),
+            fields=tuple(group.fields for group in self.groups),
             timesteps=timesteps.view(*shape, span),
             attention_mask=mask.view(*shape, span),
             segments=named.view(*shape, 2),
         )
+
+    def _copy(self, group: ColumnGroup, view: Tensor, rows: Int64Array, out: Tensor) -> None:
+        """Copy the windows that begin at `rows` into `out`, (n, K + history, W)."""
+        if group.is_final:
+            _select(view, torch.from_numpy(rows), out.flatten(1).view(view.dtype))
+            return
+        words = torch.empty((rows.size, view.shape[1]), dtype=view.dtype)
+        _select(view, torch.from_numpy(rows), words)
+        values = words.view(torch_dtype(group.dtype)).view(*out.shape[:2], group.width)
+        convert_rows(group, values.numpy(), out)
 
     def _count(self, out: Tensor, first: Int64Array) -> None:
         """Write ``first, first + 1, ...`` in each row of (n, K); `first` is above -K."""
@@ -180,29 +203,6 @@ class CpuGather:
         else:
             rows = torch.from_numpy(first + self.context_length)
             _select(self._clock, rows, out)
-
-    def real_steps(self, episodes: Int64Array, starts: Int64Array) -> Int64Array:
-        """Return (n,) int64, the steps of each window that exist, at least 1; checks the range."""
-        index = self.table.episodes
-        known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < index.episodes
-        left = index.lengths[episodes] - starts if known else episodes - episodes
-        if left.min(initial=1) < 1 or starts.min(initial=0) < 0:
-            raise InputError(
-                "SEGMENT_RANGE",
-                "a segment begins outside the table",
-                remedy=f"use episodes below {index.episodes} and starts below their lengths",
-            )
-        real: Int64Array = np.minimum(left, self.context_length)
-        return real
-
-    def _padded(self, real: Int64Array) -> Int64Array:
-        """Return the flat positions, in (n, K), that are padding."""
-        short = np.flatnonzero(real < self.context_length)[:, None]
-        steps, span = real[short], self.context_length
-        places = self._places[:span]
-        mask = places >= steps if self.padding == "right" else places < span - steps
-        positions: Int64Array = (short * span + places)[mask]
-        return positions
 
     def _unfilled(self, starts: Int64Array, real: Int64Array, history: int) -> Int64Array:
         """Return the flat positions, in (n, K + history), that hold no row of the episode."""
@@ -215,16 +215,37 @@ class CpuGather:
         positions: Int64Array = (some * len(places) + places)[outside]
         return positions
 
-    def _owned(self, group: ColumnGroup, out: Tensor, view: Tensor, first: Int64Array) -> None:
-        """Copy the windows that begin at step `first` into `out`, (n, K + history, W)."""
-        rows = torch.from_numpy(first + self.table.margin)
-        if group.is_final:
-            _select(view, rows, out.flatten(1).view(view.dtype))
-        else:
-            words = torch.empty((first.size, view.shape[1]), dtype=view.dtype)
-            _select(view, rows, words)
-            values = words.view(torch_dtype(group.dtype)).view(*out.shape[:2], group.width)
-            convert_rows(group, values.numpy(), out)
+
+def first_rows(
+    lengths: Int64Array, margin: int, held: npt.NDArray[np.bool_] | None = None
+) -> tuple[Int64Array, int]:
+    """Return (E,) the row of each episode's first step, where it is held; the first landing row."""
+    steps = lengths if held is None else lengths * held
+    ends = np.cumsum(steps)
+    return margin + ends - steps, 2 * margin + int(steps.sum())
+
+
+def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array:
+    """Return (n,) int64, the steps of each window that exist, at least 1.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION`` if an episode or a start is not in the dataset.
+    """
+    episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+    known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
+    left = lengths[episodes] - starts if known else episodes - episodes
+    if left.min(initial=1) < 1 or starts.min(initial=0) < 0:
+        raise InputError(
+            "SELECTION",
+            "a segment begins outside the dataset",
+            remedy=f"use episodes below {len(lengths)} and starts below their lengths",
+        )
+    real: Int64Array = np.minimum(left, span)
+    if segments.lengths is not None:
+        real = np.minimum(real, np.maximum(segments.lengths.reshape(-1), 1))
+    return real
 
 
 def filled(
@@ -288,9 +309,8 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-def _clock(table: Table, span: int) -> Tensor | None:
+def _clock(longest: int, span: int) -> Tensor | None:
     """Return windows over ``-K, -K + 1, ...``, so that counting is copying; None if too long."""
-    longest = int(table.episodes.lengths.max(initial=0))
     if longest > CLOCK_STEPS:
         return None
     numbers = torch.arange(-span, longest + span, dtype=torch.int64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.cuda_module import Parameters, load
 from gear_offline.kernels.draws import Draw
-from gear_offline.kernels.job import describe_job
+from gear_offline.kernels.gather_gpu import describe_job
 from gear_offline.kernels.rules import describe_rule
 from gear_offline.kernels.segments import Segments
 

@@ -16,7 +16,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.tables.fields import EXTRA
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.engine import DeviceEngine, StaticFill
+    from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
 
 __all__ = ["DeviceBatches"]
 
@@ -157,24 +157,24 @@ class DeviceBatches:
 
 
 def make_batches(
-    engine: DeviceEngine,
+    engine: GpuGather,
     *,
     padding: Padding,
     step: int,
     ahead: bool,
+    learns: bool = False,
     task_bounds: Tensor | None = None,
     windows: Windows | None = None,
 ) -> DeviceBatches:
     """Return the batches of an engine, a step ahead if asked for and where that pays.
 
     Those of a selection that learns are never ahead, and have probabilities.  They lie in
-    `windows`, of the layout of `DeviceEngine.allocate`, if given.
+    `windows`, of the layout of `GpuGather.allocate`, if given.
     """
-    learns = engine.selection.learner is not None
     fill = engine.static(chances=learns, windows=windows)
     batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
     ahead = ahead and not learns
-    ahead = ahead and engine.placed.host_bytes > 0 and batch_bytes >= AHEAD_BYTES
+    ahead = ahead and engine.reads_host and batch_bytes >= AHEAD_BYTES
     if ahead:
         if windows is not None:  # what travels needs memory of its own
             fill = engine.static()
@@ -184,7 +184,7 @@ def make_batches(
     )
 
 
-def side_by_side(engine: DeviceEngine, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
+def side_by_side(engine: GpuGather, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
     """Return windows for `count` batches that lie one after another, and all as one batch."""
     size = engine.batch_size
     whole = engine.allocate((count * size,))

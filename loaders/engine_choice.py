@@ -18,7 +18,7 @@ from gear_offline.tables.shared_tables import current_tables
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.kernels.gather_gpu import GpuGather
     from gear_offline.tables.placement import PlacedTable
 
 Engine = Literal["auto", "on", "off"]
@@ -43,10 +43,10 @@ def make_engine(
     hbm_budget: int | None,
     context_length: int,
     padding: Padding,
-) -> DeviceEngine | None:
+) -> GpuGather | None:
     """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
-    from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.tables.placement import place_table
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.placement import group_addresses, place_table
 
     weights = stream.selection.episode_weight
     if weights is not None and len(weights) != table.episodes.episodes:
@@ -63,7 +63,7 @@ def make_engine(
         )
 
     try:
-        draw = stream.selection.gpu
+        draw, drawn = stream.selection.gpu, stream.selection.index
         if isinstance(draw, PriorityTree):
             draw.on_device(device)  # the table takes what is left
         tables = current_tables() if world.size == 1 else None
@@ -72,9 +72,15 @@ def make_engine(
         else:
             options = {"device": device, "placement": placement, "hbm_budget": hbm_budget}
             placed = tables.placed(table, options, place, weights=weights)
-        return DeviceEngine(
-            placed,
-            stream.selection,
+        return GpuGather(
+            group_addresses(placed),
+            placed.episodes.offsets,
+            device=placed.device,
+            # A node's part of a spread dataset is gathered from by name only.
+            draw=draw if drawn.steps <= placed.episodes.steps else None,
+            drawn_from=drawn.offsets,
+            reads_host=placed.host_bytes > 0,
+            held=placed,
             seed=stream.seed,
             batch_size=stream.share,
             context_length=context_length,

@@ -45,7 +45,7 @@ from gear_offline.tables.placement_plan import Placement
 
 if TYPE_CHECKING:
     from gear_offline.distributed.sharding import NodeShare
-    from gear_offline.kernels.engine import DeviceEngine
+    from gear_offline.kernels.gather_gpu import GpuGather
     from gear_offline.loaders.sharded import ShardedBatches
 
 STATE_FORMAT = 1
@@ -226,7 +226,7 @@ class GearLoader(Closing, Iterator[Batch]):
         self.extra_columns = tuple(extra_columns)
         self.frame_stack = frame_stack
         self._moves = self.device.type != "cpu"
-        self.engine: DeviceEngine | None = None
+        self.engine: GpuGather | None = None
         if engine == "on" and self.device.type != "cuda":
             raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
         if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
@@ -242,7 +242,12 @@ class GearLoader(Closing, Iterator[Batch]):
                 padding=padding,
             )
         self._gather: Gather = self.disk or CpuGather(
-            self.table, context_length=context_length, padding=padding, pin=self._moves
+            self.table.groups,
+            self.table.episodes.offsets,
+            margin=self.table.margin,
+            context_length=context_length,
+            padding=padding,
+            pin=self._moves,
         )
         self.spread: ShardedBatches | None = None
         if node_share is not None:
@@ -329,10 +334,17 @@ class GearLoader(Closing, Iterator[Batch]):
         UnavailableError
             ``ENGINE_OFF`` unless the loader has a GPU engine.
         """
-        if self.engine is None or self.spread is not None:
+        if self.engine is None or not self.engine.draws or self.spread is not None:
             raise no_engine("the GPU alone does not gather this loader's batches")
         options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
-        return make_batches(self.engine, step=self._step, ahead=ahead, windows=windows, **options)
+        return make_batches(
+            self.engine,
+            step=self._step,
+            ahead=ahead,
+            learns=self.learner is not None,
+            windows=windows,
+            **options,
+        )
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
         """Iterate, from the same position, over dictionaries for a Hugging Face ``Trainer``."""
@@ -402,11 +414,15 @@ class GearLoader(Closing, Iterator[Batch]):
         """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
         if self.spread is not None:
             windows = self.spread.windows(first_step, steps)
-        elif self.engine is not None:
+        elif self.engine is not None and self.engine.draws:
             windows = self.engine.fill(first_step=first_step, steps=steps)
+        elif self.engine is not None:
+            windows = self.engine.gather(self._stream.segments(first_step, steps))
         elif ahead and self.disk is not None:
             windows = self.disk.fill_steps(first_step=first_step, steps=steps)
         else:
             windows = self._gather.fill(self._stream.segments(first_step, steps))
-        moved = windows.to(self.device, non_blocking=True) if self._moves else windows
+        moved = windows
+        if self._moves:
+            moved = windows.map(lambda t: t.to(self.device, non_blocking=True))
         return split(moved, self.padding, self._task_bounds)

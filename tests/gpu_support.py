@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.loaders.batch import Batch
+
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
@@ -16,3 +18,13 @@ NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason
 INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits
 BF16: Any = {"rtol": 3e-2, "atol": 3e-2}
+
+
+def same(one: Batch, other: Batch) -> None:
+    mine = one.model_inputs() | dict(one.extras) | {"segments": one.segments}
+    theirs = other.model_inputs() | dict(other.extras) | {"segments": other.segments}
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        left, right = tensor.cpu().contiguous(), theirs[name].cpu().contiguous()
+        assert left.dtype == right.dtype and left.shape == right.shape, name
+        assert left.numpy().tobytes() == right.numpy().tobytes(), name

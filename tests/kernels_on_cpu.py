@@ -23,11 +23,12 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.kernels import adamw, engine, priorities, select
-from gear_offline.kernels.job import JOB
+from gear_offline.kernels import adamw, gather_gpu, priorities, select
+from gear_offline.kernels.columns import GroupAddresses
+from gear_offline.kernels.gather import first_rows
+from gear_offline.kernels.gather_gpu import JOB, GpuGather
 from gear_offline.kernels.rules import RULE
 from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
-from gear_offline.tables.placement import PlacedGroup, PlacedTable
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,29 +117,40 @@ class _Stream:
     cuda_stream = 0
 
 
-def place(table: Table) -> PlacedTable:
-    """Return the rows of a table where they are, for an engine on the CPU."""
-    groups = []
-    for group in table.groups:
-        assert group.rows is not None
-        first = table.margin + table.episodes.offsets[:-1]
-        row_bytes = group.rows.strides[0]
-        groups.append(
-            PlacedGroup(
-                group=group,
-                addresses=group.rows.ctypes.data + first * row_bytes,
-                row_bytes=row_bytes,
-                tiers=np.zeros(table.episodes.episodes, np.uint8),
-            )
+def gpu_gather(
+    table: Table,
+    selection: Any = None,
+    *,
+    device: str = "cpu",
+    offsets: Any = None,
+    held: Any = None,
+    **options: Any,
+) -> GpuGather:
+    """Return a gather over the rows of a table where they are: in host memory, pinned for CUDA.
+
+    `offsets` and `held` are those of `CpuGather`, for a table of some episodes of a dataset.
+    """
+    offsets = table.episodes.offsets if offsets is None else offsets
+    firsts, landing = first_rows(np.diff(offsets), table.margin, held)
+    rows = [torch.from_numpy(group.rows.view(np.uint8)) for group in table.groups]
+    if device != "cpu":
+        rows = [each.pin_memory() for each in rows]
+    groups = [
+        GroupAddresses(
+            group=group,
+            addresses=each.data_ptr() + firsts * group.row_bytes,
+            landing=each.data_ptr() + landing * group.row_bytes,
         )
-    return PlacedTable(
-        episodes=table.episodes,
-        groups=tuple(groups),
-        device=torch.device("cpu"),
-        hbm_bytes=1,
-        host_bytes=0,
-        reason="a test",
-        _held=[table],
+        for group, each in zip(table.groups, rows, strict=True)
+    ]
+    return GpuGather(
+        groups,
+        offsets,
+        device=torch.device(device),
+        draw=None if selection is None else selection.gpu,
+        drawn_from=None if selection is None else selection.index.offsets,
+        held=rows,
+        **options,
     )
 
 
@@ -155,7 +167,7 @@ def on_cpu(library: Any) -> Iterator[torch.device]:
         mock.patch.object(adamw, "load", load),
         mock.patch.object(priorities, "load", load),
         mock.patch.object(select, "load", load),
-        mock.patch.object(engine, "load", load),
+        mock.patch.object(gather_gpu, "load", load),
         mock.patch.object(torch.cuda, "get_device_properties", lambda _: _Processor),
         mock.patch.object(torch.cuda, "current_stream", lambda _: _Stream),
     ):

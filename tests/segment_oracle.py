@@ -18,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.segments import Segments
+from gear_offline.tables.table import Table
 
 Array = npt.NDArray[Any]
 
@@ -111,3 +114,25 @@ def same_bits(one: Array, other: Array) -> bool:
         and one.dtype == other.dtype
         and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
     )
+
+
+def cpu_gather(
+    table: Table, context_length: int, padding: Padding = "right", **options: Any
+) -> CpuGather:
+    """Return the gather of a table; `offsets` and `held` if it holds some episodes of a dataset."""
+    offsets = options.pop("offsets", table.episodes.offsets)
+    return CpuGather(
+        table.groups,
+        offsets,
+        margin=table.margin,
+        context_length=context_length,
+        padding=padding,
+        **options,
+    )
+
+
+def all_segments(lengths: Sequence[int]) -> Segments:
+    """Return every (episode, start) of the table."""
+    pairs = [(e, s) for e, length in enumerate(lengths) for s in range(length)]
+    episodes, starts = np.array(pairs, dtype=np.int64).T
+    return Segments(episodes=episodes.copy(), starts=starts.copy(), probability=np.ones(len(pairs)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,8 +118,7 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Engine:
-        placed = type("Placed", (), {"host_bytes": host_bytes})
-        selection = SimpleNamespace(learner=None)
+        reads_host, selection = bool(host_bytes), object()
         fill = Fill(log)
 
         def static(self, *, chances: bool, windows: Any = None) -> Fill:
@@ -141,8 +139,8 @@ def test_batches_of_several_lie_one_after_another(
     field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
 
     class Engine:
-        batch_size, selection = 2, SimpleNamespace(learner=None)
-        placed = type("Placed", (), {"host_bytes": int(ahead)})
+        batch_size, selection = 2, object()
+        reads_host = ahead
 
         def allocate(self, shape: tuple[int, ...]) -> Windows:
             (size,) = shape

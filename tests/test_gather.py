@@ -1,8 +1,14 @@
-"""The CPU gather against naive loops written from the paper's text, bit for bit."""
+"""Gathers against naive loops written from the paper's text, bit for bit.
+
+One body for each gather: NumPy and torch on the CPU, the CUDA text compiled for the CPU, the GPU.
+How the GPU's threads share the work is in ``test_kernels_in_threads.py``.
+"""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,41 +18,82 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import InputError
+from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels import gather as module
 from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field
-from gear_offline.kernels.gather import CpuGather, Windows
-from gear_offline.sampling import Segments
-from gear_offline.tables.fields import TableSource
+from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.gather_gpu import JOB
+from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, build_table
-from tests.segment_oracle import Array, MemoryTable, expect, oracle_window, same_bits
+from tests.gpu_support import NEEDS_CUPY, ON_GPU
+from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
+from tests.segment_oracle import (
+    Array,
+    MemoryTable,
+    all_segments,
+    cpu_gather,
+    expect,
+    oracle_window,
+    same_bits,
+)
 
+GATHERS = ["cpu", "text", pytest.param("cuda", marks=[*ON_GPU, NEEDS_CUPY])]
 NUMERIC = [np.float16, np.float32, np.float64, np.int8, np.int64, np.uint8, np.uint16, np.bool_]
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+PADDINGS: Any = st.sampled_from(["right", "left"])
+
+Cut = Callable[..., Windows]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    library = compile_library(tmp_path_factory.mktemp("fill"), "fill")
+    assert library.job_bytes() == JOB.itemsize
+    return library
+
+
+@contextmanager
+def device(kind: str, text: Any) -> Iterator[str]:
+    """Yield the device of a GPU gather; of the CUDA text it is the CPU."""
+    if kind == "cuda":
+        yield "cuda"
+    else:
+        with on_cpu(text):
+            yield "cpu"
+
+
+@pytest.fixture(scope="module", params=GATHERS)
+def cut(request: pytest.FixtureRequest) -> Cut:
+    """Cut segments out of a table: ``cut(table, segments, landing, K, padding)``."""
+
+    def by_cpu(
+        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **held: Any
+    ) -> Windows:
+        return cpu_gather(table, span, padding, **held).fill(segments, landing)
+
+    def by_gpu(
+        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **held: Any
+    ) -> Windows:
+        options = {"context_length": span, "padding": padding, "batch_size": 1, **held}
+        with device(request.param, library) as place:
+            gather = gpu_gather(table, device=place, **options)
+            windows = gather.gather(segments, landing)
+            gather.check()
+        return windows.map(lambda tensor: tensor.cpu())
+
+    if request.param == "cpu":
+        return by_cpu
+    library = request.getfixturevalue("text")
+    return by_gpu
 
 
 def random_column(dtype: Any, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-    """Return random bits of a dtype, without NaN where arithmetic will see them."""
+    """Return random values of a dtype, without NaN where arithmetic will see them."""
     kind = np.dtype(dtype).kind
-    if kind == "b":
-        return generator.integers(0, 2, size=shape).astype(bool)
-    if kind in "iu":
-        return generator.integers(0, 100, size=shape).astype(dtype)
+    if kind in "iub":
+        return generator.integers(0, 2 if kind == "b" else 100, size=shape).astype(dtype)
     return generator.normal(size=shape).astype(dtype)
-
-
-def all_segments(lengths: list[int]) -> Segments:
-    """Return every (episode, start) of the table."""
-    pairs = [(e, s) for e, length in enumerate(lengths) for s in range(length)]
-    episodes, starts = np.array(pairs, dtype=np.int64).T
-    return Segments(episodes=episodes.copy(), starts=starts.copy(), probability=np.ones(len(pairs)))
-
-
-def gathered(source: TableSource, segments: Segments, **options: Any) -> Windows:
-    span, padding = options.pop("context_length"), options.pop("padding", "right")
-    table = build_table(source, context_length=span, **options)
-    return CpuGather(table, context_length=span, padding=padding).fill(segments)
 
 
 Kind = tuple[tuple[int, ...], Any]  # per-step shape, dtype
@@ -69,107 +116,72 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
     }
 
 
-@settings(max_examples=120)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=LENGTHS,
-    context_length=st.integers(1, 15),
-    padding=st.sampled_from(["right", "left"]),
-    pieces=st.integers(1, 4),
-    states=st.sampled_from([((3,), d) for d in NUMERIC] + [((2, 3), np.uint8), ((), np.float64)]),
+    span=st.integers(1, 15),
+    padding=PADDINGS,
+    states=st.sampled_from(
+        [((3,), d) for d in NUMERIC]
+        + [((2, 3), np.uint8), ((), np.float64), ((300,), np.float32), ((4100,), np.float64)]
+    ),
     actions=st.sampled_from(
         [((2,), np.float32), ((2,), np.float64), ((), np.int8), ((3,), np.int32), ((), np.float32)]
     ),
     gamma=st.sampled_from([1.0, 0.9]),
-    returns_scale=st.sampled_from([1.0, 1000.0]),
+    normalize=st.booleans(),
 )
 def test_every_field_of_every_segment_equals_the_oracle(
+    cut: Cut,
     lengths: list[int],
-    context_length: int,
-    padding: str,
-    pieces: int,
-    states: tuple[tuple[int, ...], Any],
-    actions: tuple[tuple[int, ...], Any],
+    span: int,
+    padding: Padding,
+    states: Kind,
+    actions: Kind,
     gamma: float,
-    returns_scale: float,
+    normalize: bool,
 ) -> None:
-    generator = np.random.default_rng(sum(lengths))
-    total = sum(lengths)
+    generator, total = np.random.default_rng(sum(lengths)), sum(lengths)
     columns: dict[str, Array] = {
         "observations": random_column(states[1], (total, *states[0]), generator),
         "actions": random_column(actions[1], (total, *actions[0]), generator),
         "rewards": random_column(np.float32, (total,), generator),
         "infos/x": random_column(np.float64, (total, 2), generator),
     }
-    segments = all_segments(lengths)
-    windows = gathered(
-        MemoryTable(columns, lengths, pieces=pieces),
-        segments,
-        context_length=context_length,
-        padding=padding,
-        gamma=gamma,
-        returns_scale=returns_scale,
+    kinds = expected_kinds(states, actions)
+    normalize = normalize and kinds["states"][1] is np.float32
+    scale: dict[str, Any] = {"gamma": gamma, "returns_scale": 10.0 if normalize else 1.0}
+    table = build_table(
+        MemoryTable(columns, lengths),
+        context_length=span,
+        normalize_states=normalize,
         extra_columns=["infos/x"],
+        **scale,
     )
-    dtypes = expected_kinds(states, actions)
-    found = windows.tensors()
-    assert set(found) == set(dtypes)
+    segments = all_segments(lengths)
+    windows = cut(table, segments, None, span, padding)
+    values = windows.tensors()
+    assert set(values) == set(kinds)
+    if normalize:
+        wide = columns["observations"].astype(np.float64)
+        columns["observations"] = (wide - wide.mean(0)) / (wide.std(0) + 1e-6)
     for i, (episode, start) in enumerate(windows.segments.tolist()):
         assert (episode, start) == (segments.episodes[i], segments.starts[i])
         window = oracle_window(
-            columns,
-            lengths,
-            episode,
-            start,
-            context_length=context_length,
-            padding=padding,
-            gamma=gamma,
-            returns_scale=returns_scale,
+            columns, lengths, episode, start, context_length=span, padding=padding, **scale
         )
-        for name, (column, dtype, shape) in dtypes.items():
-            assert same_bits(found[name][i].numpy(), expect(window[column], dtype, shape)), name
+        for name, (column, dtype, shape) in kinds.items():
+            assert same_bits(values[name][i].numpy(), expect(window[column], dtype, shape)), name
         times = window["timesteps"]
         assert windows.timesteps[i].tolist() == [t or 0 for t in times]
         assert windows.attention_mask[i].tolist() == [int(t is not None) for t in times]
     assert windows.timesteps.dtype == windows.attention_mask.dtype == torch.int64
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_normalised_states_equal_the_formula_and_padding_stays_zero(
-    padding: str, shape: tuple[int, ...]
-) -> None:
-    lengths, generator = [4, 1, 6], np.random.default_rng(0)
-    columns: dict[str, Array] = {
-        "observations": generator.normal(5, 3, size=(11, *shape)),
-        "actions": generator.normal(size=(11, 1)).astype(np.float32),
-        "rewards": generator.normal(size=11),
-    }
-    windows = gathered(
-        MemoryTable(columns, lengths, pieces=2),
-        all_segments(lengths),
-        context_length=5,
-        padding=padding,
-        normalize_states=True,
-    )
-    wide = columns["observations"]
-    final = ((wide - wide.mean(0)) / (wide.std(0) + 1e-6)).astype(np.float32)
-    for i, (episode, start) in enumerate(windows.segments.tolist()):
-        window = oracle_window(
-            {"rewards": columns["rewards"], "final": final},
-            lengths,
-            episode,
-            start,
-            context_length=5,
-            padding=padding,
-        )
-        expected = expect(window["final"], np.float32, shape)
-        assert same_bits(windows.tensors()["states"][i].numpy(), expected)
-
-
 @pytest.mark.parametrize(
     "dtype", [*NUMERIC, np.int16, np.int32, np.uint32, np.uint64, np.complex64, np.complex128]
 )
-def test_extra_columns_keep_every_bit(dtype: Any) -> None:
+def test_extra_columns_keep_every_bit(cut: Cut, dtype: Any) -> None:
     """Random bytes: NaN payloads, negative zeros and subnormals included."""
     lengths, size = [5, 2, 9], np.dtype(dtype).itemsize
     raw = np.random.default_rng(3).integers(0, 256, size=(16, 3 * size), dtype=np.uint8)
@@ -181,118 +193,192 @@ def test_extra_columns_keep_every_bit(dtype: Any) -> None:
         "rewards": np.ones(16, np.float32),
         "extra": raw.view(dtype),
     }
-    windows = gathered(
-        MemoryTable(columns, lengths, pieces=3),
-        all_segments(lengths),
-        context_length=4,
-        extra_columns=["extra"],
-    )
+    table = build_table(MemoryTable(columns, lengths), context_length=4, extra_columns=["extra"])
+    windows = cut(table, all_segments(lengths), None, 4, "right")
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     for i, (episode, start) in enumerate(windows.segments.tolist()):
         stop = min(start + 4, lengths[episode])
         expected = np.zeros((4, 3 * size), np.uint8)
         expected[: stop - start] = raw[offsets[episode] + start : offsets[episode] + stop]
-        found = windows.tensors()["extras/extra"][i].numpy()
-        assert found.dtype == dtype and found.tobytes() == expected.tobytes()
+        extra = windows.tensors()["extras/extra"][i].numpy()
+        assert extra.dtype == dtype and extra.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
-def test_float_states_keep_their_bits_too(width: int) -> None:
-    raw = np.random.default_rng(0).integers(0, 256, size=(20, 4 * width), dtype=np.uint8)
+def frames_table(lengths: list[int], frame: tuple[int, ...], span: int, stack: int) -> Any:
+    generator, total = np.random.default_rng(total := sum(lengths)), total
     columns: dict[str, Array] = {
-        "observations": raw.view(np.float32),
-        "actions": np.ones((20, 1), np.float32),
-        "rewards": np.ones(20, np.float32),
+        "observations": generator.integers(1, 256, size=(total, *frame), dtype=np.uint8),
+        "actions": generator.integers(0, 4, size=total),
+        "rewards": generator.normal(size=total).astype(np.float32),
     }
-    windows = gathered(MemoryTable(columns, [20]), all_segments([20]), context_length=1)
-    assert windows.tensors()["states"].numpy().tobytes() == raw.tobytes()
+    table = build_table(MemoryTable(columns, lengths), context_length=span, frame_stack=stack)
+    return columns["observations"], table
 
 
-def test_no_future_and_no_neighbour_leaks() -> None:
-    """Changing anything outside a window, but the rewards after it, changes nothing in it."""
-    lengths, span = [6, 3, 8], 4
-    generator = np.random.default_rng(0)
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    span=st.integers(1, 11),
+    stack=st.integers(2, 6),
+    frame=st.sampled_from([(4, 4), (3, 5), (2, 3, 3), (40, 31)]),
+    padding=PADDINGS,
+)
+def test_stacks_of_frames_hold_the_frames_before_each_step(
+    cut: Cut, lengths: list[int], span: int, stack: int, frame: tuple[int, ...], padding: Padding
+) -> None:
+    frames, table = frames_table(lengths, frame, span, stack)
+    windows = cut(table, all_segments(lengths), None, span, padding)
+    states = windows.tensors()["states"].numpy()
+    assert states.shape[1:] == (span, stack, *frame)
+    buffer = next(b for b in windows.buffers if b.dtype == torch.uint8)
+    assert buffer.shape[1] == span + stack - 1, "each frame once"
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    for i, (episode, start) in enumerate(windows.segments.tolist()):
+        own = frames[offsets[episode] : offsets[episode + 1]]
+        real = min(span, lengths[episode] - start)
+        first = 0 if padding == "right" else span - real
+        for k in range(real):
+            expected = np.zeros((stack, *frame), np.uint8)
+            for place in range(max(stack - 1 - start - k, 0), stack):
+                expected[place] = own[start + k - (stack - 1) + place]
+            assert np.array_equal(states[i, first + k], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=2, max_size=8),
+    span=st.integers(1, 9),
+    stack=st.sampled_from([1, 3]),
+    padding=PADDINGS,
+    data=st.data(),
+)
+def test_rows_that_landed_are_read_like_any_other(
+    cut: Cut, lengths: list[int], span: int, stack: int, padding: Padding, data: st.DataObject
+) -> None:
+    """Some episodes are here, windows of all others are in landing rows: the same windows."""
+    held = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    )
+    _, whole = frames_table(lengths, (3, 5), span, stack)
+    segments = all_segments(lengths)
+    slot, before = span + stack - 1, np.minimum(segments.starts, stack - 1)
+    real = np.minimum(np.asarray(lengths)[segments.episodes] - segments.starts, span)
+    order = data.draw(st.permutations(range(len(real))))
+    groups, offsets = [], whole.episodes.offsets
+    landing = np.full(len(real), -1)
+    generator = np.random.default_rng(1)
+    for group in whole.groups:
+        own = [np.arange(offsets[e], offsets[e + 1]) for e in np.flatnonzero(held).tolist()]
+        kept = np.concatenate([*own, np.zeros(0, int)]) + whole.margin
+        steps = len(kept)
+        rows = generator.integers(1, 9, (2 * whole.margin + steps + slot * len(real), group.width))
+        rows = rows.astype(group.dtype)  # what nobody has written may be anything
+        rows[: whole.margin] = rows[whole.margin + steps :][: whole.margin] = 0
+        rows[whole.margin : whole.margin + steps] = group.rows[kept]
+        for i in np.flatnonzero(~held[segments.episodes]).tolist():
+            landing[i] = slot * order[i] + stack - 1 + (span - real[i]) * (padding == "left")
+            low = whole.margin + offsets[segments.episodes[i]] + segments.starts[i]
+            base = 2 * whole.margin + steps + landing[i]
+            rows[base - before[i] : base + real[i]] = group.rows[low - before[i] : low + real[i]]
+        groups.append(ColumnGroup(fields=group.fields, rows=rows))
+    index = EpisodeIndex(np.asarray(lengths)[held])
+    part = Table(episodes=index, groups=tuple(groups), margin=whole.margin)
+    expected = cpu_gather(whole, span, padding).fill(segments)
+    windows = cut(part, segments, landing, span, padding, offsets=offsets, held=held)
+    assert bits(windows) == bits(expected)
+
+
+def bits(windows: Windows) -> list[bytes]:
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    return [tensor.cpu().numpy().tobytes() for tensor in tensors]
+
+
+def small_table(lengths: list[int], span: int) -> Table:
+    total, generator = sum(lengths), np.random.default_rng(0)
     columns: dict[str, Array] = {
-        "observations": generator.normal(size=(17, 2)).astype(np.float32),
-        "actions": generator.normal(size=(17, 2)).astype(np.float32),
-        "rewards": generator.normal(size=17).astype(np.float32),
+        "observations": generator.normal(size=(total, 2)).astype(np.float32),
+        "actions": np.arange(total, dtype=np.int64),
+        "rewards": generator.normal(size=total).astype(np.float32),
     }
-    offsets = [0, 6, 9]
-    for padding in ("right", "left"):
-        for episode, start in ((0, 0), (0, 5), (1, 0), (1, 1), (2, 6), (2, 0)):
-            first = offsets[episode] + start
-            last = offsets[episode] + min(start + span, lengths[episode])
-            spoiled = {name: values.copy() for name, values in columns.items()}
-            for name in ("observations", "actions"):
-                spoiled[name][:first] = spoiled[name][last:] = np.nan
-            spoiled["rewards"][:first] = np.nan  # the past, and other episodes
-            spoiled["rewards"][offsets[episode] + lengths[episode] :] = np.nan
-            segment = Segments(
-                episodes=np.array([episode]), starts=np.array([start]), probability=np.ones(1)
+    return build_table(MemoryTable(columns, lengths), context_length=span)
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_windows_of_given_lengths_and_of_any_leading_shape(cut: Cut, padding: Padding) -> None:
+    table, flat = small_table([4, 9], 6), all_segments([4, 9])
+    lengths = np.arange(12) % 4
+    grid = Segments(
+        episodes=flat.episodes[:12].reshape(3, 4),
+        starts=flat.starts[:12].reshape(3, 4),
+        probability=flat.probability[:12].reshape(3, 4),
+        lengths=lengths.reshape(3, 4),
+    )
+    whole = cut(table, flat[:12], None, 3, padding)  # shorter than the margin
+    shorter = cut(table, grid, None, 3, padding)
+    assert shorter.timesteps.shape == (3, 4, 3) and shorter.segments.shape == (3, 4, 2)
+    assert shorter.tensors()["actions"].shape == (3, 4, 3)
+    real = np.minimum(whole.attention_mask.numpy().sum(1), np.maximum(lengths, 1))
+    assert shorter.attention_mask.flatten(0, 1).sum(1).tolist() == real.tolist()
+    for i, count in enumerate(real.tolist()):
+        one = whole.tensors()["states"][i][whole.attention_mask[i].bool()]
+        other = shorter.tensors()["states"].flatten(0, 1)[i]
+        at = slice(count) if padding == "right" else slice(3 - count, None)
+        assert torch.equal(other[at], one[:count]) and int((other != 0).any(1).sum()) == count
+    empty = cut(table, grid[:0], None, 3, padding)
+    assert empty.tensors()["states"].shape == (0, 4, 3, 2)
+
+
+@pytest.mark.parametrize(("episode", "start"), [(-1, 0), (2, 0), (0, 4), (0, -1), (1, 2**62)])
+def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start: int) -> None:
+    segment = Segments(
+        episodes=np.array([0, episode]), starts=np.array([0, start]), probability=np.ones(2)
+    )
+    with pytest.raises(InputError) as caught:
+        cut(small_table([4, 1], 3), segment, None, 3, "right")
+    assert caught.value.code == "SELECTION"
+
+
+@pytest.mark.parametrize("kind", GATHERS[1:])
+def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str) -> None:
+    lengths, table = [4, 9, 2], small_table([4, 9, 2], 3)
+    options: dict[str, Any] = {"batch_size": 4, "context_length": 3}
+    drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
+    every = all_segments(lengths)
+    named = [every[row] for row in drawn]
+    with device(kind, text) as place:
+        fill = gpu_gather(table, device=place, **options).static(ring=6)
+        fill.enqueue()  # before anything is named: some window, and no foreign memory
+        first = 2**33 + 1
+        fill.set_step(first)
+        for block in range(0, 20, 2):
+            both = Segments(
+                episodes=np.stack([named[block].episodes, named[block + 1].episodes]),
+                starts=np.stack([named[block].starts, named[block + 1].starts]),
+                probability=np.ones((2, 4)),
             )
-            one, other = (
-                gathered(
-                    MemoryTable(data, lengths), segment, context_length=span, padding=padding
-                ).tensors()
-                for data in (columns, spoiled)
-            )
-            for name in one:
-                assert same_bits(one[name].numpy(), other[name].numpy())
-                assert torch.isfinite(one[name]).all()
+            fill.name(first + block, both)
+            for step in (block, block + 1):
+                fill.enqueue()
+                assert int(fill.counter) == first + step + 1
+                assert bits(fill.windows) == bits(cpu_gather(table, 3).fill(named[step]))
+
+
+def test_a_cast_that_the_kernels_do_not_have_is_refused(text: Any) -> None:
+    field = Field(name="states", dtype=np.dtype(np.float32), shape=(1,))
+    group = ColumnGroup(fields=(field,), rows=np.ones((9, 1), np.complex64))
+    table = Table(episodes=EpisodeIndex(np.array([3])), groups=(group,), margin=3)
+    with on_cpu(text), pytest.raises(UnavailableError, match="no cast from complex64"):
+        gpu_gather(table, context_length=2, batch_size=1)
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_timesteps_of_long_episodes_are_computed(
     padding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = [9, 2]
-    columns = {name: np.ones((11, 1)) for name in ("observations", "actions", "rewards")}
-    table = build_table(MemoryTable(columns, lengths), context_length=4)
-    copied = CpuGather(table, context_length=4, padding=padding)
+    table, segments = small_table([9, 2], 4), all_segments([9, 2])
+    copied = cpu_gather(table, 4, padding).fill(segments)
     monkeypatch.setattr(module, "CLOCK_STEPS", 8)
-    computed = CpuGather(table, context_length=4, padding=padding)
-    assert copied._clock is not None and computed._clock is None
-    segments = all_segments(lengths)
-    assert torch.equal(copied.fill(segments).timesteps, computed.fill(segments).timesteps)
-
-
-def test_any_leading_shape() -> None:
-    lengths = [4, 9]
-    columns: dict[str, Array] = {
-        "observations": np.arange(26, dtype=np.float32).reshape(13, 2),
-        "actions": np.arange(13, dtype=np.int64),
-        "rewards": np.ones(13, np.float32),
-    }
-    table = build_table(MemoryTable(columns, lengths), context_length=6)
-    gather = CpuGather(table, context_length=3)  # shorter than the margin
-    flat = all_segments(lengths)
-    grid = Segments(
-        episodes=flat.episodes[:12].reshape(3, 4),
-        starts=flat.starts[:12].reshape(3, 4),
-        probability=flat.probability[:12].reshape(3, 4),
-    )
-    one, other = gather.fill(flat[:12]), gather.fill(grid)
-    assert other.timesteps.shape == (3, 4, 3) and other.segments.shape == (3, 4, 2)
-    assert other.tensors()["actions"].shape == (3, 4, 3)
-    for name, values in one.tensors().items():
-        assert same_bits(values.numpy(), other.tensors()[name].flatten(0, 1).numpy())
-    empty = gather.fill(grid[:0])
-    assert empty.tensors()["states"].shape == (0, 4, 3, 2)
-
-
-@pytest.mark.parametrize(("episode", "start"), [(-1, 0), (2, 0), (0, 4), (0, -1), (1, 2**62)])
-def test_segments_outside_the_table_are_refused(episode: int, start: int) -> None:
-    columns = {name: np.ones((5, 1)) for name in ("observations", "actions", "rewards")}
-    table = build_table(MemoryTable(columns, [4, 1]), context_length=3)
-    segment = Segments(
-        episodes=np.array([0, episode]), starts=np.array([0, start]), probability=np.ones(2)
-    )
-    with pytest.raises(InputError) as caught:
-        CpuGather(table, context_length=3).fill(segment)
-    assert caught.value.code == "SEGMENT_RANGE"
-    with pytest.raises(InputError) as caught:
-        CpuGather(table, context_length=4)
-    assert caught.value.code == "CONTEXT_LENGTH"
+    assert torch.equal(copied.timesteps, cpu_gather(table, 4, padding).fill(segments).timesteps)
 
 
 def test_rows_beyond_two_gibibytes_are_reached() -> None:
@@ -306,7 +392,7 @@ def test_rows_beyond_two_gibibytes_are_reached() -> None:
         groups=(ColumnGroup(fields=(field,), rows=rows),),
         margin=margin,
     )
-    windows = CpuGather(table, context_length=3).fill(
+    windows = cpu_gather(table, 3).fill(
         Segments(episodes=np.array([1, 0]), starts=np.array([8, 0]), probability=np.ones(2))
     )
     states = windows.tensors()["states"]

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.sharding import share_shards, take_share
 from gear_offline.distributed.world import World
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import Padding
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Segments
 from gear_offline.tables.joint import JointDataset, Task, join_datasets
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
+from tests.segment_oracle import cpu_gather
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import SCALES, SIZES, join, make_discrete, make_parts, reopened
 
@@ -84,7 +85,7 @@ def test_windows_are_those_of_each_task_alone(
     """Bit for bit, padding apart, whatever side, scale and normalisation."""
     joint = join(parts, normalize_states=normalize)
     common: dict[str, Any] = {"context_length": span, "gamma": gamma}
-    whole = CpuGather(
+    whole = cpu_gather(
         build_table(joint, threads=threads, **common), context_length=span, padding=padding
     )
     names = list(parts)
@@ -94,7 +95,7 @@ def test_windows_are_those_of_each_task_alone(
         start = step - int(joint.episodes.offsets[episode])
         task = int(np.searchsorted(joint.first_episodes, episode, side="right")) - 1
         part = parts[names[task]]
-        alone = CpuGather(
+        alone = cpu_gather(
             build_table(
                 part,
                 normalize_states=normalize,

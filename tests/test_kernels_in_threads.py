@@ -11,14 +11,13 @@ from torch import nn
 
 from gear_offline.kernels import adamw as kernels_adamw
 from gear_offline.kernels.adamw import DeviceAdamW, Update, enqueue_together
-from gear_offline.kernels.engine import DeviceEngine
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
-from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu, place
+from tests.kernels_on_cpu import ThreadedKernels, compile_threads, gpu_gather, on_cpu
 from tests.sampling_support import facts, prioritized
-from tests.segment_oracle import MemoryTable
+from tests.segment_oracle import MemoryTable, cpu_gather
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN = 5
@@ -57,14 +56,14 @@ def bits(windows: Any) -> list[bytes]:
 def test_fills(
     kernels: ThreadedKernels, name: str, options: dict[str, Any], padding: Padding
 ) -> None:
-    """Of every kernel: 8, 16 or 32 lanes a task, and a warp for many segments."""
+    """Of every kernel: 16 or 32 lanes a task, and a warp for many segments."""
     kernels.launched.clear()
     for width, rewards, batch in SHAPES:
         table = table_of(width, rewards)
         law, twin = (make_sampler(name, facts(LENGTHS), **options) for _ in range(2))
-        gather = CpuGather(table, context_length=SPAN, padding=padding)
+        gather = cpu_gather(table, context_length=SPAN, padding=padding)
         with on_cpu(kernels):
-            engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=batch,
+            engine = gpu_gather(table, law, seed=9, padding=padding, batch_size=batch,
                                   context_length=SPAN)  # fmt: skip
             drawn = twin.sample(9, 2**33 - 1, 2, batch)
             assert bits(engine.fill(first_step=2**33 - 1, steps=2)) == bits(gather.fill(drawn))
@@ -108,23 +107,24 @@ def test_long_windows_odd_widths_and_leads(
         options["frame_stack"] = 3
     table = build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, **options)
     law = make_sampler("uniform_steps", facts(LENGTHS))
-    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(kernels):
-        engine = DeviceEngine(place(table), law, seed=9, padding=padding, batch_size=30,
+        engine = gpu_gather(table, law, seed=9, padding=padding, batch_size=30,
                               context_length=SPAN)  # fmt: skip
         drawn = law.sample(9, 5, 2, 30)
         assert bits(engine.fill(first_step=5, steps=2)) == bits(gather.fill(drawn))
-    pieces = engine._job["store"]["pieces"][0, : len(table.groups)]
+    pieces = engine._job["group"]["pieces"][0, : len(table.groups)]
     assert (pieces.max() > 3) == (kind == "wide")
-    assert (engine._job["store"]["lead"].max() == 2) == (kind == "stacks")
+    assert (engine._job["group"]["history"].max() == 2) == (kind == "stacks")
 
 
 def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> None:
     table = table_of(3)
     with on_cpu(kernels):
         law = make_sampler("uniform_steps", facts(LENGTHS))
-        engine = DeviceEngine(place(table), law, seed=9, batch_size=4, context_length=SPAN)
-        named = torch.tensor([[0, 0, 9**9, -1, 1], [0, 99, 0, 0, -(2**62)]])
+        engine = gpu_gather(table, law, seed=9, batch_size=4, context_length=SPAN)
+        pairs = [(0, 0), (0, 99), (9**9, 0), (-1, 0), (1, -(2**62))]
+        named = torch.tensor([[*pair, SPAN, -1] for pair in pairs])
         windows = engine.allocate((5,))
         engine.gather_into(windows, named)
     assert windows.attention_mask.sum(1).tolist() == [4, 0, 0, 0, 0]

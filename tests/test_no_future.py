@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gear_offline.kernels.engine import DeviceEngine
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Facts, make_sampler
 from gear_offline.tables.table import Table, build_table
-from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.kernels_on_cpu import compile_laws, gpu_gather, on_cpu
 from tests.sampling_support import CASES
-from tests.segment_oracle import MemoryTable
+from tests.segment_oracle import MemoryTable, cpu_gather
 
 LENGTHS = [9, 1, 14, 6, 2, 11]
 SPAN, BATCH, STEPS = 5, 6, 8
@@ -76,18 +75,21 @@ def test_later_steps_change_nothing_before_them(
         padding: Padding = law.padding or "right"
         if engine:
             with on_cpu(library):
-                made = DeviceEngine(
-                    place(table),
+                made = gpu_gather(
+                    table,
                     law,
                     seed=3,
                     batch_size=BATCH,
                     context_length=SPAN,
                     padding=padding,
                 )
-                windows = made.fill(first_step=11, steps=STEPS)
+                if made.draws:
+                    windows = made.fill(first_step=11, steps=STEPS)
+                else:
+                    windows = made.gather(law.sample(3, 11, STEPS, BATCH))
         else:
             drawn = law.sample(3, 11, STEPS, BATCH)
-            gather = CpuGather(table, context_length=SPAN, padding=padding)
+            gather = cpu_gather(table, context_length=SPAN, padding=padding)
             windows = gather.fill(drawn)
         shown.append({**windows.tensors(), "names": windows.segments,
                       "timesteps": windows.timesteps, "mask": windows.attention_mask})  # fmt: skip

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.engine import DeviceEngine
-from gear_offline.kernels.gather import CpuGather, Padding
+from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.device_batches import make_batches
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.loss import action_loss
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
-from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.kernels_on_cpu import compile_laws, gpu_gather, on_cpu
 from tests.sampling_support import CASES, IDS, facts, prioritized
-from tests.segment_oracle import MemoryTable
+from tests.segment_oracle import MemoryTable, cpu_gather
 
 LENGTHS = [4, 1, 30, 7, 19, 2, 23, 11]
 SPAN, BATCH = 5, 7
@@ -48,9 +48,9 @@ def make(name: str, options: dict[str, Any]) -> Any:
     return make_sampler(name, data, context_length=SPAN, **options)
 
 
-def engine_of(table: Table, law: Any, padding: Padding = "right", **options: Any) -> DeviceEngine:
+def engine_of(table: Table, law: Any, padding: Padding = "right", **options: Any) -> GpuGather:
     shape: dict[str, Any] = {"batch_size": BATCH, "context_length": SPAN, **options}
-    return DeviceEngine(place(table), law, seed=9, padding=padding, **shape)
+    return gpu_gather(table, law, seed=9, padding=padding, **shape)
 
 
 def bits(windows: Any) -> list[bytes]:
@@ -64,13 +64,16 @@ def test_fills_are_those_of_the_cpu(
 ) -> None:
     law, twin = make(name, options), make(name, options)
     padding: Padding = law.padding or "right"
-    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
         engine = engine_of(table, law, padding)
         for step in (0, 3, 2**33 - 1):
             drawn = twin.sample(9, step, 3, BATCH)
-            assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
-        if law.gpu is None:
+            if engine.draws:
+                assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
+            else:
+                assert bits(engine.gather(drawn)) == bits(gather.fill(drawn))
+        if not engine.draws:
             return
         fill = engine.static(chances=True)
         fill.set_step(2**32 - 2)
@@ -92,16 +95,16 @@ def test_named_windows_of_given_lengths(
     named = law.sample(9, 0, 5, 20)
     if cut:  # shorter ones than any law names, and none at all
         named = replace(named, lengths=np.arange(100).reshape(5, 20) % 4)
-    gather = CpuGather(table, context_length=SPAN, padding=padding)
+    gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
         engine = engine_of(table, make("uniform_steps", {}), padding)
         assert bits(engine.gather(named)) == bits(gather.fill(named))
 
 
-@pytest.mark.parametrize("name", ["fifo", "shuffled_epochs", "min_dt", "stratified_return"])
+@pytest.mark.parametrize("name", ["shuffled_epochs", "return_weighted"])
 def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, name: str) -> None:
     law = make(name, {})
-    gather = CpuGather(table, context_length=SPAN)
+    gather = cpu_gather(table, context_length=SPAN)
     with on_cpu(library):
         engine = engine_of(table, law, batch_size=3, first_slot=3, global_batch=8)
         drawn = law.sample(9, 40, 2, 8)
@@ -111,10 +114,12 @@ def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, 
 def test_feedback_without_the_host(library: Any, table: Table) -> None:
     """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
     law, twin = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
-    gather = CpuGather(table, context_length=SPAN)
+    gather = cpu_gather(table, context_length=SPAN)
     loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law))
     with on_cpu(library):
-        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=True)
+        batches = make_batches(
+            engine_of(table, law), padding="right", step=0, ahead=True, learns=True
+        )
         feedback = DeviceFeedback(loader, batches)
         for step in range(40):
             batches.begin()
@@ -145,7 +150,9 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
     law = make("prioritized", {})
     loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner))
     with on_cpu(library):
-        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
+        batches = make_batches(
+            engine_of(table, law), padding="right", step=0, ahead=False, learns=True
+        )
         feedback = DeviceFeedback(loader, batches)
         batches.begin()
         batch = batches.batch
@@ -164,7 +171,9 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
 def test_laws_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
     law = make("uniform_steps", {})
     with on_cpu(library):
-        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
+        batches = make_batches(
+            engine_of(table, law), padding="right", step=0, ahead=False, learns=True
+        )
         with pytest.raises(InputError) as caught:
             DeviceFeedback(
                 cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner)), batches

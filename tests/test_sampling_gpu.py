@@ -14,12 +14,12 @@ from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
-from tests.gpu_support import NEEDS_CUPY, ON_GPU
+from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
 from tests.sampling_support import CASES, IDS, facts, prioritized
 from tests.support import make_dataset
-from tests.test_engine_gpu import LENGTHS, same
 
 pytestmark = [*ON_GPU, NEEDS_CUPY]
+LENGTHS = [4, 1, 30, 7, 19, 2, 60]
 CUDA = torch.device("cuda", 0)
 
 

@@ -22,6 +22,7 @@ from gear_offline.sampling import Segments, make_sampler
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.one_process import OneProcess
+from tests.segment_oracle import cpu_gather
 from tests.support import failing_code, make_dataset
 
 LENGTHS = [9, 3, 14, 1, 7, 5, 22, 2, 6, 11, 4, 8]
@@ -60,9 +61,7 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
         held[rank] = held_rows(table, share)
     found = []
     for rank, share, table in parts:
-        gather = CpuGather(
-            table, context_length=options["context_length"], padding=options["padding"]
-        )
+        gather = cpu_gather(table, options["context_length"], options["padding"])
         segments = 3 * options["batch_size"] // len(nodes)
         landing = landing_memory(table, context_length=options["context_length"], segments=segments)
         exchange: Any = OneProcess(rank, held, landing)
@@ -108,7 +107,7 @@ def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> No
         context_length=options["context_length"],
         normalize_states=options["normalize_states"],
     )
-    gather = CpuGather(whole, context_length=options["context_length"], padding=options["padding"])
+    gather = cpu_gather(whole, options["context_length"], options["padding"])
     steps = data.draw(st.integers(1, 3))
     firsts = data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)]))
     compare(ranks, gather, firsts, steps, options)
@@ -161,7 +160,7 @@ def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> No
     }
     ranks = spread(frames, nodes, **options)
     whole = build_table(frames, context_length=span, frame_stack=stack)
-    gather = CpuGather(whole, context_length=span, padding=padding)
+    gather = cpu_gather(whole, context_length=span, padding=padding)
     compare(ranks, gather, (0, 2), 2, options)
 
 

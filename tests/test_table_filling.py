@@ -22,7 +22,7 @@ from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
 from gear_offline.tables.host_table import host_table
 from gear_offline.tables.table import Table, build_table
 from gear_offline.tables.table_filling import cut_pieces
-from tests.segment_oracle import MemoryTable, same_bits
+from tests.segment_oracle import MemoryTable, cpu_gather, same_bits
 from tests.support import ArraySource, make_dataset
 from tests.test_host_memory import line, python
 
@@ -276,20 +276,20 @@ dataset = open_dataset(sys.argv[1], verify=False)
 handle = HostHandle.from_json(json.loads(sys.argv[2]))
 table, block = host_table(dataset, context_length=5, gamma=0.5, share=handle)
 segments = make_sampler("uniform_steps", dataset).sample(1, 2, 1, 32)[0]
-windows = CpuGather(table, context_length=5).fill(segments)
+gather = CpuGather(table.groups, table.episodes.offsets, margin=table.margin, context_length=5)
+windows = gather.fill(segments)
 print(windows.buffers[0].numpy().tobytes().hex())
 """
 
 
 def test_one_table_for_two_processes(tmp_path: Path) -> None:
-    from gear_offline.kernels.gather import CpuGather
     from gear_offline.sampling import make_sampler
 
     dataset = make_dataset(tmp_path, LENGTHS)
     table, block = host_table(dataset, context_length=5, gamma=0.5, threads=2)
     assert_same(table, build_table(dataset, context_length=5, gamma=0.5))
     segments = make_sampler("uniform_steps", dataset).sample(1, 2, 1, 32)[0]
-    expected = CpuGather(table, context_length=5).fill(segments).buffers[0].numpy()
+    expected = cpu_gather(table, 5).fill(segments).buffers[0].numpy()
     text = json.dumps(block.handle().to_json())
     with python(ATTACH, str(tmp_path / "dataset"), text) as other:
         assert line(other).strip() == expected.tobytes().hex()

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.kernels.engine import DeviceEngine
-from gear_offline.kernels.gather import CpuGather
 from gear_offline.loaders.device_batches import make_batches
 from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
-from tests.kernels_on_cpu import compile_laws, on_cpu, place
+from tests.kernels_on_cpu import compile_laws, gpu_gather, on_cpu
+from tests.segment_oracle import cpu_gather
 from tests.task_support import join, make_parts
 
 SPAN, BATCH, STEPS = 5, 9, 12
@@ -52,12 +51,12 @@ def law_of(joint: JointDataset, points: list[TaskPoint]) -> Sampler:
 def test_batches_name_the_tasks_of_the_cpus_segments(library: Any, joint: JointDataset) -> None:
     law = law_of(joint, [])
     table = build_table(joint, context_length=SPAN)
-    gather = CpuGather(table, context_length=SPAN)
+    gather = cpu_gather(table, context_length=SPAN)
     bounds = torch.from_numpy(joint.first_episodes[1:-1].copy())
     seen: set[int] = set()
     with on_cpu(library):
-        engine = DeviceEngine(
-            place(table), law, seed=3, batch_size=BATCH, context_length=SPAN, padding="right"
+        engine = gpu_gather(
+            table, law, seed=3, batch_size=BATCH, context_length=SPAN, padding="right"
         )
         batches = make_batches(engine, padding="right", step=0, ahead=False, task_bounds=bounds)
         for step in range(STEPS):

@@ -22,7 +22,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import Segments, make_sampler
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 
 # segment: steps of the window, bytes of a row
@@ -121,8 +121,8 @@ def event_seconds(call: Callable[[], object], *, turns: int, calls: int) -> floa
 def _tier_row(
     memory: Any, tier: Any, size: int, span: int, row_bytes: int, turns: int
 ) -> dict[str, Any]:
-    from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.tables.placement import place_table
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.placement import group_addresses, place_table
 
     rows = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].reshape(-1, row_bytes // 4)
     steps = len(rows) - 2 * span
@@ -140,21 +140,23 @@ def _tier_row(
     )
     law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
-    engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=span)
+    engine = GpuGather(
+        group_addresses(placed),
+        placed.episodes.offsets,
+        device=placed.device,
+        draw=law.gpu,
+        seed=0,
+        batch_size=count,
+        context_length=span,
+        reads_host=placed.host_bytes > 0,
+    )
     drawn = law.sample(0, 0, 1, count)[0]
     whole = np.minimum(drawn.starts, lengths[0] - span)  # no padding: every byte is moved
-    named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()
-    known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
+    names = [drawn.episodes, whole, np.full(count, span), np.full(count, -1)]
+    named = torch.from_numpy(np.stack(names, axis=1)).cuda()
     windows = engine.allocate((count,))
 
-    def gather() -> None:
-        if by_copies:
-            engine.gather(known, out=windows)
-        else:
-            engine.gather_into(windows, named)
-
-    by_copies = bool(engine.long_stores)
-    seconds = event_seconds(gather, turns=turns, calls=2)
+    seconds = event_seconds(lambda: engine.gather_into(windows, named), turns=turns, calls=2)
     peer = _index_select(windows, size, turns) if tier == "hbm" else _bus(turns)
     speed = count * size / seconds / 1e9
     placed.close()
@@ -162,7 +164,6 @@ def _tier_row(
         "tier": tier,
         "segment_bytes": size,
         "segments": count,
-        "by": "copies" if by_copies else "loads",
         "gigabytes_per_second": speed,
         "all_gigabytes_per_second": speed * (size + 16 * (span + 1)) / size,
         "million_segments_per_second": count / seconds / 1e6,
@@ -173,8 +174,8 @@ def _tier_row(
 
 def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
     """The batch's bytes of steps as records and as columns, by kernels, from either tier."""
-    from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.tables.placement import place_table
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.placement import group_addresses, place_table
 
     found = []
     for tier in ("host", "hbm"):
@@ -201,7 +202,16 @@ def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
                 )
                 law = make_sampler("uniform_steps", placed.episodes)
                 count = min(LAUNCH_BYTES // (span * step_bytes), 1 << 17)
-                engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=span)
+                engine = GpuGather(
+                    group_addresses(placed),
+                    placed.episodes.offsets,
+                    device=placed.device,
+                    draw=law.gpu,
+                    seed=0,
+                    batch_size=count,
+                    context_length=span,
+                    reads_host=placed.host_bytes > 0,
+                )
                 fill = engine.static()
                 seconds = event_seconds(fill.enqueue, turns=turns, calls=2)
                 placed.close()

@@ -31,7 +31,7 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
 from gear_offline.runs.preparation import ModelSizes
-from gear_offline.sampling import Segments, make_sampler
+from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 from gear_offline.training.learner import Learner
 
@@ -96,8 +96,8 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any]:
     """Gather whole windows of single frames (`stored` is 1) or of ready-made stacks."""
-    from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.tables.placement import place_table
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.placement import group_addresses, place_table
 
     history, width = (LEAD, FRAME_BYTES) if stored == 1 else (0, stored * FRAME_BYTES)
     margin = CONTEXT + history
@@ -121,26 +121,27 @@ def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any
     law = make_sampler("uniform_steps", placed.episodes)
     delivered = (CONTEXT + history) * width
     count = LAUNCH_BYTES // delivered
-    engine = DeviceEngine(placed, law, seed=0, batch_size=count, context_length=CONTEXT)
+    engine = GpuGather(
+        group_addresses(placed),
+        placed.episodes.offsets,
+        device=placed.device,
+        draw=law.gpu,
+        seed=0,
+        batch_size=count,
+        context_length=CONTEXT,
+        reads_host=placed.host_bytes > 0,
+    )
     drawn = law.sample(0, 0, 1, count)[0]
     whole = np.clip(drawn.starts, history, EPISODE - CONTEXT)  # no padding: every byte is moved
-    known = Segments(episodes=drawn.episodes, starts=whole, probability=drawn.probability)
-    named = torch.from_numpy(np.stack([drawn.episodes, whole])).cuda()
+    names = [drawn.episodes, whole, np.full(count, CONTEXT), np.full(count, -1)]
+    named = torch.from_numpy(np.stack(names, axis=1)).cuda()
     windows = engine.allocate((count,))
-    by_copies = bool(engine.long_stores)
 
-    def gather() -> None:
-        if by_copies:
-            engine.gather(known, out=windows)
-        else:
-            engine.gather_into(windows, named)
-
-    seconds = event_seconds(gather, turns=turns, calls=2)
+    seconds = event_seconds(lambda: engine.gather_into(windows, named), turns=turns, calls=2)
     placed.close()
     return {
         "tier": tier,
         "stored": "single frames" if stored == 1 else f"stacks of {stored}",
-        "by": "copies" if by_copies else "loads",
         "windows": count,
         "window_bytes": delivered,
         "gigabytes_per_second": count * delivered / seconds / 1e9,

@@ -67,8 +67,8 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _row(world: World, device: torch.device, memory: Any, size: int, turns: int) -> dict[str, Any]:
-    from gear_offline.kernels.engine import DeviceEngine
-    from gear_offline.tables.placement import place_table
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.placement import group_addresses, place_table
 
     span, row_bytes = SEGMENTS[size]
     width = row_bytes // 4
@@ -80,7 +80,16 @@ def _row(world: World, device: torch.device, memory: Any, size: int, turns: int)
     placed = place_table(source, device=device, placement="peer", world=world)
     law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
-    engine = DeviceEngine(placed, law, seed=world.rank, batch_size=count, context_length=span)
+    engine = GpuGather(
+        group_addresses(placed),
+        placed.episodes.offsets,
+        device=placed.device,
+        draw=law.gpu,
+        seed=world.rank,
+        batch_size=count,
+        context_length=span,
+        reads_host=placed.host_bytes > 0,
+    )
     fill = engine.static()
     fill.enqueue()
     _check(fill.windows, rows, span, lengths)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.kernels.columns import ColumnGroup
-from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows
+from gear_offline.kernels.gather import CpuGather, Padding, Windows, convert_rows, real_steps
 from gear_offline.sampling import Segments
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.disk_files import DiskFile
@@ -37,7 +37,7 @@ from gear_offline.tables.gather_ahead import GatherAhead
 from gear_offline.tables.joint import tasks_of
 from gear_offline.tables.joint_disk import open_shards
 from gear_offline.tables.read_plan import Int64Array, Needs, ReadPlan
-from gear_offline.tables.table import GroupPlan
+from gear_offline.tables.table import GroupPlan, Table
 from gear_offline.tables.window_reader import Chosen, WindowReader
 
 Array = npt.NDArray[Any]
@@ -54,7 +54,10 @@ class SlotGather(CpuGather):
 
     at: Int64Array
 
-    def _owned(self, group: ColumnGroup, out: Tensor, view: Tensor, first: Int64Array) -> None:
+    def __init__(self, table: Table, **options: Any) -> None:
+        super().__init__(table.groups, table.episodes.offsets, margin=table.margin, **options)
+
+    def _copy(self, group: ColumnGroup, view: Tensor, rows: Int64Array, out: Tensor) -> None:
         """Copy windows from their slots, whatever their steps.
 
         In one call without the interpreter's lock.  Threads that share the work, each asking for
@@ -230,12 +233,12 @@ class DiskGather:
         Raises
         ------
         InputError
-            ``SEGMENT_RANGE``; what `fill_steps` raises.
+            ``SELECTION``; what `fill_steps` raises.
         """
         self._reader.check()
         index, span = self.table.episodes, self._context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
-        real = self._gather.real_steps(episodes, starts)
+        real = real_steps(segments, index.lengths, span)
         low = index.offsets[episodes] + starts
         groups = [
             ColumnGroup(
@@ -284,11 +287,11 @@ def _gathered(
     """Gather steps from their slots, and let go of these."""
     held = reader.take(first_step, steps)
     gather.at = held.slots
-    shape, index = (steps, share), gather.table.episodes
+    shape = steps, share
     # As they were drawn when the plan was made; no gather asks for the probability.
     segments = Segments(
         episodes=held.episode.reshape(shape),
-        starts=(held.low - index.offsets[held.episode]).reshape(shape),
+        starts=(held.low - gather.offsets[held.episode]).reshape(shape),
         probability=np.broadcast_to(np.float64(0), shape),
     )
     found = gather.fill(segments)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.columns import ColumnGroup
+from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.tables.device_memory import CudaMemory, Memory
 from gear_offline.tables.placement_plan import Placement, decide, episode_weights
 from gear_offline.tables.table import Table
@@ -302,3 +302,8 @@ def _runs(chosen: BoolArray) -> Iterator[tuple[int, int]]:
     """Yield runs ``[first, last)`` of consecutive chosen episodes."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def group_addresses(placed: PlacedTable) -> list[GroupAddresses]:
+    """Return where the GPU's gather finds the rows."""
+    return [GroupAddresses(group=each.group, addresses=each.addresses) for each in placed.groups]

@@ -155,7 +155,7 @@ class Learner:
         if self.graph_reason:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
-        return f", one CUDA graph a step, {engine.placed.reason if engine else ''}"
+        return f", one CUDA graph a step, {engine.held.reason if engine else ''}"
 
     @property
     def data_wait_share(self) -> float:

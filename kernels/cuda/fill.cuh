@@ -1,8 +1,8 @@
 // From (seed, step) to a finished batch: select segments, copy or cast their rows, write the rest.
 //
-// The work is cut into tasks: a task is one piece of one store's window of one segment, or the
-// timesteps, mask and name of a segment.  A group of lanes does a task; every lane draws the
-// segment itself, which is cheaper than handing it over, so lanes never wait for each other.
+// The work is cut into tasks: a task is one piece of one column group's window of one segment, or
+// the timesteps, mask and name of a segment.  Some lanes do a task; every lane draws the segment
+// itself, which is cheaper than handing it over, so lanes never wait for each other.
 //
 // B segments a step, K steps of a window, E episodes.  All sizes are 64-bit.
 #pragma once
@@ -11,11 +11,11 @@
 namespace gear {
 
 enum Type { COPY = 0, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64 };
-enum { MAX_STORES = 24, SELECTION_STREAM = 0 };
+enum { MAX_GROUPS = 24, SELECTION_STREAM = 0 };
 
-struct Store {
+struct Group {
     const i64* addresses;   // (E,) of each episode's first row
-    unsigned char* out;     // (segments, K + lead, row in the batch)
+    unsigned char* out;     // (segments, K + history, row in the batch)
     i64 row_bytes;          // of the source
     i64 unit;               // bytes moved at once by a lane: 16, 8, 4, 2 or 1; divides the row
     i64 width;              // elements of a row
@@ -25,7 +25,8 @@ struct Store {
     const double* divisor;  // (width,)
     i64 pieces;             // tasks of a window
     i64 piece;              // units (copy) or elements (cast) of a task
-    i64 lead;               // rows in front of a window: those before it in the episode, or zeros
+    i64 history;            // rows in front of a window: those before it in the episode, or zeros
+    const char* landing;    // first landing row: rows that came from other nodes
 };
 
 struct Job {
@@ -39,17 +40,17 @@ struct Job {
     i64 episodes;           // E
     i64 steps;              // of the table
     const u64* thresholds;  // (E,) of a weighted law: episode e where thresholds[e - 1] <= draw
-    const i64* chosen_episodes;  // (segments,) of a CHOSEN law
-    const i64* chosen_starts;
-    const i64* chosen_lengths;  // steps of each window at most, or null
+    const i64* chosen;      // (segments, 4) of a CHOSEN law: episode, start, steps of the window at
+                            // most, and the landing row of the start or -1
+    i64 ring;               // steps that `chosen` has segments of: step s is entry s % ring; or 0
     i64 per_step;           // B
     i64 first_slot;         // of this rank in the global batch
     i64 segments;           // B times the steps of this launch
     i64 span;               // K
     i64 left;               // padding on the left
     i64 tasks;              // of a segment
-    i64 stores;
-    i64 group;              // segments of a warp, where windows are short and many
+    i64 groups;
+    i64 per_warp;           // segments of a warp, where windows are short and many
     i64* timesteps;         // (segments, K)
     i64* mask;              // (segments, K)
     i64* names;             // (segments, 2)
@@ -58,11 +59,12 @@ struct Job {
     i64 whole;              // slots of the global batch
     double* chances;        // (segments,) or null: the probability of each segment in its slot
     Rule rule;              // of laws.cuh
-    Store store[MAX_STORES];
+    Group group[MAX_GROUPS];
 };
 
 struct Segment {
     i64 episode, start, real;
+    i64 landing = -1;  // row of the start among the landing rows, or -1: the episode's own
 };
 
 // First i in [low, high] whose successor lies beyond `value`: table[i] <= value < table[i + 1].
@@ -90,27 +92,27 @@ GEAR_CODE i64 first_above(const u64* table, i64 count, u64 value) {
     return low;
 }
 
-// The laws of kernels that draw with few registers; laws.cuh has all of them.
-GEAR_CODE Segment choose_plain(const Job& job, u64 first_step, i64 segment) {
-    Segment found;
-    if (job.law == CHOSEN) {
-        found.episode = job.chosen_episodes[segment];
-        found.start = job.chosen_starts[segment];
-        bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
-        i64 left = known ? job.offsets[found.episode + 1] - job.offsets[found.episode] - found.start
-                         : 0;
-        if (left < 1) {  // an empty window instead of memory that is not ours
-            *job.wrong = segment + 1;
-            found.real = 0;
-        } else {
-            found.real = left < job.span ? left : job.span;
-            if (job.chosen_lengths) {
-                i64 most = job.chosen_lengths[segment] > 1 ? job.chosen_lengths[segment] : 1;
-                found.real = found.real < most ? found.real : most;
-            }
-        }
+// A segment that the host has drawn.
+GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
+    i64 entry = job.ring ? (i64)(first_step % (u64)job.ring) * job.per_step + segment : segment;
+    const i64* name = job.chosen + 4 * entry;
+    Segment found = {name[0], name[1], 0, name[3]};
+    bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
+    i64 left = known ? job.offsets[found.episode + 1] - job.offsets[found.episode] - found.start : 0;
+    if (left < 1) {  // an empty window instead of memory that is not ours
+        *job.wrong = segment + 1;
         return found;
     }
+    i64 most = name[2] > 1 ? name[2] : 1;
+    most = most < job.span ? most : job.span;
+    found.real = left < most ? left : most;
+    return found;
+}
+
+// The laws of kernels that draw with few registers; laws.cuh has all of them.
+GEAR_CODE Segment choose_plain(const Job& job, u64 first_step, i64 segment) {
+    if (job.law == CHOSEN) return choose_named(job, first_step, segment);
+    Segment found;
     u64 ahead = (u64)(segment / job.per_step);
     Draws draws = draw(job.seed, SELECTION_STREAM, first_step + ahead,
                        (u32)(segment - (i64)ahead * job.per_step + job.first_slot));
@@ -186,34 +188,40 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
     }
 }
 
-// Where the episode's rows lie in a window of job.span + store.lead rows, and the first of them.
+// Where the row of a segment's first step is.
+GEAR_CODE const char* first_row(const Group& group, const Segment& segment) {
+    return segment.landing < 0
+               ? (const char*)group.addresses[segment.episode] + segment.start * group.row_bytes
+               : group.landing + segment.landing * group.row_bytes;
+}
+
+// Where the episode's rows lie in a window of job.span + group.history rows, and the first of them.
 struct Extent {
     i64 low, high;  // rows
     const char* from;
 };
 
-GEAR_CODE Extent extent(const Job& job, const Store& store, const Segment& segment) {
+GEAR_CODE Extent extent(const Job& job, const Group& group, const Segment& segment) {
     Extent found = {0, 0, (const char*)0};
     if (segment.real == 0) return found;
-    i64 ahead = segment.start < store.lead ? segment.start : store.lead;
-    found.low = store.lead - ahead + (job.left ? job.span - segment.real : 0);
+    i64 ahead = segment.start < group.history ? segment.start : group.history;
+    found.low = group.history - ahead + (job.left ? job.span - segment.real : 0);
     found.high = found.low + ahead + segment.real;
-    found.from = (const char*)store.addresses[segment.episode] +
-                 (segment.start - ahead) * store.row_bytes;
+    found.from = first_row(group, segment) - ahead * group.row_bytes;
     return found;
 }
 
 template <int LANES>
-GEAR_CODE void copy_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
+GEAR_CODE void copy_rows(const Job& job, const Group& group, const Segment& segment, i64 number,
                          i64 piece, int lane) {
-    i64 row = store.row_bytes / store.unit, all = (job.span + store.lead) * row;
-    i64 begin = piece * store.piece;
-    i64 end = begin + store.piece < all ? begin + store.piece : all;
-    Extent rows = extent(job, store, segment);
+    i64 row = group.row_bytes / group.unit, all = (job.span + group.history) * row;
+    i64 begin = piece * group.piece;
+    i64 end = begin + group.piece < all ? begin + group.piece : all;
+    Extent rows = extent(job, group, segment);
     i64 low = rows.low * row, high = rows.high * row;
     const char* from = rows.from;
-    unsigned char* to = store.out + number * all * store.unit;
-    switch (store.unit) {
+    unsigned char* to = group.out + number * all * group.unit;
+    switch (group.unit) {
         case 16:
             copy_piece<Unit16, LANES>((const Unit16*)from, (Unit16*)to, begin, end, low, high, lane);
             break;
@@ -252,50 +260,50 @@ GEAR_CODE float half_to_float(unsigned short bits) {  // exact
 
 // One rounding, as gear_offline.tables.fields.convert: normalised in float64, or cast directly.
 template <typename Source>
-GEAR_CODE void cast_one(const Store& store, Source value, i64 column, i64 at) {
-    if (store.to_int64)
-        ((i64*)store.out)[at] = (i64)value;
-    else if (store.mean)
-        ((float*)store.out)[at] =
-            (float)(((double)value - store.mean[column]) / store.divisor[column]);
+GEAR_CODE void cast_one(const Group& group, Source value, i64 column, i64 at) {
+    if (group.to_int64)
+        ((i64*)group.out)[at] = (i64)value;
+    else if (group.mean)
+        ((float*)group.out)[at] =
+            (float)(((double)value - group.mean[column]) / group.divisor[column]);
     else
-        ((float*)store.out)[at] = (float)value;
+        ((float*)group.out)[at] = (float)value;
 }
 
-GEAR_CODE void cast_element(const Store& store, const char* from, i64 index, i64 column, i64 at) {
-    switch (store.source) {
+GEAR_CODE void cast_element(const Group& group, const char* from, i64 index, i64 column, i64 at) {
+    switch (group.source) {
         case F16:
-            cast_one(store, half_to_float(((const unsigned short*)from)[index]), column, at);
+            cast_one(group, half_to_float(((const unsigned short*)from)[index]), column, at);
             break;
-        case F32: cast_one(store, ((const float*)from)[index], column, at); break;
-        case F64: cast_one(store, ((const double*)from)[index], column, at); break;
-        case I8: cast_one(store, ((const signed char*)from)[index], column, at); break;
-        case I16: cast_one(store, ((const short*)from)[index], column, at); break;
-        case I32: cast_one(store, ((const int*)from)[index], column, at); break;
-        case I64: cast_one(store, ((const i64*)from)[index], column, at); break;
-        case U8: cast_one(store, ((const unsigned char*)from)[index], column, at); break;
-        case U16: cast_one(store, ((const unsigned short*)from)[index], column, at); break;
-        case U32: cast_one(store, ((const u32*)from)[index], column, at); break;
-        default: cast_one(store, ((const u64*)from)[index], column, at);
+        case F32: cast_one(group, ((const float*)from)[index], column, at); break;
+        case F64: cast_one(group, ((const double*)from)[index], column, at); break;
+        case I8: cast_one(group, ((const signed char*)from)[index], column, at); break;
+        case I16: cast_one(group, ((const short*)from)[index], column, at); break;
+        case I32: cast_one(group, ((const int*)from)[index], column, at); break;
+        case I64: cast_one(group, ((const i64*)from)[index], column, at); break;
+        case U8: cast_one(group, ((const unsigned char*)from)[index], column, at); break;
+        case U16: cast_one(group, ((const unsigned short*)from)[index], column, at); break;
+        case U32: cast_one(group, ((const u32*)from)[index], column, at); break;
+        default: cast_one(group, ((const u64*)from)[index], column, at);
     }
 }
 
 template <int LANES>
-GEAR_CODE void cast_rows(const Job& job, const Store& store, const Segment& segment, i64 number,
+GEAR_CODE void cast_rows(const Job& job, const Group& group, const Segment& segment, i64 number,
                          i64 piece, int lane) {
-    i64 all = (job.span + store.lead) * store.width, base = number * all;
-    i64 begin = piece * store.piece;
-    i64 end = begin + store.piece < all ? begin + store.piece : all;
-    Extent rows = extent(job, store, segment);
-    i64 low = rows.low * store.width, high = rows.high * store.width;
+    i64 all = (job.span + group.history) * group.width, base = number * all;
+    i64 begin = piece * group.piece;
+    i64 end = begin + group.piece < all ? begin + group.piece : all;
+    Extent rows = extent(job, group, segment);
+    i64 low = rows.low * group.width, high = rows.high * group.width;
     const char* from = rows.from;
     for (i64 at = begin + lane; at < end; at += LANES) {
         if (at >= low && at < high)
-            cast_element(store, from, at - low, at % store.width, base + at);
-        else if (store.to_int64)
-            ((i64*)store.out)[base + at] = 0;
+            cast_element(group, from, at - low, at % group.width, base + at);
+        else if (group.to_int64)
+            ((i64*)group.out)[base + at] = 0;
         else
-            ((float*)store.out)[base + at] = 0.0f;
+            ((float*)group.out)[base + at] = 0.0f;
     }
 }
 
@@ -317,16 +325,16 @@ template <typename Law, int LANES>
 GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
     i64 number = task / job.tasks, part = task - number * job.tasks;
     Segment segment = Law::choose(job, first_step, number);
-    for (i64 s = 0; s < job.stores; ++s) {
-        const Store& store = job.store[s];
-        if (part < store.pieces) {
-            if (store.source == COPY)
-                copy_rows<LANES>(job, store, segment, number, part, lane);
+    for (i64 s = 0; s < job.groups; ++s) {
+        const Group& group = job.group[s];
+        if (part < group.pieces) {
+            if (group.source == COPY)
+                copy_rows<LANES>(job, group, segment, number, part, lane);
             else
-                cast_rows<LANES>(job, store, segment, number, part, lane);
+                cast_rows<LANES>(job, group, segment, number, part, lane);
             return;
         }
-        part -= store.pieces;
+        part -= group.pieces;
     }
     name_segment<LANES>(job, segment, number, lane);
     if (lane == 0) Law::note(job, first_step, number, segment);

@@ -30,9 +30,9 @@ GEAR_CODE u64 read_step(const Job& job) {
 template <typename Law, int LANES>
 GEAR_CODE void run(const Job& job) {
     u64 step = read_step(job);
-    i64 groups = (i64)gridDim.x * (blockDim.x / LANES), tasks = job.segments * job.tasks;
+    i64 stride = (i64)gridDim.x * (blockDim.x / LANES), tasks = job.segments * job.tasks;
     i64 first = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
-    for (i64 task = first; task < tasks; task += groups)
+    for (i64 task = first; task < tasks; task += stride)
         run_task<Law, LANES>(job, step, task, threadIdx.x % LANES);
 }
 
@@ -40,11 +40,11 @@ GEAR_CODE void run(const Job& job) {
 // side, so lanes are never idle however short a window is.  Lane i holds the address and the real
 // steps of segment i.
 template <typename Unit>
-GEAR_CODE void copy_run(const Job& job, const Store& store, i64 base, int count, u64 address,
+GEAR_CODE void copy_run(const Job& job, const Group& group, i64 base, int count, u64 address,
                         int real, int lane) {
-    int row = (int)(store.row_bytes / store.unit), wide = (int)job.span * row;
+    int row = (int)(group.row_bytes / group.unit), wide = (int)job.span * row;
     int all = count * wide, number = lane / wide, at = lane - number * wide;
-    Unit* out = (Unit*)store.out + base * wide;
+    Unit* out = (Unit*)group.out + base * wide;
     for (int first = 0; first < all; first += 32 * IN_FLIGHT) {
         Unit found[IN_FLIGHT];
 #pragma unroll
@@ -93,30 +93,28 @@ GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine
     }
 }
 
-// For many short windows without leads: a warp takes `group` segments (up to 32), each drawn by a lane of its
-// own, so that the chain of loads behind a draw is waited for once for all of them.
+// For many short windows without a history: a warp takes `per_warp` segments (up to 32), each drawn
+// by a lane of its own, so that the chain of loads behind a draw is waited for once for all of them.
 template <typename Law>
 GEAR_CODE void run_many(const Job& job) {
     u64 step = read_step(job);
-    int lane = threadIdx.x % 32, group = (int)job.group;
+    int lane = threadIdx.x % 32, per_warp = (int)job.per_warp;
     i64 warps = (i64)gridDim.x * (blockDim.x / 32);
     i64 warp = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    for (i64 base = warp * group; base < job.segments; base += warps * group) {
-        int count = job.segments - base < group ? (int)(job.segments - base) : group;
+    for (i64 base = warp * per_warp; base < job.segments; base += warps * per_warp) {
+        int count = job.segments - base < per_warp ? (int)(job.segments - base) : per_warp;
         Segment mine = {0, 0, 0};
         if (lane < count) mine = Law::choose(job, step, base + lane);
-        for (i64 s = 0; s < job.stores; ++s) {
-            const Store& store = job.store[s];
-            u64 address = mine.real ? (u64)store.addresses[mine.episode] +
-                                          (u64)(mine.start * store.row_bytes)
-                                    : 0;
+        for (i64 s = 0; s < job.groups; ++s) {
+            const Group& group = job.group[s];
+            u64 address = mine.real ? (u64)first_row(group, mine) : 0;
             int real = (int)mine.real;
-            if (store.unit == 16)
-                copy_run<Unit16>(job, store, base, count, address, real, lane);
-            else if (store.unit == 8)
-                copy_run<u64>(job, store, base, count, address, real, lane);
+            if (group.unit == 16)
+                copy_run<Unit16>(job, group, base, count, address, real, lane);
+            else if (group.unit == 8)
+                copy_run<u64>(job, group, base, count, address, real, lane);
             else
-                copy_run<u32>(job, store, base, count, address, real, lane);
+                copy_run<u32>(job, group, base, count, address, real, lane);
         }
         name_run(job, base, count, mine, lane);
         if (lane < count) Law::note(job, step, base + lane, mine);

@@ -1,0 +1,467 @@
+"""The GPU's gather: one launch from (seed, step) to finished batches, wherever the rows lie.
+
+An address for each episode and column group is all that the kernel knows of where rows are: in its
+own memory, in another GPU's, in pinned host memory.  `kernels.gather` is the reference; both give
+the same bits.  Nothing here waits for the GPU, unless it says so.
+
+Shape legend: B segments a step, K steps of a window, E episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.arrays import DeviceArrays
+from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
+from gear_offline.kernels.cuda_module import Function, Parameters, load
+from gear_offline.kernels.draws import Draw
+from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
+from gear_offline.kernels.rules import (
+    CHOSEN,
+    PLAIN,
+    RULE,
+    WEIGHTED_EPISODES,
+    describe_rule,
+    law_number,
+)
+from gear_offline.kernels.segments import Segments
+
+THREADS = 256
+BLOCKS_PER_SM = 8  # more only waits
+KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
+MANY = "many"
+FILL, LAWS = "fill", "laws"  # sources: the plain laws; all of them, and probabilities
+LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
+
+MAX_GROUPS: Final = 24
+COPY_PIECE_BYTES: Final = 4096  # of a task: one warp with 8 loads of 16 bytes a lane
+CAST_PIECE: Final = 1024  # elements of a task
+
+# `Group` and `Job` of cuda/fill.cuh
+_GROUP_NAMES = (
+    *("addresses", "out", "row_bytes", "unit", "width", "source", "to_int64"),
+    *("mean", "divisor", "pieces", "piece", "history", "landing"),
+)
+_JOB_NAMES = (
+    *("seed", "counter", "first_step", "law", "offsets", "guide", "shift", "episodes", "steps"),
+    *("thresholds", "chosen", "ring", "per_step", "first_slot", "segments", "span", "left"),
+    *("tasks", "groups", "per_warp", "timesteps", "mask", "names", "ticket", "wrong"),
+    *("whole", "chances"),
+)
+GROUP = np.dtype([(name, np.uint64) for name in _GROUP_NAMES])
+JOB = np.dtype(
+    [
+        *((name, np.uint64) for name in _JOB_NAMES),
+        ("rule", RULE),
+        ("group", GROUP, (MAX_GROUPS,)),
+    ]
+)
+COPY = 0
+_FLOATS = ("float16", "float32", "float64")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+TYPES: Final = {np.dtype(name): i for i, name in enumerate((*_FLOATS, *_INTEGERS), 1)}
+TYPES[np.dtype(np.bool_)] = TYPES[np.dtype(np.uint8)]  # bytes 0 and 1
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class GpuGather:
+    """Fills windows on a GPU.
+
+    Parameters
+    ----------
+    groups
+        Where the rows lie.
+    offsets
+        (E + 1,) int64: first step of every episode of the dataset, and the number of steps.
+    device
+        The GPU.
+    context_length, padding
+        K, and the side on which windows are filled up with zeros.
+    batch_size
+        B, segments of a step.
+    draw
+        How the GPU draws segments; None: the host names all of them.
+    drawn_from
+        As `offsets`, of the episodes that are drawn from: all, or the first ones.
+    seed, first_slot, global_batch
+        Of those draws: `batch_size` slots from `first_slot` on of the global batch, by default up
+        to its last one.
+    reads_host
+        Whether some rows lie in host memory.
+    held
+        Kept alive: what owns the memory that addresses point to.
+
+    Raises
+    ------
+    UnavailableError
+        ``PACKAGE_MISSING`` (CuPy), ``DEVICE`` (too old a GPU, or a cast that kernels do not have).
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupAddresses],
+        offsets: Int64Array,
+        *,
+        device: torch.device,
+        context_length: int,
+        batch_size: int,
+        padding: Padding = "right",
+        draw: Draw | None = None,
+        drawn_from: Int64Array | None = None,
+        seed: int = 0,
+        first_slot: int = 0,
+        global_batch: int | None = None,
+        reads_host: bool = False,
+        held: Any = None,
+    ) -> None:
+        law = CHOSEN if draw is None else law_number(draw)
+        self.groups, self.device = tuple(each.group for each in groups), device
+        self.batch_size, self.context_length, self.padding = batch_size, context_length, padding
+        self.lengths, self.reads_host, self.held = np.diff(offsets), reads_host, held
+        self.draws = draw is not None
+        self._kernels: dict[str, Function] = {}
+        self._load(FILL)
+        self._arrays = DeviceArrays(device)  # what addresses in the job point to
+        guide, shift = self._arrays.guide(offsets)
+        self._job = describe_job(
+            [self._describe(each) for each in groups],
+            seed=seed,
+            law=law,
+            offsets=self._arrays.keep(offsets),
+            guide=guide,
+            shift=shift,
+            episodes=len(self.lengths),
+            steps=int(offsets[-1]),
+            per_step=batch_size,
+            first_slot=first_slot,
+            whole=global_batch or first_slot + batch_size,
+            span=context_length,
+            left=int(padding == "left"),
+        )
+        self._source = FILL if law in (CHOSEN, *PLAIN) else LAWS
+        if draw is not None:
+            self._tell_draw(draw, offsets if drawn_from is None else drawn_from)
+        self._ticket = torch.zeros(2, dtype=torch.int64, device=device)
+        self._job["ticket"] = self._ticket.data_ptr()
+        self._job["wrong"] = self._ticket.data_ptr() + 8
+        self._lanes = self._lanes_of()
+        self._row_sum = sum(group.row_bytes for group in self.groups)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_blocks = BLOCKS_PER_SM * processors
+
+    def fill(self, *, first_step: int, steps: int) -> Windows:
+        """Return the windows that the GPU draws in consecutive steps, (steps, B, K, ...).
+
+        One launch on torch's current stream, into new memory.
+        """
+        assert self.draws, "the host names the segments"
+        windows = self.allocate((steps, self.batch_size))
+        job = self._job.copy()
+        job["first_step"] = first_step
+        self._launch(job, windows, source=self._source)
+        return windows
+
+    def gather(
+        self,
+        segments: Segments,
+        landing: Int64Array | None = None,
+        *,
+        out: Windows | None = None,
+    ) -> Windows:
+        """Return the windows of named segments, of any leading shape; in `out` if given.
+
+        `landing` is that of `gear_offline.kernels.gather.CpuGather.fill`, and so are the errors.
+        """
+        real_steps(segments, self.lengths, self.context_length)
+        named = torch.empty(
+            (segments.episodes.size, 4), dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )
+        write_names(named.numpy(), segments, landing, span=self.context_length)
+        windows = self.allocate(segments.shape) if out is None else out
+        self.gather_into(windows, named.to(self.device, non_blocking=True))
+        return windows
+
+    def gather_into(self, windows: Windows, named: Tensor) -> None:
+        """As `gather`, of (n, 4) int64 rows of `write_names` on the device, into given memory.
+
+        Segments that are not in the dataset give zeros, and are remembered: see `check`.
+        """
+        job = self._job.copy()
+        job["law"], job["episodes"] = CHOSEN, len(self.lengths)
+        job["chosen"] = named.data_ptr()
+        self._launch(job, windows)
+
+    def check(self) -> None:
+        """Wait for the GPU, and raise ``SELECTION`` if a segment was not in the dataset."""
+        wrong = int(self._ticket[1])
+        if wrong:
+            self._ticket[1] = 0
+            raise InputError(
+                "SELECTION",
+                f"segment {wrong - 1} of a gather begins outside the dataset",
+                remedy="use episodes of the dataset and starts below their lengths",
+            )
+
+    def allocate(self, shape: tuple[int, ...]) -> Windows:
+        """Return uninitialised windows of leading shape `shape`."""
+        span = self.context_length
+
+        def empty(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.empty((*shape, *size), dtype=dtype, device=self.device)
+
+        return Windows(
+            buffers=tuple(
+                empty(span + group.history, group.width, dtype=torch_dtype(group.final_dtype))
+                for group in self.groups
+            ),
+            fields=tuple(group.fields for group in self.groups),
+            timesteps=empty(span),
+            attention_mask=empty(span),
+            segments=empty(2),
+        )
+
+    def static(
+        self, *, chances: bool = False, windows: Windows | None = None, ring: int = 0
+    ) -> StaticFill:
+        """Return a fill of one step with memory and a step counter of its own.
+
+        With `chances` it also writes the probability of each segment.  It fills `windows`, of the
+        layout of `allocate`, if given.  With `ring` the host names the segments of each step, up
+        to so many steps ahead: `StaticFill.name`.
+        """
+        return StaticFill(self, chances=chances, windows=windows, ring=ring)
+
+    def _tell_draw(self, draw: Draw, offsets: Int64Array) -> None:
+        """Describe to the kernels how segments are drawn from episodes at `offsets`."""
+        self._load(self._source)  # before masses move, which stay where they are
+        self._job["rule"] = rule = describe_rule(
+            draw,
+            offsets,
+            arrays=self._arrays,
+            make_tree=lambda masses: masses.on_device(self.device).tree,
+        )
+        if rule["law"] == WEIGHTED_EPISODES:  # as the plain kernels find it
+            self._job["thresholds"], self._job["episodes"] = rule["thresholds"], rule["size"]
+
+    def _load(self, source: str) -> None:
+        names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
+        self._kernels |= load(f"{source}.cu", names, device=self.device.index or 0)
+
+    def _describe(self, placed: GroupAddresses) -> Any:
+        field, moments = placed.group.fields[0], (0, 0)
+        if field.mean is not None and field.divisor is not None:
+            moments = (self._arrays.keep(field.mean), self._arrays.keep(field.divisor))
+        return describe_group(
+            placed.group,
+            addresses=self._arrays.keep(placed.addresses),
+            landing=placed.landing,
+            moments=moments,
+            span=self.context_length,
+        )
+
+    def _lanes_of(self) -> int:
+        """Threads of a task: no more than have something to do in the largest one."""
+        busiest = 1
+        for row in self._job["group"][0, : int(self._job["groups"][0])]:
+            size = self.context_length * int(row["row_bytes"]) // int(row["unit"])
+            busiest = max(busiest, min(size, int(row["piece"])))
+        return next((lanes for lanes in KERNELS if busiest <= lanes), 32)
+
+    def _fix(self, job: npt.NDArray[Any], windows: Windows) -> tuple[str, int]:
+        """Write the outputs into the job; return the kernel and how many blocks it takes."""
+        job["timesteps"] = windows.timesteps.data_ptr()
+        job["mask"] = windows.attention_mask.data_ptr()
+        job["names"] = windows.segments.data_ptr()
+        for number, buffer in enumerate(windows.buffers):
+            job["group"]["out"][0, number] = buffer.data_ptr()
+        count = windows.segments.numel() // 2
+        per_warp = 0
+        if self._row_sum * self.context_length <= LONG_BYTES or not self.reads_host:
+            warps = self._most_blocks * THREADS // 32
+            per_warp = segments_per_warp(job, segments=count, warps=warps)
+        job["segments"], job["per_warp"] = count, per_warp
+        if per_warp:
+            return MANY, min(-(-count // (per_warp * (THREADS // 32))), self._most_blocks)
+        teams = THREADS // self._lanes
+        blocks = min(-(-count * int(job["tasks"][0]) // teams), self._most_blocks)
+        return KERNELS[self._lanes], blocks
+
+    def _launch(self, job: npt.NDArray[Any], windows: Windows, *, source: str = FILL) -> None:
+        kernel, blocks = self._fix(job, windows)
+        if blocks:
+            self._enqueue(f"{source}_{kernel}", blocks, Parameters(job.ctypes.data))
+
+    def _enqueue(self, kernel: str, blocks: int, parameters: Parameters) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._kernels[kernel].launch(blocks, THREADS, stream, parameters)
+
+
+class StaticFill:
+    """One step's windows in memory that stays, filled for the step that a counter on the GPU says.
+
+    Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
+    of it takes the next step.  Segments that the host draws are in a ring in pinned memory, which
+    the kernel reads at the place of its step.
+
+    Attributes
+    ----------
+    windows
+        (B, K, ...), overwritten by each fill.
+    chances
+        (B,) float64, the probability of each segment in its slot; None if not asked for.
+    counter
+        (1,) int64, the step that the next fill takes.
+    ring
+        Steps that can be named ahead; 0 where the GPU draws by itself.
+    """
+
+    def __init__(
+        self,
+        engine: GpuGather,
+        *,
+        chances: bool = False,
+        windows: Windows | None = None,
+        ring: int = 0,
+    ) -> None:
+        self._engine, self.ring = engine, ring
+        self.windows = engine.allocate((engine.batch_size,)) if windows is None else windows
+        self.chances: Tensor | None = None
+        # counter, and tickets of its own: two of these may run on two streams
+        self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
+        self._job = engine._job.copy()
+        self._job["counter"] = self._state.data_ptr()
+        self._job["ticket"] = self._state.data_ptr() + 8
+        self._job["wrong"] = self._state.data_ptr() + 16
+        self.counter = self._state[:1]
+        source = engine._source
+        if ring:
+            self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.batch_size, 1)
+            if engine.device.type == "cuda":
+                self._names = self._names.pin_memory()  # the GPU knows it by the same address
+            self._job["law"], self._job["episodes"] = CHOSEN, len(engine.lengths)
+            self._job["chosen"], self._job["ring"] = self._names.data_ptr(), ring
+            source = FILL
+        elif chances:
+            self.chances = torch.empty(engine.batch_size, dtype=torch.float64, device=engine.device)
+            self._job["chances"], source = self.chances.data_ptr(), LAWS
+            engine._load(LAWS)
+        kernel, self._blocks = engine._fix(self._job, self.windows)
+        self._kernel = f"{source}_{kernel}"
+        self._parameters = Parameters(self._job.ctypes.data)
+
+    def limit_blocks(self, blocks: int) -> None:
+        """Leave multiprocessors to what runs beside this."""
+        self._blocks = min(self._blocks, blocks)
+
+    def set_step(self, step: int) -> None:
+        """Make `step` the next one, in the order of torch's current stream."""
+        self.counter.fill_(step)
+
+    def name(self, first_step: int, segments: Segments, landing: Int64Array | None = None) -> None:
+        """Name the (steps, B) segments of consecutive steps; no fill may still read their entries.
+
+        `landing` is that of `gear_offline.kernels.gather.CpuGather.fill`.
+        """
+        entries = (first_step + np.arange(segments.shape[0])) % self.ring
+        named = np.empty((*segments.shape, 4), np.int64)
+        write_names(named.reshape(-1, 4), segments, landing, span=self._engine.context_length)
+        self._names.numpy()[entries] = named
+
+    def enqueue(self) -> None:
+        """Fill the windows of the counter's step and advance it by one."""
+        self._engine._enqueue(self._kernel, self._blocks, self._parameters)
+
+
+def write_names(
+    out: Int64Array, segments: Segments, landing: Int64Array | None, *, span: int
+) -> None:
+    """Write (n, 4) rows: episode, start, steps of the window at most, landing row or -1."""
+    out[:, 0], out[:, 1] = segments.episodes.reshape(-1), segments.starts.reshape(-1)
+    out[:, 2] = span if segments.lengths is None else segments.lengths.reshape(-1)
+    out[:, 3] = -1 if landing is None else landing.reshape(-1)
+
+
+def describe_group(
+    group: ColumnGroup, *, addresses: int, moments: tuple[int, int], span: int, landing: int = 0
+) -> Any:
+    """Return the `GROUP` row of a column group; `out` is set for each launch.
+
+    Parameters
+    ----------
+    group
+        dtype, width and fields; its rows may be empty.
+    addresses
+        Device address of the (E,) addresses of episodes.
+    moments
+        Device addresses of mean and divisor, (width,) float64; zeros for none.
+    span
+        K, without the group's history.
+    landing
+        Address of the first landing row.
+    """
+    row_bytes = group.row_bytes
+    row = np.zeros((), GROUP)
+    row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, group.width
+    row["mean"], row["divisor"] = moments
+    row["history"], row["landing"] = group.history, landing
+    span += group.history
+    row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
+    if group.is_final:
+        row["source"], row["piece"] = COPY, max(COPY_PIECE_BYTES // unit, 1)
+        row["pieces"] = -(-span * row_bytes // unit // int(row["piece"]))
+        return row
+    final = group.final_dtype
+    if group.dtype not in TYPES or final not in (np.dtype(np.float32), np.dtype(np.int64)):
+        raise UnavailableError(
+            "DEVICE",
+            f"{group.fields[0].name}: no cast from {group.dtype} to {final} on the GPU",
+            remedy="use engine='off'",
+        )
+    row["source"], row["to_int64"] = TYPES[group.dtype], final == np.int64
+    row["piece"] = CAST_PIECE
+    row["pieces"] = -(-span * group.width // CAST_PIECE)
+    return row
+
+
+def describe_job(rows: Sequence[Any], **values: int) -> npt.NDArray[Any]:
+    """Return a `JOB` of shape (1,) with the rows of its groups; unnamed values are zero."""
+    if len(rows) > MAX_GROUPS:
+        raise UnavailableError(
+            "DEVICE",
+            f"{len(rows)} groups of columns, the GPU engine takes {MAX_GROUPS}",
+            remedy="name fewer extra columns, or use engine='off'",
+        )
+    job = np.zeros(1, JOB)
+    for number, row in enumerate(rows):
+        job["group"][0, number] = row
+    job["groups"] = len(rows)
+    job["tasks"] = sum(int(row["pieces"]) for row in rows) + 1
+    for name, value in values.items():
+        job[name] = np.uint64(value)
+    return job
+
+
+def segments_per_warp(job: npt.NDArray[Any], *, segments: int, warps: int) -> int:
+    """Return how many segments a warp takes at once; 0 where windows are long, cast or few, or
+    have a history.
+
+    Enough are left to keep `warps` busy twice over.
+    """
+    rows = job["group"][0, : int(job["groups"][0])]
+    short = all(
+        int(r["source"]) == COPY
+        and int(r["pieces"]) == 1
+        and int(r["unit"]) >= 4
+        and not int(r["history"])
+        for r in rows
+    )
+    count = min(32, segments // (2 * warps)) if short else 0
+    return 1 << count.bit_length() - 1 if count else 0
