@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import progress, say
 from gear_offline.core.staging import staging
@@ -31,7 +32,7 @@ from gear_offline.dataset.shards import RESERVED_NAMES, digest, open_directory
 from gear_offline.dataset.source_facts import small_facts
 from gear_offline.dataset.statistics import Moments, distribution
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import check_environment_id, unregistered
+from gear_offline.evaluation.environment_ids import unregistered
 from gear_offline.sources.base import Source, SourceInfo
 from gear_offline.sources.shard_job import (
     REWARDS,
@@ -127,7 +128,7 @@ def convert(
     """
     if not isinstance(source, (str, Path, Source)):
         raise InputError(
-            "SOURCE_UNKNOWN",
+            "SOURCE_READ",
             f"a {type(source).__name__} is not a source",
             remedy="give a path, a name, or what gear_offline.from_episodes(...) returns",
         )
@@ -140,9 +141,7 @@ def convert(
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
             from gear_offline.sources import open_source
-            from gear_offline.sources.confined import check_source
 
-            check_source(source, rule=rule, names=names)
             opened = stack.enter_context(open_source(source, rule=rule, names=names))
         else:
             opened = source

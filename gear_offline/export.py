@@ -20,7 +20,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
-from gear_offline.sources.shards import DatasetSource
+from gear_offline.sources.combine import DatasetSource
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"

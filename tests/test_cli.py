@@ -150,7 +150,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["convert", "nothing.hdf5", "out"], "FILE_MISSING"),
+        (["convert", "nothing.hdf5", "out"], "SOURCE_READ"),
         (["inspect", "nothing"], ""),
         (["train", "nothing"], "RECIPE_NOT_FOUND"),
         (["evaluate", "nothing"], ""),

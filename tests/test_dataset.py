@@ -103,7 +103,7 @@ def test_what_is_no_path_is_refused_as_a_wrong_one_is(given: Any) -> None:
         (verify_dataset, "DATASET_KIND", "path"),
         (inspect, "DATASET_KIND", "path"),
         (Manifest.read, "DATASET_KIND", "path"),
-        (open_source, "SOURCE_UNKNOWN", "uri"),
+        (open_source, "SOURCE_READ", "uri"),
         (load_policy, "CHECKPOINT_MISSING", "run_or_checkpoint"),
         (evaluate, "CHECKPOINT_MISSING", "run"),
     )
@@ -272,7 +272,7 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TypeError, match="column"):
         dataset["rewards"]  # type: ignore[index]
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: dataset.episode(5), "EPISODE_CHOICE"),
+        (lambda: dataset.episode(5), "SELECTION"),
         (lambda: dataset.episode(0, columns="rewards"), "COLUMN_MISSING"),
         (lambda: dataset.episode(0, columns=["reward"]), "COLUMN_MISSING"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,33 @@ def test_evaluations_on_a_device_that_is_not_here_are_refused_early(
         train(recipe, out=tmp_path / "run", quiet=True)
     assert caught.value.code == "DEVICE" and not (tmp_path / "run").exists()
     resolve(recipe.replace(evaluate__episodes=0), open_dataset(data), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted", "fits"),
+    [
+        ("d4rl:hopper-medium-v2", "d4rl:hopper-medium-v2", True),
+        ("hopper_medium-v2.hdf5", "d4rl:hopper-medium-v2", True),
+        ("d4rl:hopper-medium-v2", "d4rl:hopper-expert-v2", False),
+        ("minari:x/y-v0", "minari:x/y-v0", True),
+        ("minari:x/y-v0", "minari:x/y-v1", False),
+        ("other.hdf5", "d4rl:hopper-medium-v2", False),
+    ],
+)
+def test_a_named_source_is_compared_with_the_dataset(
+    tmp_path: Path, made: str, wanted: str, fits: bool
+) -> None:
+    source = ArraySource(hopper_columns(7), [3, 4])
+    file = write_hdf5(tmp_path / made) if made.endswith(".hdf5") else None
+    source.info = replace(source.info, uri=made, files=(file,) if file else ())
+    convert(source, tmp_path / "d", quiet=True)
+    recipe = tiny_recipe(tmp_path / "d", f"data.source={wanted}")
+    if fits:
+        assert prepare_dataset(recipe, quiet=True).spec.steps == 7
+        return
+    with pytest.raises(InputError) as caught:
+        prepare_dataset(recipe, quiet=True)
+    assert caught.value.code == "DATA_MISMATCH" and wanted in caught.value.what
 
 
 def test_a_dataset_made_of_something_else_is_not_taken(

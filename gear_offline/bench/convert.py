@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 _PEAK = """
 import json, sys
 from pathlib import Path
-import gear_offline.sources.generic
+import gear_offline.sources
 from gear_offline.convert import convert
 from gear_offline.core.system import peak_bytes
 before = peak_bytes()

@@ -11,8 +11,9 @@ from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings
 from gear_offline.config.tasks import task_recipe
+from gear_offline.core.environment_id import check_environment_id
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import check_environment_id, unregistered
+from gear_offline.evaluation.environment_ids import unregistered
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.dataset.schema import chosen_episodes
 from gear_offline.errors import InputError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class HasEpisodeArrays:
         Raises
         ------
         InputError
-            ``EPISODE_CHOICE`` if there is no such episode, and those of `Dataset.read`.
+            ``SELECTION`` if there is no such episode, and those of `Dataset.read`.
         """
         return next(self.iter_episodes([number], columns=columns))
 
@@ -112,8 +113,6 @@ class HasEpisodeArrays:
         InputError
             As `episode`.
         """
-        from gear_offline.sources.pieces import chosen_episodes
-
         if isinstance(columns, str):
             what = f"columns is the text {columns!r}"
             raise InputError("COLUMN_MISSING", what, remedy=f"give a list: [{columns!r}]")

@@ -218,3 +218,23 @@ class EpisodeIndex:
         """Return the episode of each global step, same shape as `steps`, int64."""
         found = np.searchsorted(self.offsets, np.asarray(steps, dtype=np.int64), side="right") - 1
         return np.asarray(found, dtype=np.int64)
+
+
+def chosen_episodes(which: npt.ArrayLike, episodes: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""
+    given = np.atleast_1d(np.asarray(which))
+    if given.dtype == np.bool_ and given.shape == (episodes,):
+        given = np.flatnonzero(given)
+    if not given.size or given.ndim != 1 or given.dtype.kind not in "iu":
+        what = "none is chosen" if not given.size else f"{given.dtype} of shape {given.shape}"
+    elif given.min() < 0 or given.max() >= episodes:
+        what = f"{given.min()} to {given.max()} are asked for, there are 0 to {episodes - 1}"
+    elif np.unique(given).size < given.size:
+        what = "one is named twice"
+    else:
+        return given.astype(np.int64)
+    raise InputError(
+        "SELECTION",
+        f"not a choice of episodes: {what}",
+        remedy=f"give numbers from 0 to {episodes - 1}, each once, or {episodes} bools",
+    )

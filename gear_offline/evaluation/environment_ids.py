@@ -9,27 +9,6 @@ import sys
 from gear_offline.core.progress import say
 from gear_offline.errors import InputError, UnavailableError
 
-_ID = re.compile(r"(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)  # module:namespace/name-vN
-MAX_CHARS = 200
-
-
-def check_environment_id(name: str, *, where: str = "") -> None:
-    """Refuse a text that cannot be the id of a Gymnasium environment.
-
-    Raises
-    ------
-    InputError
-        ``ENVIRONMENT_UNKNOWN``.
-    """
-    if len(name) > MAX_CHARS or not _ID.fullmatch(name):
-        shown = name if len(name) <= 60 else name[:57] + "..."
-        raise InputError(
-            "ENVIRONMENT_UNKNOWN",
-            f"{shown!r} cannot be the id of a Gymnasium environment",
-            where=where,
-            remedy="ids look like Hopper-v5 or namespace/Name-v0",
-        )
-
 
 def check_no_import(name: str, *, source: str, option: str) -> None:
     """Refuse an id that would import a module which only a file names, not the user.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import isclose, prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from gear_offline.tables.joint import JointDataset
 from gear_offline.core.progress import say
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.dataset.scores import reference_scores
+from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.core.staging import check_path
 from gear_offline.config.tasks import open_tasks
 from gear_offline.core.text import count_text, size_text
@@ -84,10 +84,17 @@ def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
     wanted = found = ""
     if settings.collect is not None:
         wanted, found = _differences(settings.collect, made.attributes.get("attributes"))
-    elif settings.source is not None and made.files and Path(settings.source).is_file():
-        name, names = Path(settings.source).name, [str(file["name"]) for file in made.files]
-        if name not in names:
-            wanted, found = name, ", ".join(names)
+    elif settings.source is not None:
+        names = [str(file["name"]) for file in made.files]
+        scheme, _, name = settings.source.partition(":")
+        if scheme in ("d4rl", "minari") and name:
+            # The file of a D4RL dataset may have been converted under its own name.
+            file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
+            if made.uri != settings.source and (not file or file not in names):
+                wanted, found = settings.source, made.uri
+        elif names and Path(settings.source).is_file():
+            if Path(settings.source).name not in names:
+                wanted, found = Path(settings.source).name, ", ".join(names)
     if wanted:
         raise _mismatch("dataset", dataset.path, wanted, found)
 
@@ -119,10 +126,8 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     """Record the recipe's own data; a file that is there already is used."""
     from gear_offline.collect import collect
     from gear_offline.sources import open_source
-    from gear_offline.sources.confined import check_source
 
     if file.exists():
-        check_source(file)
         with open_source(file) as source:
             wanted, found = _differences(settings, source.info.attributes.get("attributes"))
         if wanted:

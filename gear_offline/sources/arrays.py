@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import BoolArray, ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.sources.base import SourceInfo
-from gear_offline.sources.boundaries import (
+from gear_offline.sources.base import SourceInfo, legal_names, renaming_warnings
+from gear_offline.sources.combine import Piece, PieceSource
+from gear_offline.sources.episode_ends import (
     TERMINAL_FLAGS,
     TIME_FLAGS,
     Rule,
+    check_rule,
     default_rule,
     find_boundaries,
     terminal_flags,
 )
-from gear_offline.sources.pieces import Piece, PieceSource
 
 AnyArray = npt.NDArray[Any]
 
@@ -86,7 +88,7 @@ def from_episodes(
     Raises
     ------
     InputError
-        ``EPISODE_ARRAYS`` names the episode and the column that do not fit; ``COLUMN_*``.
+        ``SOURCE_LAYOUT`` names the episode and the column that do not fit.
 
     Examples
     --------
@@ -113,16 +115,21 @@ def from_episodes(
     found = [_episode(number, episode) for number, episode in enumerate(episodes)]
     if not found:
         raise _misfit("there are no episodes", "", "give at least one")
-    columns = _columns_of(found[0].columns)
     for number, episode in enumerate(found):
-        _check_same(number, episode.columns, columns)
+        _check_same(number, episode.columns, found[0].columns)
+    columns = [_renamed(episode.columns)[0] for episode in found]
+    warnings = _renamed(found[0].columns)[1]
+    told = {"warnings": warnings} if warnings else {}
     return PieceSource(
-        [Piece(rows=_Columns(e.columns), first=0, steps=e.steps) for e in found],
-        columns,
+        [
+            Piece(rows=_Columns(arrays), first=0, steps=episode.steps)
+            for arrays, episode in zip(columns, found, strict=True)
+        ],
+        _columns_of(columns[0]),
         lengths=[e.steps for e in found],
         terminated=[e.terminated for e in found],
         truncated=[e.truncated for e in found],
-        info=_info(name, "episodes", environment, attributes),
+        info=_info(name, "episodes", environment, {**(attributes or {}), **told}),
     )
 
 
@@ -149,8 +156,7 @@ def from_arrays(
     Raises
     ------
     InputError
-        ``EPISODE_ARRAYS``, ``COLUMN_*``, ``RULE_*``; ``COLUMN_MISSING`` when nothing tells where
-        episodes end.
+        ``SOURCE_LAYOUT``; ``COLUMN`` when nothing tells where episodes end.
 
     Examples
     --------
@@ -172,17 +178,10 @@ def from_arrays(
         rule, told["warnings"] = default_rule(
             [flag for flag in FLAGS if flag in arrays], where=name
         )
-    parsed = Rule.parse(rule)
-    missing = [flag for flag in parsed.flags if flag not in arrays]
-    if missing:
-        raise InputError(
-            "RULE_FLAG",
-            f"boundary rule {rule!r} needs the column {missing[0]!r}",
-            where=name,
-            remedy=f"columns here: {', '.join(arrays)}",
-        )
-    blocks = _flag_blocks(arrays, parsed, steps)
-    ends = find_boundaries(parsed, blocks, steps)
+    parsed = check_rule(rule, list(arrays), where=name)
+    ends = find_boundaries(parsed, _flag_blocks(arrays, parsed, steps), steps)
+    arrays, renamed = _renamed(arrays)
+    told["warnings"] += renamed
     return PieceSource(
         [Piece(rows=_Columns(arrays), first=0, steps=steps)],
         _columns_of(arrays),
@@ -330,33 +329,38 @@ def _columns_of(columns: Mapping[str, AnyArray]) -> tuple[ColumnSpec, ...]:
 
 
 def _check_same(
-    number: int, columns: Mapping[str, AnyArray], wanted: tuple[ColumnSpec, ...]
+    number: int, columns: Mapping[str, AnyArray], wanted: Mapping[str, AnyArray]
 ) -> None:
     where = f"episode {number}"
-    names = [column.name for column in wanted]
-    odd = sorted(set(columns) ^ set(names))
-    if odd:
-        what = "is missing" if odd[0] in names else "is not in episode 0"
-        raise _misfit(f"column {odd[0]} {what}", where, "give every episode the same columns")
-    for column in wanted:
-        rows = columns[column.name]
-        if rows.dtype.newbyteorder("=") != column.dtype or rows.shape[1:] != column.shape:
-            what = f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {column.dtype} "
-            what += f"{column.shape}"
+    differ = sorted(set(columns) ^ set(wanted))
+    if differ:
+        what = "is missing" if differ[0] in wanted else "is not in episode 0"
+        raise _misfit(f"column {differ[0]} {what}", where, "give every episode the same columns")
+    for name, first in wanted.items():
+        rows = columns[name]
+        if (rows.dtype.newbyteorder("="), rows.shape[1:]) != (
+            first.dtype.newbyteorder("="),
+            first.shape[1:],
+        ):
             raise _misfit(
-                what,
-                _place(column.name, where),
+                f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {first.dtype} "
+                f"{first.shape[1:]}",
+                _place(name, where),
                 "give every episode the same dtype, "
                 "as with numpy.asarray(values, numpy.float32), and shape",
             )
+
+
+def _renamed(columns: Mapping[str, AnyArray]) -> tuple[dict[str, AnyArray], list[str]]:
+    """Return columns under legal names, and what to say of those that had others."""
+    names = legal_names(columns)
+    return {names[name]: rows for name, rows in columns.items()}, renaming_warnings(names)
 
 
 def _info(
     name: str, rule: str, environment: str | None, attributes: Mapping[str, Any] | None
 ) -> SourceInfo:
     if environment is not None:
-        from gear_offline.evaluation.environment_ids import check_environment_id
-
         check_environment_id(environment, where="environment")
     return SourceInfo(
         uri=name,
@@ -372,4 +376,4 @@ def _place(column: str, where: str) -> str:
 
 
 def _misfit(what: str, where: str, remedy: str) -> InputError:
-    return InputError("EPISODE_ARRAYS", what, where=where, remedy=remedy)
+    return InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)

@@ -1,15 +1,16 @@
 """What every source format offers: columns by row range, and where its episodes end.
 
-A source never loads a whole file.  Opening it reads the flags that mark episode ends (a bounded
-pass); rows are then read on demand.  Row `i` of a source is step `i` of the converted dataset:
-sources neither drop nor reorder rows.
+A source never loads a whole file.  Opening it finds the ends of its episodes; rows are read on
+demand.  Row `i` of a source is step `i` of the converted dataset: sources neither drop nor reorder
+rows.
 
 Shape legend: N rows (steps), E episodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +19,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.files import FileIdentity, open_regular
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import BoolArray, EpisodeIndex, TableSpec, is_column_name
 from gear_offline.errors import InputError
-from gear_offline.sources.source_digests import Identity
+
+READ_BYTES = 8 << 20  # a read of about this size amortises the call
+MAX_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +47,10 @@ class SourceInfo:
     files
         Files to digest, in order.
     opened
-        Identities of `files` from before they were opened, as `source_digests.file_identity`
-        returns them; empty where they are not known.
+        Identities of `files` from before they were opened; empty where they are not known.
     attributes
         Small JSON-able facts of the source (algorithm, versions, mean return, ...);
         ``attributes["warnings"]`` is a list of strings for the user's eyes.
-    locator
-        What a worker process gives to ``open_source(locator, rule=info.rule)`` to get the same
-        source; holds machine paths, so it is never written to a manifest.
     """
 
     uri: str
@@ -59,9 +59,8 @@ class SourceInfo:
     environment_id: str | None = None
     reference_name: str | None = None
     files: tuple[Path, ...] = ()
-    opened: tuple[Identity, ...] = ()
+    opened: tuple[FileIdentity, ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    locator: str = ""
 
 
 @runtime_checkable
@@ -95,35 +94,28 @@ class Source(Protocol):
 
     def preferred_rows(self, column: str) -> int:
         """Rows per read that suit the storage (a multiple of its chunks); at least 1."""
-        ...
+        return max(1, READ_BYTES // self.spec[column].step_bytes)
 
     def close(self) -> None:
-        """Release files; reading afterwards is an error.  Closing twice is fine."""
-        ...
+        """Release files; closing twice is fine."""
+        return
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        self.close()
 
-
-def check_open(source: object) -> None:
-    """Refuse what is not an open source, such as the path of one.
-
-    Raises
-    ------
-    InputError
-        ``SOURCE_UNKNOWN``
-    """
-    if not isinstance(source, Source):
-        raise InputError(
-            "SOURCE_UNKNOWN",
-            f"a {type(source).__name__} is not an open source",
-            remedy="give what gear_offline.open_source(PATH) returns",
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.info.uri!r}: "
+            f"{count_text(self.spec.episodes, 'episode')}, {count_text(self.spec.steps, 'step')}, "
+            f"rule {self.info.rule}, columns {', '.join(c.name for c in self.spec)})"
         )
 
 
@@ -134,10 +126,54 @@ def iter_episodes(source: Source) -> Iterator[dict[str, npt.NDArray[np.generic]]
         yield {c.name: source.read(c.name, start, stop) for c in source.spec}
 
 
-def source_text(source: Source) -> str:
-    """Return a source in a line, for its ``repr``."""
-    return (
-        f"{type(source).__name__}({source.info.uri!r}: "
-        f"{count_text(source.spec.episodes, 'episode')}, {count_text(source.spec.steps, 'step')}, "
-        f"rule {source.info.rule}, columns {', '.join(c.name for c in source.spec)})"
+def check_range(start: int, stop: int, rows: int) -> None:
+    """Refuse rows that a source does not have."""
+    if not 0 <= start <= stop <= rows:
+        raise IndexError(f"rows [{start}, {stop}) of {rows}")
+
+
+def legal_names(names: Iterable[str]) -> dict[str, str]:
+    """Return for each name the column's: itself, or with ``_`` for what no column may have.
+
+    A name that differs from another by case only, or only by what was replaced, gets a number.
+    """
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    for name in sorted(names, key=lambda n: not is_column_name(n)):  # legal ones stay
+        parts = (re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/"))
+        legal = "/".join(re.sub(r"^[.\-]|^$", "_", part) for part in parts)
+        legal = re.sub(r"\.\.+", ".", legal)[:MAX_NAME_CHARS].rstrip("/")
+        number, unique = 2, legal
+        while unique.casefold() in taken:
+            number, unique = number + 1, f"{legal[: MAX_NAME_CHARS - 10]}_{number}"
+        taken.add(unique.casefold())
+        found[name] = unique
+    return found
+
+
+def renaming_warnings(names: Mapping[str, str]) -> list[str]:
+    """Return what a user should know of names that are not those of the source."""
+    return [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
+
+
+def open_file(path: Path) -> int:
+    """Open a file from outside for reading, regular files only; return its descriptor."""
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise InputError(
+            "SOURCE_READ",
+            f"the file cannot be read: {error.strerror or error}",
+            where=str(path),
+            remedy="check the path, its permissions and those of its folder, and the disk",
+        ) from error
+
+
+def changed_error(path: Path) -> InputError:
+    """Return the error for a file that is not the one that was opened."""
+    return InputError(
+        "SOURCE_CHANGED",
+        "the source changed while it was converted",
+        where=path.name,
+        remedy="convert again once nothing writes to it",
     )

@@ -1,4 +1,4 @@
-"""Files in D4RL's HDF5 layouts: which family a file is of, and how that family ends episodes.
+"""D4RL: which family a file is of and how that family ends episodes; where its files come from.
 
 D4RL's families share column names and differ in what their flags mean.  docs/sources.md gives the
 reasons and the public reports behind each rule.
@@ -6,20 +6,37 @@ reasons and the public reports behind each rule.
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import os
 import re
-from dataclasses import dataclass, replace
-from pathlib import Path
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
+from gear_offline.core.progress import progress
 from gear_offline.core.text import count_text
-from gear_offline.dataset.scores import dataset_of_file, reference_scores
-from gear_offline.sources.base import SourceInfo
-from gear_offline.sources.boundaries import ARTIFICIAL, TIME_FLAGS, Rule
-from gear_offline.sources.flat import FlatSource, Layout, find_columns
-from gear_offline.sources.hdf5 import Hdf5Rows
+from gear_offline.dataset.scores import (
+    dataset_file,
+    dataset_names,
+    dataset_of_file,
+    reference_scores,
+)
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.sources.base import Source
+from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS
+from gear_offline.sources.hdf5 import Hdf5Dataset
 
-REQUIRED = ("observations", "actions", "rewards")
-OPTIONAL = ("next_observations", "terminals", "timeouts")
+SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
+TIMEOUT = timedelta(seconds=30)
+MAX_DOWNLOAD_BYTES = 64 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,66 +109,117 @@ FAMILIES = (
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def looks_like_d4rl(rows: Hdf5Rows) -> bool:
+def looks_like_d4rl(datasets: Mapping[str, Hdf5Dataset]) -> bool:
     """Whether the file has D4RL's columns at its root."""
-    return all(name in rows.facts for name in (*REQUIRED, "terminals"))
+    return {"observations", "actions", "rewards", "terminals"} <= set(datasets)
 
 
-def open_d4rl(rows: Hdf5Rows, *, uri: str, name: str, rule: str | None) -> FlatSource:
-    """Read `rows` as a file of D4RL.
+@dataclass(frozen=True, kw_only=True)
+class D4rlFile:
+    """What is known of a file in D4RL's layout.
 
-    Parameters
+    Attributes
     ----------
-    rows
-        The guarded file; closed by the caller when this raises.
-    uri
-        What the user asked for, for the provenance.
     name
-        Dataset or file name that tells the family.
+        D4RL's name of the dataset, or the file's.
+    family, evidence
+        The family, and what told it.
     rule
-        Boundary rule in place of the family's own.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN_MISSING``, ``RULE_UNKNOWN``, ``RULE_FLAG`` and the ``HDF5_*`` codes.
+        The family's boundary rule for the columns that are there.
+    environment
+        Gymnasium id, ``None`` where the file does not say.
+    reference
+        Name of the reference scores, ``None`` when unknown.
     """
-    attributes = rows.attributes()
-    environment = gymnasium_id(attributes.get("env_id"))
-    layout = find_columns(rows, REQUIRED, OPTIONAL)
-    family, evidence = detect_family(rows, layout, name, attributes.get("env_id"))
-    own = family.rule if "timeouts" in layout.columns else family.rule_without_timeouts
-    if foreign := _foreign_flag(layout):
-        own = f"terminals|{foreign}"
-    dataset = dataset_of_file(name)
-    if environment:
-        reference = environment if reference_scores(environment) else None
-    else:
-        reference = dataset or dataset_of_file(str(attributes.get("env_id", "")))
-    info = SourceInfo(
-        uri=uri,
-        format="d4rl",
-        rule=own if rule is None else rule,
-        environment_id=environment,
-        reference_name=reference,
-        files=(rows.path,),
-        opened=rows.identity,
-        locator=str(rows.path),
-        attributes={
-            "family": family.name,
-            "family_from": evidence,
-            "attributes": attributes,
-            "metadata": rows.describe("metadata/"),
-            "left_out": layout.left_out,
-        },
-    )
-    source = FlatSource(rows, layout, Rule.parse(info.rule), info)
-    warnings = source.storage_warnings + _warnings(
-        source, family, dataset or name, rule is not None, evidence
-    )
-    extra = {"unfinished_tail_steps": source.tail_steps, "warnings": warnings}
-    source.info = replace(info, attributes={**info.attributes, **extra})
-    return source
+
+    name: str
+    family: Family
+    evidence: str
+    rule: str
+    environment: str | None
+    reference: str | None
+
+    @classmethod
+    def detect(
+        cls, name: str, attributes: Mapping[str, Any], datasets: Mapping[str, Hdf5Dataset]
+    ) -> D4rlFile:
+        """Find out by the file's name, then its attribute ``env_id``, then its content."""
+        env_id = attributes.get("env_id")
+        environment = gymnasium_id(env_id)
+        foreign = next((f for f in TIME_FLAGS[1:] if f in datasets), None)
+        foreign = None if "timeouts" in datasets else foreign
+        family, evidence = _detect_family(name, env_id, foreign, datasets)
+        rule = family.rule if "timeouts" in datasets else family.rule_without_timeouts
+        dataset = dataset_of_file(name)
+        reference = dataset or dataset_of_file(str(env_id or ""))
+        if environment:
+            reference = environment if reference_scores(environment) else None
+        return cls(
+            name=dataset or name,
+            family=family,
+            evidence=evidence,
+            rule=f"terminals|{foreign}" if foreign else rule,
+            environment=environment,
+            reference=reference,
+        )
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """What goes into the provenance."""
+        return {"family": self.family.name, "family_from": self.evidence}
+
+    def warnings(self, source: Source, tail_steps: int, *, overridden: bool) -> list[str]:
+        """Return what a user should know of the episodes that the rule gave."""
+        family, limit = self.family, self.family.step_limit
+        found: list[str] = []
+        if self.evidence.startswith("content: ") and family.name != "d4rl" and not overridden:
+            found.append(
+                f"taken for {family.name} by its {self.evidence.removeprefix('content: ')}: "
+                f"episodes end by {family.name}'s rule; rule='terminals|timeouts' overrides"
+            )
+        lengths = source.episodes.lengths
+        finished = lengths[:-1] if tail_steps else lengths
+        own = "terminals" if family.name == "mujoco" else "timeouts"
+        if limit and int(lengths.max()) > limit:
+            found.append(
+                f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} "
+                f"steps of {family.name} (the longest has {int(lengths.max())}): flags may be "
+                f"missing; rule='{own}|steps={limit}' would cut them"
+            )
+        if family.name == "mujoco" and limit and "timeouts" in source.spec:
+            cut = ~source.terminated[: finished.size] & (finished < limit)
+            if cut.any():
+                found.append(
+                    f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step "
+                    f"{limit}: replay data can be cut in mid-episode, and returns-to-go of such "
+                    "episodes are too small (D4RL#162)"
+                )
+        if overridden:
+            return found
+        if not any(flag in source.spec for flag in TIME_FLAGS) or family.name == "kitchen":
+            found.append(_NOTES[family.name.split("-")[0]])
+        if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
+            found.append(
+                "antmaze v0: timeouts are out of step with the resets in the released files, so "
+                "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
+            )
+        if re.match(r"hopper-.*-v1(?:\D|$)", self.name):
+            found.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
+        return found
+
+
+_NOTES = {
+    "kitchen": "terminals mark the end of each demonstration, not success: its episodes count as "
+    "truncated",
+    "adroit": "no timeouts column: episodes are cut at D4RL's step limit, which human "
+    "demonstrations need not keep",
+    "maze2d": "no timeouts column: the file is one continuous trajectory, cut only at terminals; "
+    "rule='steps=N' cuts it at the environment's step limit",
+    "antmaze": "no timeouts column: episodes are cut every 1001 steps, as D4RL's generator does",
+    "mujoco": "no timeouts column: episodes end at terminals or after 1000 steps",
+    "d4rl": "no timeouts column: only terminals end episodes, so time limits are not seen; "
+    "rule='terminals|steps=N' adds one",
+}
 
 
 def gymnasium_id(value: Any) -> str | None:
@@ -165,19 +233,15 @@ def gymnasium_id(value: Any) -> str | None:
     return str(value) if found else None
 
 
-def _foreign_flag(layout: Layout) -> str | None:
-    """Return the time flag that there is in place of D4RL's own, if there is one."""
-    flag = next((flag for flag in TIME_FLAGS if flag in layout.columns), "timeouts")
-    return None if flag == "timeouts" else flag
-
-
-def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tuple[Family, str]:
+def _detect_family(
+    name: str, env_id: Any, foreign: str | None, datasets: Mapping[str, Hdf5Dataset]
+) -> tuple[Family, str]:
     """Return the family and what told it: the name, then ``env_id``, then the content.
 
     A Gymnasium id says that the file was collected with today's flags, which need no repair: only
     D4RL's own files give terminals another meaning.  So does a time flag that D4RL has not.
     """
-    if foreign := _foreign_flag(layout):
+    if foreign:
         return _BY_NAME["d4rl"], f"a column {foreign}, which no file of D4RL has"
     for text, evidence in ((Path(name).stem, "name"), (str(env_id or ""), "env_id")):
         for family in FAMILIES:
@@ -187,67 +251,82 @@ def detect_family(rows: Hdf5Rows, layout: Layout, name: str, env_id: Any) -> tup
                 return family, evidence
     if gymnasium_id(env_id):
         return _BY_NAME["d4rl"], "env_id"
-    shapes = {n: (rows.facts[n].shape or ())[1:] for n in layout.columns}
-    spaces = (shapes["observations"], shapes["actions"])
-    if "infos" in shapes and "timeouts" not in shapes:
+    widths = tuple((datasets[n].shape or ())[1:] for n in ("observations", "actions"))
+    if "infos" in datasets and "timeouts" not in datasets:
         return _BY_NAME["kitchen"], "content: a flat infos column, no timeouts"
-    if spaces == ((29,), (8,)):
+    if widths == ((29,), (8,)):
         return _BY_NAME["antmaze"], "content: 29 observations, 8 actions"
-    if spaces == ((4,), (2,)) and "infos/goal" in shapes:
+    if widths == ((4,), (2,)) and "infos/goal" in datasets:
         return _BY_NAME["maze2d"], "content: 4 observations, 2 actions, infos/goal"
     return _BY_NAME["d4rl"], "content: D4RL's column names"
 
 
-def _warnings(
-    source: FlatSource, family: Family, name: str, overridden: bool, evidence: str
-) -> list[str]:
-    """Return what a user should know about the episodes that the rule gave."""
-    found: list[str] = []
-    if evidence.startswith("content: ") and family.name != "d4rl" and not overridden:
-        found.append(
-            f"taken for {family.name} by its {evidence.removeprefix('content: ')}: episodes end "
-            f"by {family.name}'s rule; rule='terminals|timeouts' overrides"
-        )
-    lengths = source.episodes.lengths
-    finished = lengths[:-1] if source.tail_steps else lengths
-    limit = family.step_limit
-    own = "terminals" if family.name == "mujoco" else "timeouts"
-    if limit and int(lengths.max()) > limit:
-        found.append(
-            f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} steps "
-            f"of {family.name} (the longest has {int(lengths.max())}): flags may be missing; "
-            f"rule='{own}|steps={limit}' would cut them"
-        )
-    if family.name == "mujoco" and limit and "timeouts" in source.spec:
-        cut = ~source.terminated[: finished.size] & (finished < limit)
-        if cut.any():
-            found.append(
-                f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step {limit}: "
-                "replay data can be cut in mid-episode, and returns-to-go of such episodes are too "
-                "small (D4RL#162)"
-            )
-    if overridden:
-        return found
-    notes = {
-        "kitchen": "terminals mark the end of each demonstration, not success: its episodes count "
-        "as truncated",
-        "adroit": "no timeouts column: episodes are cut at D4RL's step limit, which human "
-        "demonstrations need not keep",
-        "maze2d": "no timeouts column: the file is one continuous trajectory, cut only at "
-        "terminals; rule='steps=N' cuts it at the environment's step limit",
-        "antmaze": "no timeouts column: episodes are cut every 1001 steps, as D4RL's generator "
-        "does",
-        "mujoco": f"no timeouts column: episodes end at terminals or after {limit} steps",
-        "d4rl": "no timeouts column: only terminals end episodes, so time limits are not seen; "
-        "rule='terminals|steps=N' adds one",
-    }
-    if not any(flag in source.spec for flag in TIME_FLAGS) or family.name == "kitchen":
-        found.append(notes[family.name.split("-")[0]])
-    if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", name):
-        found.append(
-            "antmaze v0: timeouts are out of step with the resets in the released files, so "
-            "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
-        )
-    if re.match(r"hopper-.*-v1(?:\D|$)", name):
-        found.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
-    return found
+def cache_directory() -> Path:
+    """Return the directory where the d4rl package keeps its files."""
+    configured = os.environ.get("D4RL_DATASET_DIR")
+    return Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
+
+
+def locate(name: str) -> Path:
+    """Return the file of D4RL's dataset `name`, downloading it when it is not in the cache."""
+    url = _url(name)
+    target = cache_directory() / PurePosixPath(urlsplit(url).path).name
+    if not target.is_file():
+        _download(url, target)
+    return target
+
+
+def _url(name: str) -> str:
+    file = dataset_file(name)
+    if file is not None:
+        return SERVER + file
+    try:
+        # The package raises a plain Exception where MuJoCo 2.1 is missing, hence the wide net.
+        url = importlib.import_module("d4rl.infos").DATASET_URLS.get(name)
+    except Exception:
+        url = None
+    if isinstance(url, str) and urlsplit(url).scheme in ("http", "https"):
+        return url
+    near = difflib.get_close_matches(name, dataset_names(), n=3)
+    raise InputError(
+        "SOURCE_READ",
+        f"D4RL has no dataset {name!r}",
+        remedy=f"did you mean {', '.join(near)}" if near else "names look like hopper-medium-v2",
+    )
+
+
+def _download(url: str, target: Path) -> None:
+    """Fetch `url` to `target`: to a temporary file beside it, then renamed."""
+    temporary: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(url, timeout=TIMEOUT.total_seconds()) as answer:
+            total = int(answer.headers.get("Content-Length") or 0)
+            if total > MAX_DOWNLOAD_BYTES:
+                raise OSError(f"the server offers {total} bytes")
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+            with (
+                os.fdopen(handle, "wb") as file,
+                progress(total, f"download {target.name}", unit="bytes") as advance,
+            ):
+                while block := answer.read(1 << 20):
+                    file.write(block)
+                    advance(len(block))
+                if file.tell() != total and total:
+                    raise OSError(f"got {file.tell()} of {total} bytes")
+                file.flush()
+                os.fsync(file.fileno())
+        shutil.move(temporary, target)
+        temporary = None
+    except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it holds the connection
+        raise UnavailableError(
+            "SOURCE_READ",
+            f"cannot fetch {url}: {error}",
+            where=str(target),
+            remedy=f"download it on a machine with network and put it there: {target}",
+        ) from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,4 +1,9 @@
-"""Rows of the columns of one guarded HDF5 file, in bounded memory.
+"""One HDF5 file from outside: what it holds, whether that may be read, and the rows themselves.
+
+HDF5 can name other files (external storage, virtual datasets, links), load native code (plug-in
+filters) and claim sizes that it does not hold.  The library is asked for headers only, follows no
+link, and is closed again when a file is open; rows are read and decoded here, each chunk to exactly
+the bytes that it claims.
 
 Shape legend: N rows.
 """
@@ -6,263 +11,507 @@ Shape legend: N rows.
 from __future__ import annotations
 
 import math
+import os
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d, h5p
+from h5py import h5d, h5g, h5l, h5o, h5t
+from numpy.lib.stride_tricks import sliding_window_view
 
-from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.core.files import FileIdentity, file_identity, read_at
+from gear_offline.dataset.schema import MAX_DIMENSIONS, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.hdf5_guard import (
-    DEFAULT_LIMITS,
-    LIBRARY_ERRORS,
-    ColumnCheck,
-    DatasetFacts,
-    Limits,
-    no_plugins,
-    open_file,
-    unreadable,
-    walk,
-)
-from gear_offline.sources.source_digests import Identity, file_identity
+from gear_offline.sources.base import READ_BYTES, changed_error, check_range, open_file
+from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
-READ_BYTES = 8 << 20  # a read of about this size amortises the call
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
-CACHE_BYTES = 64 << 20  # chunk cache of one open column; one chunk in any case
-OPEN_CACHE_BYTES = 256 << 20  # chunk caches of all open columns
-MAX_ATTRIBUTE_BYTES = 4096
+CACHE_BYTES = 64 << 20  # decoded chunks kept of a column; one chunk in any case
+SMALL_CHUNK_BYTES, GATHERED_CHUNKS = 4096, 4096
+MAX_STEP_BYTES = 64 << 20
+MAX_CHUNK_BYTES = 1 << 30
+MAX_UNWRITTEN_BYTES = 16 << 20  # fill values in place of chunks that were never written
+MAX_ATTRIBUTES, MAX_ATTRIBUTE_BYTES = 200, 4096
+LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, NotImplementedError)
+_PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 
-class Hdf5Rows:
-    """Columns of an HDF5 file, read by row range.
+@dataclass(frozen=True, kw_only=True)
+class Hdf5Dataset:
+    """What the header of an HDF5 dataset says; nothing of its content has been read.
 
-    Opening runs the guard over the whole file; a column can be read after `admit` has checked it.
+    Attributes
+    ----------
+    path
+        Where it lies in the file, without the leading slash.
+    shape
+        Dimensions; ``None`` for an empty (null) dataspace.
+    dtype
+        NumPy dtype as stored, ``None`` where the type is not a plain number or bool.
+    type_name
+        Short description of the stored type, for messages.
+    """
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any] | None
+    type_name: str
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; 0 for scalars and empty dataspaces."""
+        return self.shape[0] if self.shape else 0
+
+
+class Hdf5File:
+    """An open HDF5 file whose headers were looked through; use it in a ``with`` statement.
 
     Parameters
     ----------
     path
         The file.
-    limits
-        What the file may claim.
     names
         Column name to the dataset, or group of datasets, that gets it.
-    known
-        `facts` of the same file from before, which is not looked through again then.
 
-    Raises
-    ------
-    InputError
-        ``FILE_MISSING``, ``COLUMN_MISSING`` and the ``HDF5_*`` codes of the guard.
+    Attributes
+    ----------
+    datasets
+        What it holds by column name.
+    warnings
+        What the columns that were asked for lack.
+    """
+
+    def __init__(self, path: Path, *, names: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        file = open_file(path)  # a pipe would block HDF5; of other failures it would say "damaged"
+        self.identity = file_identity(file)
+        os.close(file)
+        self.warnings: list[str] = []
+        try:
+            self._file = h5py.File(path, "r", locking="best-effort")
+        except LIBRARY_ERRORS as error:
+            if isinstance(error, BlockingIOError):  # locked: not damaged, but not complete either
+                raise InputError(
+                    "SOURCE_READ",
+                    "another program has the file open for writing",
+                    where=str(path),
+                    remedy="close it there, or wait for it to end",
+                ) from error
+            raise damaged(path, error) from error
+        try:
+            found = {dataset.path: dataset for dataset in self._walk()}
+            self.datasets = _renamed(found, names or {}, path)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, LIBRARY_ERRORS) and not isinstance(error, InputError):
+                raise damaged(path, error) from error
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._file.close()
+
+    def _walk(self) -> Iterator[Hdf5Dataset]:
+        """Yield all datasets, those of a group before those of its subgroups."""
+        root = h5g.open(self._file.id, b"/")
+        seen = {h5o.get_info(root).addr}
+        pending = [("", root)]
+        while pending:
+            prefix, group = pending.pop()
+            names: list[bytes] = []
+            group.links.iterate(names.append)
+            for raw in names:
+                name = prefix + raw.decode("utf-8", "backslashreplace")
+                if group.links.get_info(raw).type != h5l.TYPE_HARD:
+                    raise self._unsafe("a soft, external or user-defined link", name)
+                item = h5o.open(group, raw)
+                if isinstance(item, h5d.DatasetID):
+                    plan = item.get_create_plist()
+                    if plan.get_layout() == h5d.VIRTUAL:
+                        raise self._unsafe("a virtual dataset", name)
+                    if plan.get_external_count():
+                        raise self._unsafe("data stored in another file", name)
+                    dtype, text = _dtype(item)
+                    yield Hdf5Dataset(path=name, shape=item.shape, dtype=dtype, type_name=text)
+                elif isinstance(item, h5g.GroupID):
+                    address = h5o.get_info(item).addr
+                    if address in seen:
+                        raise self._unsafe("a second link to one group", name)
+                    seen.add(address)
+                    pending.append((f"{name}/", item))
+
+    def _unsafe(self, what: str, name: str, remedy: str = _PLAIN) -> InputError:
+        where = f"{self.path}: {name}"
+        return InputError("SOURCE_UNSAFE", f"{what} is not accepted", where=where, remedy=remedy)
+
+    def column(self, name: str, *, scalar: bool = False) -> Hdf5Column:
+        """Return a column for reading, which does not need this object any more.
+
+        With `scalar`, (N, 1) counts as one number a step, and wider ones are refused.
+        """
+        try:
+            return self._column(name, self.datasets[name], scalar)
+        except InputError:
+            raise
+        except LIBRARY_ERRORS as error:
+            raise damaged(self.path, error) from error
+
+    def _column(self, name: str, found: Hdf5Dataset, scalar: bool) -> Hdf5Column:
+        where, shape, dtype = f"{self.path}: {found.path}", found.shape or (), found.dtype
+        if dtype is None:
+            raise InputError(
+                "COLUMN",
+                f"{found.type_name} is neither numeric nor bool",
+                where=where,
+                remedy="store the column as a NumPy bool, integer, float or complex dtype",
+            )
+        if not 1 <= len(shape) <= MAX_DIMENSIONS + 1 or any(n < 1 for n in shape[1:]):
+            raise InputError(
+                "SOURCE_LAYOUT",
+                f"shape {found.shape} is not rows by positive step dimensions",
+                where=where,
+                remedy="the file is damaged, cut short or not a table of steps",
+            )
+        if scalar and shape[1:] not in ((), (1,)):
+            raise InputError(
+                "SOURCE_LAYOUT",
+                f"shape {shape} where one number a step is expected",
+                where=where,
+                remedy="store one number a step, shape (steps,) or (steps, 1)",
+            )
+        if prod(shape[1:]) * dtype.itemsize > MAX_STEP_BYTES:
+            raise self._unsafe(f"a step of more than {MAX_STEP_BYTES >> 20} MiB", found.path)
+        dataset = h5d.open(self._file.id, found.path.encode())
+        storage = self._storage(dataset, found, dtype.itemsize)
+        return Hdf5Column(
+            self.path,
+            self.identity,
+            name=name,
+            dtype=dtype,
+            shape=shape[:1] if scalar else shape,
+            stored_shape=shape,
+            storage=storage,
+            fill=np.asarray(h5py.Dataset(dataset).fillvalue).astype(dtype),
+        )
+
+    def _storage(self, dataset: Any, found: Hdf5Dataset, itemsize: int) -> _Storage:
+        """Return where the bytes of a dataset lie, once it is clear that they may be read."""
+        plan, shape, inline = dataset.get_create_plist(), found.shape or (), None
+        filters = self._filters(dataset, found)
+        if plan.get_layout() == h5d.CHUNKED:
+            chunks = tuple(plan.get_chunk())
+            if prod(chunks) * itemsize > MAX_CHUNK_BYTES:
+                remedy = "store it in chunks of about 1 MiB, e.g. with h5repack -l NAME:CHUNK=..."
+                raise self._unsafe("a chunk of more than 1 GiB", found.path, remedy)
+            stored = self._chunk_index(dataset, found, chunks, itemsize)
+        elif plan.get_layout() == h5d.COMPACT:
+            chunks, stored, inline = shape, np.zeros((1, 3), np.int64), h5py.Dataset(dataset)[()]
+        else:
+            chunks, size, claimed = shape, int(dataset.get_storage_size()), prod(shape) * itemsize
+            if size not in (0, claimed):
+                raise ValueError(f"{size} bytes for shape {shape}")
+            stored = np.array([[dataset.get_offset() if size else -1, size, 0]], np.int64)
+            self._check_unwritten(found, claimed - size)
+        if (stored[:, 0] + stored[:, 1]).max(initial=0) > self.identity[2]:
+            raise ValueError("data lie behind the end of the file")
+        return _Storage(
+            chunks=chunks, filters=filters, stored=stored, inline=inline, itemsize=itemsize
+        )
+
+    def _filters(self, dataset: Any, found: Hdf5Dataset) -> tuple[int, ...]:
+        plan = dataset.get_create_plist()
+        filters = tuple(plan.get_filter(i)[0] for i in range(plan.get_nfilters()))
+        if len(set(filters)) != len(filters) or any(f not in FILTER_NAMES for f in filters):
+            text = f"a column behind the HDF5 filters {', '.join(map(str, filters))}"
+            remedy = f"store it with one of {', '.join(FILTER_NAMES.values())}, or with none"
+            raise self._unsafe(text, found.path, remedy)
+        return filters
+
+    def check_all(self) -> None:
+        """Check every dataset of a file that another program is going to read.
+
+        The library would fill up a chunk that holds fewer bytes than it claims with those that
+        were in memory before.
+        """
+        try:
+            with open(open_file(self.path), "rb", buffering=0) as file:
+                for found in self.datasets.values():
+                    dataset = h5d.open(self._file.id, found.path.encode())
+                    self._filters(dataset, found)
+                    if found.shape and found.dtype is not None:  # text lies elsewhere in the file
+                        self._storage(dataset, found, found.dtype.itemsize).check(file.fileno())
+        except InputError:
+            raise
+        except LIBRARY_ERRORS as error:
+            raise damaged(self.path, error) from error
+
+    def _chunk_index(
+        self, dataset: Any, found: Hdf5Dataset, chunks: tuple[int, ...], itemsize: int
+    ) -> Int64Array:
+        """Return where chunks lie, (chunks, 3): offset or -1, bytes, filters that were skipped."""
+        grid = tuple(-(-n // c) for n, c in zip(found.shape or (), chunks, strict=True))
+        missing = prod(grid) - int(dataset.get_num_chunks())
+        chunk_bytes = prod(chunks) * itemsize
+        self._check_unwritten(found, max(0, missing) * chunk_bytes)
+        found_chunks = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
+
+        def add(info: Any) -> None:
+            place, mask, offset, size = info
+            found_chunks.extend((offset, size, mask, *place))
+
+        dataset.chunk_iter(add)
+        stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
+        listed = np.frombuffer(found_chunks, np.int64).reshape(-1, 3 + len(grid))
+        if listed.size:
+            coordinates = listed[:, 3:] // np.array(chunks)
+            stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
+        if stored[:, 1].max(initial=0) > 2 * chunk_bytes + 4096:
+            raise ValueError("a chunk is stored in more bytes than it holds")
+        return stored
+
+    def _check_unwritten(self, found: Hdf5Dataset, unwritten: int) -> None:
+        if unwritten > MAX_UNWRITTEN_BYTES:
+            raise self._unsafe(
+                f"a column of shape {found.shape} of which {unwritten} bytes were never written",
+                found.path,
+                remedy="the file is damaged, cut short or made to exhaust memory: get it again",
+            )
+        if unwritten:
+            self.warnings.append(
+                f"column {found.path}: {unwritten} bytes were never written and read as the fill "
+                "value"
+            )
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the root's small scalar attributes: numbers, bools and strings."""
+        found: dict[str, Any] = {}
+        try:
+            names = list(self._file.attrs)[:MAX_ATTRIBUTES]
+        except LIBRARY_ERRORS as error:
+            raise damaged(self.path, error) from error
+        for name in names:
+            try:
+                handle = self._file.attrs.get_id(name)
+                if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                    _keep(found, str(name), self._file.attrs[name])
+            except LIBRARY_ERRORS:
+                continue  # an attribute of an unknown type is no reason to refuse the data
+        return found
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
+        found: dict[str, Any] = {}
+        for name, dataset in sorted(self.datasets.items()):
+            if not name.startswith("metadata/"):
+                continue
+            if dataset.shape != ():
+                found[name] = f"{dataset.type_name} {list(dataset.shape or ())}"
+                continue
+            try:
+                opened = self._file[dataset.path]
+                if opened.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                    _keep(found, name, opened[()])
+            except LIBRARY_ERRORS:
+                continue
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Storage:
+    """Where the bytes of a dataset lie.
+
+    `stored` has a row for each chunk, in row-major order: offset in the file or -1, bytes, and the
+    filters that were skipped.  Contiguous data are one chunk; compact ones are `inline`.
+    """
+
+    chunks: tuple[int, ...]
+    filters: tuple[int, ...]
+    stored: Int64Array
+    inline: Any
+    itemsize: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        return prod(self.chunks) * self.itemsize
+
+    def chunk(self, file: int, number: int) -> Bytes | None:
+        """Return the decoded bytes of a chunk, ``None`` if it was never written."""
+        offset, size, skipped = self.stored[number].tolist()
+        if offset < 0:
+            return None
+        raw = bytearray(size)
+        _pread_into(file, memoryview(raw), offset)
+        return decode_chunk(
+            raw,
+            self.filters,
+            skipped,
+            chunk_bytes=self.chunk_bytes,
+            itemsize=self.itemsize,
+        )
+
+    def check(self, file: int) -> None:
+        """Refuse chunks that are shorter or longer than they claim."""
+        written = self.stored[self.stored[:, 0] >= 0]
+        if self.inline is not None or (
+            not self.filters and (written[:, 1] == self.chunk_bytes).all()
+        ):
+            return
+        for number in range(len(self.stored)):
+            self.chunk(file, number)
+
+
+class Hdf5Column:
+    """Rows of one dataset of an HDF5 file; made by `Hdf5File.column`.
+
+    Between reads nothing is open.
     """
 
     def __init__(
         self,
         path: Path,
+        identity: FileIdentity,
         *,
-        limits: Limits = DEFAULT_LIMITS,
-        names: Mapping[str, str] | None = None,
-        known: Mapping[str, DatasetFacts] | None = None,
+        name: str,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        stored_shape: tuple[int, ...],
+        storage: _Storage,
+        fill: npt.NDArray[Any],
     ) -> None:
-        self.path = path
-        self._limits = limits
-        self.identity: tuple[Identity, ...] = ()
-        with suppress(InputError):  # opening tells better why
-            self.identity = (file_identity(path),)
-        self._file: h5py.File | None = open_file(path)
-        self._open: OrderedDict[str, tuple[h5py.Dataset, int]] = OrderedDict()
-        self._admitted: set[str] = set()
-        try:
-            self.facts: Mapping[str, DatasetFacts] = (
-                renamed(walk(self._file, limits=limits), names or {}, path)
-                if known is None
-                else known
-            )
-        except InputError:
-            self.close()
-            raise
+        self.name = name
+        self.dtype = dtype.newbyteorder("=")
+        self.shape = shape
+        self._path, self._identity = path, identity
+        self._stored_dtype, self._stored_shape = dtype, stored_shape
+        self._storage, self._chunks, self._fill = storage, storage.chunks, fill
+        self._row_bytes = prod(stored_shape[1:]) * dtype.itemsize
+        self._recent: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()  # decoded chunks
 
-    def admit(self, names: Iterable[str]) -> list[str]:
-        """Check the columns `names` for reading; returns warnings (see `ColumnCheck`)."""
-        check = ColumnCheck(self.path, limits=self._limits)
-        for name in names:
-            check.add(self.facts[name])
-            self._admitted.add(name)
-        return check.warnings
-
-    def spec(self, name: str, *, scalar: bool = False) -> ColumnSpec:
-        """Return the column's spec; with `scalar`, (N, 1) counts as one number a step.
-
-        Raises
-        ------
-        InputError
-            ``HDF5_SHAPE`` where `scalar` is asked of a wider column.
-        """
-        fact = self.facts[name]
-        assert fact.dtype is not None and fact.shape is not None, "admit() checks dtype and shape"
-        shape = fact.shape[1:]
-        if scalar and shape not in ((), (1,)):
-            raise InputError(
-                "HDF5_SHAPE",
-                f"shape {fact.shape} where one number a step is expected",
-                where=f"{self.path}: {name}",
-                remedy="store one number a step, shape (steps,) or (steps, 1)",
-            )
-        return ColumnSpec(name=name, dtype=fact.dtype, shape=() if scalar else shape)
-
-    def read(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)``, (stop - start, *stored step shape), native byte order.
-
-        Raises
-        ------
-        InputError
-            ``HDF5_UNREADABLE`` when the bytes cannot be decoded (damage), ``HDF5_VALUE`` when a
-            bool column holds other bytes than 0 and 1.
-        """
-        fact = self.facts[name]
-        assert name in self._admitted and fact.dtype is not None, f"{name} was not admitted"
-        if not 0 <= start <= stop <= fact.rows:
-            raise IndexError(f"rows [{start}, {stop}) of {fact.rows}")
-        return read_rows(self._dataset(name), start, stop, dtype=fact.dtype, path=self.path)
-
-    def preferred_rows(self, name: str) -> int:
+    @property
+    def preferred_rows(self) -> int:
         """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
-        fact = self.facts[name]
-        chunk_rows, row_bytes = _chunk_rows(fact), _row_bytes(fact)
-        rows = max(READ_BYTES // row_bytes // chunk_rows, 1) * chunk_rows
-        return max(1, min(rows, MAX_READ_BYTES // row_bytes))
+        chunk_rows = 1 if self._chunks == self._stored_shape else self._chunks[0]
+        rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
+        return max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
 
-    def _dataset(self, name: str) -> h5py.Dataset:
-        """Return the open dataset, its chunk cache sized for one row of chunks.
-
-        gzip'ed files are often chunked by column, e.g. (6250, 1) for (200000, 11): a read touches
-        every chunk of the row, and without room for all of them each read decodes them again.
-        """
-        if name in self._open:
-            self._open.move_to_end(name)
-            return self._open[name][0]
-        if self._file is None:
-            raise ValueError(f"{self.path.name} is closed")
-        fact = self.facts[name]
-        cache = 0
-        access = h5p.create(h5p.DATASET_ACCESS)
-        if fact.chunks:
-            chunk_bytes = math.prod(fact.chunks) * _itemsize(fact)
-            cache = min(_chunk_rows(fact) * _row_bytes(fact) + chunk_bytes, CACHE_BYTES)
-            cache = max(cache, chunk_bytes)  # a chunk that has no room is decoded for every read
-            slots = 100 * max(1, cache // chunk_bytes) + 1
-            access.set_chunk_cache(min(slots, 1_000_003), cache, 1.0)
-        opened = h5py.Dataset(h5d.open(self._file.id, fact.name.encode(), access))
-        while self._open and cache + sum(c for _, c in self._open.values()) > OPEN_CACHE_BYTES:
-            self._open.popitem(last=False)
-        self._open[name] = (opened, cache)
-        return opened
-
-    def attributes(self) -> dict[str, Any]:
-        """Return the root's small scalar attributes: numbers, bools and strings.
-
-        Raises
-        ------
-        InputError
-            ``HDF5_UNREADABLE`` when they cannot be listed (damage).
-        """
-        if self._file is None:
-            raise ValueError(f"{self.path.name} is closed")
-        found: dict[str, Any] = {}
-        try:
-            with no_plugins():
-                names = list(self._file.attrs)
-        except LIBRARY_ERRORS as error:
-            raise unreadable(self.path, error) from error
-        for name in names:
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
+        check_range(start, stop, self.shape[0])
+        rows = np.empty((stop - start, *self._stored_shape[1:]), self._stored_dtype)
+        if self._storage.inline is not None:
+            rows[...] = self._storage.inline[start:stop]
+        elif rows.size:
+            file = open_file(self._path)
             try:
-                with no_plugins():
-                    handle = self._file.attrs.get_id(name)
-                    if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                        _keep(found, str(name), self._file.attrs[name])
-            except LIBRARY_ERRORS:
-                continue  # an attribute of an odd type is no reason to refuse the data
-        return found
-
-    def describe(self, prefix: str) -> dict[str, Any]:
-        """Return what lies under `prefix`: small scalars by value, arrays by shape and dtype."""
-        found: dict[str, Any] = {}
-        for name, fact in sorted(self.facts.items()):
-            if not name.startswith(prefix):
-                continue
-            if fact.shape == () and fact.stored_bytes <= MAX_ATTRIBUTE_BYTES and not fact.filters:
-                try:
-                    assert self._file is not None, "describe() before close()"
-                    _keep(found, name, self._file[fact.name][()])
-                except LIBRARY_ERRORS:
-                    continue
-            else:
-                found[name] = f"{fact.type_name} {list(fact.shape or ())}"
-        return found
-
-    def close(self) -> None:
-        """Close the file; reading afterwards raises ValueError."""
-        self._open.clear()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def read_rows(
-    dataset: h5py.Dataset, start: int, stop: int, *, dtype: np.dtype[Any], path: Path
-) -> npt.NDArray[Any]:
-    """Return rows ``[start, stop)`` of `dataset`, native byte order; see `Hdf5Rows.read`."""
-    try:
-        block = dataset[start:stop]
-    except (*LIBRARY_ERRORS, MemoryError) as error:
-        raise unreadable(path, error) from error
-    rows = np.ascontiguousarray(block, dtype=dtype.newbyteorder("="))
-    if rows.dtype.kind == "b" and rows.size and rows.view(np.uint8).max() > 1:
-        raise InputError(
-            "HDF5_VALUE",
-            "a bool column holds values other than 0 and 1",
-            where=f"{path}: {dataset.name}, rows {start} to {stop}",
-            remedy="the file is damaged: get it again",
-        )
-    return rows.view(np.dtype(rows.dtype.str))  # drops h5py's enum metadata
-
-
-def renamed(
-    facts: Mapping[str, DatasetFacts], names: Mapping[str, str], path: Path
-) -> dict[str, DatasetFacts]:
-    """Return `facts` with other names: `names` says which dataset or group gets a new one.
-
-    A dataset that already has the new name is hidden.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN_MISSING`` if a dataset to be renamed is not there.
-    """
-    found: dict[str, DatasetFacts] = {}
-    moved: set[str] = set()
-    for new, old in names.items():
-        stored = old.strip("/")
-        parts = [n for n in facts if n == stored or n.startswith(f"{stored}/")]
-        if not parts:
+                if file_identity(file) != self._identity:
+                    raise changed_error(self._path)
+                if self._storage.filters or self._chunks[1:] != self._stored_shape[1:]:
+                    self._read_decoded(file, rows, start, stop)
+                else:
+                    self._read_plain(file, rows, start, stop)
+            except (OSError, ValueError) as error:
+                if isinstance(error, InputError):
+                    raise
+                raise damaged(self._path, error) from error
+            finally:
+                os.close(file)
+        if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
             raise InputError(
-                "COLUMN_MISSING",
-                f"no dataset {old!r} to take as {new!r}",
-                where=str(path),
-                remedy=f"found: {some_names(facts)}",
+                "SOURCE_READ",
+                "a bool column holds values other than 0 and 1",
+                where=f"{self._path}: {self.name}, rows {start} to {stop}",
+                remedy="the file is damaged: get it again",
             )
-        moved.update(parts)
-        found |= {new + name.removeprefix(stored): facts[name] for name in parts}
-    hidden = tuple(f"{new}/" for new in names)
-    for name, fact in facts.items():
-        if name not in moved and name not in found and not name.startswith(hidden):
-            found[name] = fact
-    return found
+        return rows.astype(self.dtype, copy=False).reshape(stop - start, *self.shape[1:])
+
+    def _read_plain(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
+        """Read chunks that are runs of whole rows right into `rows`."""
+        most, width = self._chunks[0], self._row_bytes
+        view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
+        indices = range(start // most, -(-stop // most))
+        offsets, sizes, _ = self._storage.stored[indices.start : indices.stop].T
+        written = offsets >= 0
+        if (sizes[written] != self._storage.chunk_bytes).any():
+            raise ValueError(f"a chunk of {self._storage.chunk_bytes} bytes holds others")
+        if self._storage.chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
+            at = (start - indices.start * most) * width
+            view[:] = self._gather(file, offsets)[at : at + len(view)]
+            return
+        for index, offset in zip(indices, offsets.tolist(), strict=True):
+            first, last = max(start, index * most), min(stop, (index + 1) * most)
+            if offset < 0:
+                rows[first - start : last - start] = self._fill
+                continue
+            part = view[(first - start) * width : (last - start) * width]
+            _pread_into(file, part.data, offset + (first - index * most) * width)
+
+    def _gather(self, file: int, offsets: Int64Array) -> npt.NDArray[np.uint8]:
+        """Return the bytes of small chunks, read with those that lie between them.
+
+        One call a chunk takes 10 us: 40 s for the columns of 1,000,000 steps in chunks of one row.
+        """
+        size = self._storage.chunk_bytes
+        chunks = np.empty((len(offsets), size), np.uint8)
+        for begin in range(0, len(offsets), GATHERED_CHUNKS):
+            part = offsets[begin : begin + GATHERED_CHUNKS]
+            low, high = int(part.min()), int(part.max()) + size
+            if high - low <= READ_BYTES:
+                span = np.empty(high - low, np.uint8)
+                _pread_into(file, span.data, low)
+                chunks[begin : begin + len(part)] = sliding_window_view(span, size)[part - low]
+            else:
+                for row, offset in zip(chunks[begin:], part.tolist(), strict=False):
+                    _pread_into(file, row.data, offset)
+        return chunks.reshape(-1)
+
+    def _read_decoded(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
+        grid = [-(-n // c) for n, c in zip(self._stored_shape, self._chunks, strict=True)]
+        across, most = prod(grid[1:]), self._chunks[0]
+        for index in range(start // most, -(-stop // most)):
+            first, last = max(start, index * most), min(stop, (index + 1) * most)
+            for number, place in enumerate(np.ndindex(*grid[1:])):
+                chunk = self._chunk(file, index * across + number)
+                target: list[slice] = [slice(first - start, last - start)]
+                source: list[slice] = [slice(first - index * most, last - index * most)]
+                for at, width, end in zip(
+                    place, self._chunks[1:], self._stored_shape[1:], strict=True
+                ):
+                    target.append(slice(at * width, min((at + 1) * width, end)))
+                    source.append(slice(0, min(width, end - at * width)))
+                rows[tuple(target)] = chunk[tuple(source)]
+
+    def _chunk(self, file: int, number: int) -> npt.NDArray[Any]:
+        """Return a decoded chunk; those read last are kept for reads that end inside them."""
+        chunk = self._recent.pop(number, None)
+        if chunk is None:
+            plain = self._storage.chunk(file, number)
+            if plain is None:
+                return np.broadcast_to(self._fill, self._chunks)
+            chunk = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
+            most = CACHE_BYTES // self._storage.chunk_bytes
+            while self._recent and len(self._recent) >= most:
+                self._recent.popitem(last=False)
+        self._recent[number] = chunk
+        return chunk
+
+
+def damaged(path: Path, error: BaseException) -> InputError:
+    """Return the error for a file that cannot be made sense of."""
+    return InputError(
+        "SOURCE_READ",
+        f"not a readable HDF5 file: {' '.join(str(error).split())[:200]}",
+        where=str(path),
+        remedy="the file is damaged, cut short or of another format: get it again",
+    )
 
 
 def some_names(names: Iterable[str], limit: int = 12) -> str:
@@ -271,16 +520,54 @@ def some_names(names: Iterable[str], limit: int = 12) -> str:
     return ", ".join(listed[:limit]) + (", ..." if len(listed) > limit else "") or "nothing"
 
 
-def _itemsize(fact: DatasetFacts) -> int:
-    return fact.dtype.itemsize if fact.dtype is not None else 1
+def _pread_into(file: int, buffer: memoryview, offset: int) -> None:
+    """Fill `buffer` from `offset` on."""
+    if read_at(file, buffer, offset) < len(buffer):
+        raise ValueError("the file ends before its data do")
 
 
-def _row_bytes(fact: DatasetFacts) -> int:
-    return max(1, math.prod((fact.shape or ())[1:]) * _itemsize(fact))
+def _dtype(dataset: Any) -> tuple[np.dtype[Any] | None, str]:
+    """Return the dtype whose bytes are those of the file, ``None`` if there is none; and its name.
+
+    HDF5 has types that NumPy's only resemble, as 12-bit integers: reading their bytes would differ.
+    """
+    try:
+        dtype, stored = np.dtype(dataset.dtype), dataset.get_type()
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        return None, f"unknown type ({error})"
+    if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
+        return None, f"type {dtype}"
+    if dtype.kind in "iu" and stored.get_class() == h5t.ENUM:
+        stored = stored.get_super()
+    plain = np.dtype(dtype.str)  # without h5py's enum metadata
+    if h5t.py_create(plain, logical=True) != stored:
+        return None, f"a type that only resembles {plain}"
+    return plain, plain.name
 
 
-def _chunk_rows(fact: DatasetFacts) -> int:
-    return fact.chunks[0] if fact.chunks else 1
+def _renamed(
+    datasets: Mapping[str, Hdf5Dataset], names: Mapping[str, str], path: Path
+) -> dict[str, Hdf5Dataset]:
+    """Return datasets by column name; one that already has a given name is hidden."""
+    found: dict[str, Hdf5Dataset] = {}
+    moved: set[str] = set()
+    for new, old in names.items():
+        stored = old.strip("/")
+        parts = [n for n in datasets if n == stored or n.startswith(f"{stored}/")]
+        if not parts:
+            raise InputError(
+                "COLUMN",
+                f"no dataset {old!r} to take as {new!r}",
+                where=str(path),
+                remedy=f"found: {some_names(datasets)}",
+            )
+        moved.update(parts)
+        found |= {new + name.removeprefix(stored): datasets[name] for name in parts}
+    hidden = tuple(f"{new}/" for new in names)
+    for name, dataset in datasets.items():
+        if name not in moved and name not in found and not name.startswith(hidden):
+            found[name] = dataset
+    return found
 
 
 def _keep(found: dict[str, Any], name: str, value: Any) -> None:

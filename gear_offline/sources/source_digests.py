@@ -10,33 +10,34 @@ from typing import Any
 
 import xxhash
 
+from gear_offline.core import files
+from gear_offline.core.files import FileIdentity as Identity
 from gear_offline.errors import GearError, InputError
 
-Identity = tuple[int, int, int, int]
 
 
 @contextmanager
-def digested(files: Sequence[Path], opened: Sequence[Identity] = ()) -> Iterator[Any]:
+def digested(paths: Sequence[Path], opened: Sequence[Identity] = ()) -> Iterator[Any]:
     """Digest the source files beside the conversion; yields a function that waits for the list.
 
     `opened` are their identities from before they were opened, if those are known.
     """
-    before = [file_identity(path) for path in files]
-    for path, identity, then in zip(files, before, opened or before, strict=True):
+    before = [file_identity(path) for path in paths]
+    for path, identity, then in zip(paths, before, opened or before, strict=True):
         if identity != then:
             raise _changed(path)
     stop: list[bool] = []
     with ThreadPoolExecutor(max_workers=1) as pool:
-        pending: Future[list[str]] = pool.submit(lambda: [_file_digest(p, stop) for p in files])
+        pending: Future[list[str]] = pool.submit(lambda: [_file_digest(p, stop) for p in paths])
 
         def wait() -> tuple[Mapping[str, Any], ...]:
             digests = pending.result()
-            for path, identity in zip(files, before, strict=True):
+            for path, identity in zip(paths, before, strict=True):
                 if file_identity(path) != identity:
                     raise _changed(path)
             return tuple(
                 {"name": path.name, "bytes": identity[2], "digest": found}
-                for path, identity, found in zip(files, before, digests, strict=True)
+                for path, identity, found in zip(paths, before, digests, strict=True)
             )
 
         try:
@@ -55,7 +56,7 @@ def _changed(path: Path) -> InputError:
 
 
 def file_identity(path: Path) -> Identity:
-    """Return device, inode, size and time of change: what another file or content has not.
+    """Return what another file or content has not.
 
     Raises
     ------
@@ -63,10 +64,9 @@ def file_identity(path: Path) -> Identity:
         ``SOURCE_READ``.
     """
     try:
-        found = path.stat()
+        return files.file_identity(path)
     except OSError as error:
         raise _source_error(path, error) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _source_error(path: Path, error: OSError) -> GearError:

@@ -45,7 +45,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Read a rule as written; raises `InputError` (``RULE_UNKNOWN``)."""
+        """Read a rule as written; raises `InputError` (``SOURCE_LAYOUT``)."""
         flags: list[str] = []
         limit: int | None = None
         artificial = False
@@ -60,7 +60,7 @@ class Rule:
                 flags.append(part)
             else:
                 raise InputError(
-                    "RULE_UNKNOWN",
+                    "SOURCE_LAYOUT",
                     f"boundary rule {text!r} is not understood at {part!r}",
                     remedy="join parts with '|': "
                     + ", ".join((*TERMINAL_FLAGS, *TIME_FLAGS, ARTIFICIAL, "steps=N"))
@@ -69,14 +69,22 @@ class Rule:
         return cls(text=text, flags=tuple(flags), step_limit=limit, artificial=artificial)
 
 
-def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
-    """Return the rule that the flag columns of a table imply, and what it cannot tell.
+def check_rule(text: str, columns: Sequence[str], *, where: str) -> Rule:
+    """Read a rule, and refuse one whose flags are not among the columns."""
+    rule = Rule.parse(text)
+    missing = [flag for flag in rule.flags if flag not in columns]
+    if missing:
+        raise InputError(
+            "COLUMN",
+            f"boundary rule {text!r} needs the column {missing[0]!r}",
+            where=where,
+            remedy=f"columns here: {', '.join(columns)}",
+        )
+    return rule
 
-    Raises
-    ------
-    InputError
-        ``COLUMN_MISSING`` when there is no flag.
-    """
+
+def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
+    """Return the rule that the flag columns of a table imply, and what it cannot tell."""
     for pair in PAIRS.items():
         if set(pair) <= set(flags):
             return "|".join(pair), []
@@ -93,7 +101,7 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
     if time_flag:
         return time_flag, [f"only {time_flag} end episodes: none counts as terminated"]
     raise InputError(
-        "COLUMN_MISSING",
+        "COLUMN",
         "no column tells where episodes end",
         where=where,
         remedy="add terminals and timeouts, terminations and truncations, or dones; or give the "

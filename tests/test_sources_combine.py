@@ -15,11 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import gear_offline.sources.folder
-import gear_offline.sources.shards
 from gear_offline.convert import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
+from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import (
     from_arrays,
     from_episodes,
@@ -29,10 +28,9 @@ from gear_offline.sources import (
     pick_episodes,
 )
 from gear_offline.sources.base import Source
-from gear_offline.sources.folder import FileSource, hdf5_files
-from gear_offline.sources.pieces import PieceSource
+from gear_offline.sources.combine import hdf5_files, with_columns
 from tests.hdf5_files import table, write
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ArraySource, hopper_columns
 
 FILES = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -127,18 +125,18 @@ def test_episodes_that_do_not_fit_are_named() -> None:
         ([1, 2], "an episode is a list"),
     ]:
         found = code(from_episodes, [good, second])
-        assert found[0] == "EPISODE_ARRAYS" and part in found[1], (part, found[1])
-    assert code(from_episodes, [])[0] == "EPISODE_ARRAYS"
+        assert found[0] == "SOURCE_LAYOUT" and part in found[1], (part, found[1])
+    assert code(from_episodes, [])[0] == "SOURCE_LAYOUT"
     assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT_UNKNOWN"
 
 
 @pytest.mark.parametrize("wrong", [None, 3])
 def test_what_holds_no_episodes_is_refused(wrong: Any) -> None:
     said = f"a {type(wrong).__name__} is given"
-    assert code(from_arrays, wrong) == ("EPISODE_ARRAYS", f"{said} (columns)")
-    assert code(from_episodes, wrong) == ("EPISODE_ARRAYS", f"{said} (episodes)")
-    assert code(join_sources, wrong) == ("SOURCE_JOIN", f"{said} (sources)")
-    assert code(from_arrays, [episode(3)])[0] == "EPISODE_ARRAYS"
+    assert code(from_arrays, wrong) == ("SOURCE_LAYOUT", f"{said} (columns)")
+    assert code(from_episodes, wrong) == ("SOURCE_LAYOUT", f"{said} (episodes)")
+    assert code(join_sources, wrong) == ("SOURCE_LAYOUT", f"{said} (sources)")
+    assert code(from_arrays, [episode(3)])[0] == "SOURCE_LAYOUT"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
@@ -161,11 +159,11 @@ def test_flat_arrays_end_as_a_file_with_the_same_columns(flags: list[tuple[bool,
 
 
 def test_flat_arrays_need_something_that_ends_episodes() -> None:
-    assert code(from_arrays, episode(4))[0] == "COLUMN_MISSING"
+    assert code(from_arrays, episode(4))[0] == "COLUMN"
     assert from_arrays(episode(4), rule="steps=3").episodes.lengths.tolist() == [3, 1]
-    assert code(from_arrays, episode(4), rule="dones")[0] == "RULE_FLAG"
+    assert code(from_arrays, episode(4), rule="dones")[0] == "COLUMN"
     assert code(from_arrays, {"1": [1] * 4, 1: [2] * 4}) == (
-        ("EPISODE_ARRAYS", "a column is given twice (column 1)")
+        ("SOURCE_LAYOUT", "a column is given twice (column 1)")
     )
     warned = from_arrays(episode(4, dones=np.array([0, 1, 0, 1])))
     assert warned.terminated.tolist() == [True, True] and warned.info.attributes["warnings"]
@@ -188,7 +186,7 @@ def test_what_d4rls_get_dataset_returns_is_a_source() -> None:
         "metadata/policy/fc0/weight": "float32 [256, 11]",
     }
     only = {"metadata": {"a": [1]}}
-    assert code(from_arrays, only) == ("EPISODE_ARRAYS", "there are no columns ()")
+    assert code(from_arrays, only) == ("SOURCE_LAYOUT", "there are no columns ()")
 
 
 def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
@@ -203,26 +201,26 @@ def test_episodes_in_memory_become_a_dataset(tmp_path: Path) -> None:
     assert dataset.manifest.source.uri == "mine" and dataset.manifest.source.digest is None
     rows = np.concatenate([part["observations"] for part in parts])
     assert np.array_equal(dataset.column("observations"), rows)
-    assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_UNKNOWN"
+    assert code(convert, parts, tmp_path / "e")[0] == "SOURCE_READ"
 
 
 @pytest.mark.parametrize("flag", [np.nan, np.array([0, np.nan, 1, 0]), np.zeros((4, 2), bool)])
 def test_flags_in_memory_are_true_or_false(flag: Any) -> None:
-    assert code(from_episodes, [episode(4, terminated=flag)])[0] == "EPISODE_ARRAYS"
+    assert code(from_episodes, [episode(4, terminated=flag)])[0] == "SOURCE_LAYOUT"
     if np.ndim(flag):
-        assert code(from_arrays, episode(4, terminated=flag))[0] == "EPISODE_ARRAYS"
+        assert code(from_arrays, episode(4, terminated=flag))[0] == "SOURCE_LAYOUT"
 
 
 def test_what_is_not_an_open_source_is_named() -> None:
     source = ArraySource(hopper_columns(3), [3])
     for wrong in ("data/a", Path("data/a"), None, [source]):
-        said = ("SOURCE_UNKNOWN", f"a {type(wrong).__name__} is not an open source ()")
+        said = ("SOURCE_READ", f"a {type(wrong).__name__} is not an open source ()")
         assert code(pick_episodes, wrong, [0]) == said
         assert code(join_sources, [source, wrong]) == said
-    assert code(join_sources, "data/a")[0] == "SOURCE_UNKNOWN"
+    assert code(join_sources, "data/a")[0] == "SOURCE_READ"
     assert join_sources(iter([source, source])).episodes.lengths.tolist() == [3, 3]
     for names in (["observations=obs"], {"observations": 3}):
-        assert code(open_source, "x.hdf5", names=names)[0] == "CONVERT_OPTION"
+        assert code(open_source, "x.hdf5", names=names)[0] == "COLUMN"
 
 
 @FILES
@@ -245,7 +243,7 @@ def test_picked_episodes_are_those_of_the_source(which: list[int]) -> None:
 @pytest.mark.parametrize("which", [[], [6], [-1], [1, 1], [0.5], [True, False], [[0, 1]], "all"])
 def test_choices_of_episodes_that_are_none(which: Any) -> None:
     source = ArraySource(hopper_columns(12), [2] * 6)
-    assert code(pick_episodes, source, which)[0] == "EPISODE_CHOICE"
+    assert code(pick_episodes, source, which)[0] == "SELECTION"
 
 
 def test_joined_sources_follow_each_other(tmp_path: Path) -> None:
@@ -259,9 +257,9 @@ def test_joined_sources_follow_each_other(tmp_path: Path) -> None:
     assert joined.info.attributes["left_out"] == {"extra": "memory does not have it"}
     both = np.concatenate([one.read("rewards", 0, 7), two.read("rewards", 0, 5)])
     assert np.array_equal(joined.read("rewards", 2, 11), both[2:11])
-    assert code(join_sources, [])[0] == "SOURCE_JOIN"
+    assert code(join_sources, [])[0] == "SOURCE_LAYOUT"
     other = ArraySource(hopper_columns(5, action_dim=4), [5])
-    assert code(join_sources, [one, other])[0] == "SOURCE_JOIN"
+    assert code(join_sources, [one, other])[0] == "SOURCE_LAYOUT"
     convert(joined, tmp_path / "d", quiet=True)
     assert open_dataset(tmp_path / "d").spec.steps == 12
 
@@ -296,9 +294,9 @@ def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
     write(tmp_path / "a.h5", flagged(4, 0))
     write(tmp_path / "b.h5", flagged(4, 0) | {"actions": np.zeros((4, 9))})
     found = code(convert, tmp_path, tmp_path / "out" / "d")
-    assert found[0] == "SOURCE_JOIN" and "a.h5" in found[1] and "b.h5" in found[1]
+    assert found[0] == "SOURCE_LAYOUT" and "a.h5" in found[1] and "b.h5" in found[1]
     (tmp_path / "b.h5").write_bytes(b"nothing")
-    assert code(convert, tmp_path, tmp_path / "out" / "d")[0] == "HDF5_UNREADABLE"
+    assert code(convert, tmp_path, tmp_path / "out" / "d")[0] == "SOURCE_READ"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -317,63 +315,118 @@ def test_shards_are_a_source(tmp_path: Path, workers: int) -> None:
     source = again.manifest.source
     assert (source.format, source.rule, source.uri) == ("gear", "steps=7", "a")
     assert "hopper-medium-v2.hdf5" in source.attributes["converted_from"]
-    assert code(open_source, tmp_path / "a", rule="none")[0] == "RULE_UNKNOWN"
-    assert code(open_source, tmp_path / "a", names={"x": "y"})[0] == "COLUMN_MISSING"
+    assert code(open_source, tmp_path / "a", rule="none")[0] == "SOURCE_LAYOUT"
+    assert code(open_source, tmp_path / "a", names={"x": "y"})[0].startswith("COLUMN")
     with open_source(tmp_path / "a") as opened:
         convert(pick_episodes(opened, first.returns == first.returns.max()), tmp_path / "best")
     assert open_dataset(tmp_path / "best").returns.tolist() == [first.returns.max()]
 
 
-@pytest.mark.parametrize("flags", [("terminated", "truncated"), ("done",)])
-def test_gymnasiums_own_words_for_flags(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    columns = {n: v for n, v in table(9).items() if "/" not in n}
-    columns |= {flag: np.arange(9) % 4 == 3 for flag in flags}
-    with open_source(write(tmp_path / "x.hdf5", columns)) as source:
-        assert source.info.rule == "|".join(flags)
-        assert source.episodes.lengths.tolist() == [4, 4, 1]
-        assert source.terminated.tolist() == [True, True, False]
-        assert "3 episodes, 9 steps" in repr(source)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> None:
+    flags = np.arange(24) % 6 == 5
+    names = {"obs/arm": "observations/arm", "obs/cam": "observations/cam", "act": "actions"}
+    columns: dict[str, Any] = {
+        "obs/arm": np.arange(48.0).reshape(24, 2),
+        "obs/cam": np.arange(96, dtype=np.uint8).reshape(24, 2, 2),
+        "act": np.ones((24, 1), np.float32),
+        "r": np.arange(24.0),
+        "end": flags,
+        "actions": np.zeros(3),  # hidden by the one that takes its name
+    }
+    file = write(tmp_path / "mine.hdf5", columns)
+    with pytest.raises(InputError, match="--columns observations=NAME"):
+        open_source(file)
+    wanted = ["observations=obs", "actions=act", "rewards = r", "dones=end"]
+    options: dict[str, Any] = {"workers": workers, "shard_bytes": 300, "quiet": True}
+    convert(file, tmp_path / "d", columns=wanted, **options)
+    dataset = open_dataset(tmp_path / "d")
+    assert dataset.episodes.lengths.tolist() == [6] * 4 and dataset.terminated.all()
+    for stored, name in (names | {"r": "rewards", "end": "dones"}).items():
+        assert np.array_equal(dataset.column(name), columns[stored])
+    for bad, error in [
+        (["observations=nothing"], "COLUMN"),
+        (["actions=act", "actions=r"], "COLUMN"),
+        (["actions="], "COLUMN"),
+        (["actions=act+"], "COLUMN"),
+        (["x=act+obs/cam", "actions=act", *wanted[::2], "dones=end"], "COLUMN"),
+        ("actions", "COLUMN"),
+    ]:
+        assert code(convert, file, tmp_path / "e", columns=bad)[0] in (error, "CONVERT_OPTION")
+    for both, said in [
+        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step: they do not make one"),
+        ("act+obs", "obs is a group of 2 columns (column observations)"),
+    ]:
+        given = [f"observations={both}", "actions=act", "rewards=r", "dones=end"]
+        assert said in code(convert, file, tmp_path / "e", columns=given)[1]
+    assert code(convert, from_episodes([hopper_columns(3)]), tmp_path / "e", columns=["x=rewards"])[
+        0
+    ] in ("COLUMN", "CONVERT_OPTION")
 
 
-@pytest.mark.parametrize(("most", "descriptors"), [(2, -1), (512, 8)])
-def test_a_folder_of_more_files_than_may_be_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, descriptors: int
-) -> None:
-    limits = (descriptors, descriptors)
-    monkeypatch.setattr(gear_offline.sources.folder, "MOST_OPEN", most)
-    monkeypatch.setattr("resource.getrlimit", lambda _: limits)
-    for number in range(5):
-        write(tmp_path / f"{number}.h5", flagged(6, number) | {"rewards": np.ones((6, 1))})
-    with open_source(tmp_path) as source:
-        assert source.spec["rewards"].shape == ()
-        for start, stop in [(0, 30), (3, 27), (29, 30), (5, 13)]:
-            found = source.read("observations", start, stop)
-            wanted = np.concatenate([flagged(6, n)["observations"] for n in range(5)])
-            assert np.array_equal(found, wanted[start:stop])
-        assert isinstance(source, PieceSource)
-        (pool,) = {file._pool for file in source._owned if isinstance(file, FileSource)}
-        assert len(pool._open) == 2
-        write(tmp_path / "0.h5", flagged(7, 0))
-        assert code(source.read, "rewards", 0, 1)[0] == "SOURCE_CHANGED"
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["file", "folder", "shards"])
+def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> None:
+    rows = np.arange(24.0)
+    columns: dict[str, Any] = {
+        "observations/goal": np.stack([rows, -rows], axis=1),
+        "observations/time": rows + 100,
+        "observations/place": np.stack([rows * 2] * 3, axis=1),
+        "observations/unused": rows,
+        "actions": np.ones((24, 1), np.float32),
+        "rewards": rows,
+        "terminated": rows % 6 == 5,
+    }
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    source = write(folder / "mine.hdf5", columns) if kind == "file" else folder
+    if kind == "folder":
+        for half in (0, 1):
+            part = {name: values[12 * half : 12 * half + 12] for name, values in columns.items()}
+            write(folder / f"{half}.hdf5", part)
+    elif kind == "shards":
+        source = tmp_path / "before"
+        convert(write(folder / "mine.hdf5", columns), source, quiet=True)
+        with pytest.raises(InputError, match="observations=observations/goal\\+observations/pl"):
+            GearLoader(source, batch_size=2, device="cpu")
+    names = ["observations/place", "observations/goal", "observations/time"]
+    wanted = [f"observations={' + '.join(names)}", "actions"]
+    convert(source, tmp_path / "d", columns=wanted, workers=workers, shard_bytes=600, quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    assert sorted(c.name for c in dataset.spec) == ["actions", "observations", "rewards"]
+    together = np.concatenate([columns[name].reshape(24, -1) for name in names], axis=1)
+    assert np.array_equal(dataset.column("observations"), together)
+    assert dataset.episodes.lengths.tolist() == [6] * 4
+    assert dataset.terminated.all()
+    batch = GearLoader(dataset, batch_size=2, context_length=3, device="cpu").batch_at(0)
+    assert batch.states.shape == (2, 3, 6)
 
 
-def test_short_reads_of_shards_are_parts_of_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = [3] * 40
-    dataset = make_dataset(tmp_path, lengths, shard_bytes=2000)
-    monkeypatch.setattr(gear_offline.sources.shards, "READ_BYTES", 500)
-    whole = dataset.column("actions").reshape(40, -1)[::2]
-    reads: list[tuple[int, int]] = []
-    read = Dataset.read
+def test_the_part_that_does_not_fit_is_named() -> None:
+    rows = {"actions": np.zeros((3, 1)), "rewards": np.zeros(3), "dones": np.arange(3) == 2}
+    parts: dict[str, Any] = {"observations/image": np.zeros((3, 7, 7, 3), np.uint8)}
+    parts["observations/direction"] = np.zeros(3, np.int64)
+    parts["observations/speed"] = np.zeros(3)
+    source = from_arrays(rows | parts)
+    for names, said in [
+        (["image", "direction"], "observations/image is uint8 (7, 7, 3) a step"),
+        (["direction", "image"], "observations/image is uint8 (7, 7, 3) a step"),
+        (["speed", "direction"], "observations/direction is int64 and observations/speed is float"),
+    ]:
+        wanted = {"observations": tuple(f"observations/{name}" for name in names)}
+        assert said in code(with_columns, source, wanted)[1]
 
-    def counted(self: Dataset, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        reads.append((start, stop))
-        return read(self, column, start, stop)
 
-    with open_source(dataset.path) as source:
-        monkeypatch.setattr(Dataset, "read", counted)
-        picked = pick_episodes(source, np.arange(40) % 2 == 0)
-        rows = picked.read("actions", 0, picked.spec.steps)
-    assert rows.tobytes() == whole.tobytes()
-    assert len(reads) == len(set(reads)) == -(-120 // (500 // 12))
+def test_names_that_no_column_may_have_are_mapped(tmp_path: Path) -> None:
+    rows = np.arange(10.0).reshape(5, 2)
+    parts = {"a b": rows, "a_b": -rows, "c": rows + 1}
+    given_ = {"actions": np.zeros((5, 1)), "rewards": np.zeros(5), "terminated": True}
+    source = from_episodes([{"observations": parts, **given_}] * 2)
+    assert np.array_equal(source.read("observations/a_b", 0, 5), -rows)
+    assert np.array_equal(source.read("observations/a_b_2", 0, 5), rows)
+    said = "'observations/a b' is the column observations/a_b_2"
+    assert source.info.attributes["warnings"] == [said]
+    file = write(tmp_path / "x.hdf5", {"o p/x y": rows, "actions": rows, "rewards": np.ones(5)})
+    wanted = ["observations=o p/x y", "actions"]
+    convert(file, tmp_path / "d", columns=wanted, rule="none", quiet=True)
+    assert np.array_equal(open_dataset(tmp_path / "d").column("observations"), rows)

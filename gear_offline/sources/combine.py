@@ -1,0 +1,481 @@
+"""Sources made of others: several joined, some episodes, other columns, a folder, GEAR shards.
+
+Rows stay where they are: a piece names a run of rows of a source, and a read goes to the pieces
+that it touches.
+
+Shape legend: N rows, E episodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.core.text import count_text
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
+from gear_offline.dataset.schema import (
+    BoolArray,
+    ColumnSpec,
+    EpisodeIndex,
+    TableSpec,
+    chosen_episodes,
+)
+from gear_offline.dataset.source_facts import left_out_of, warnings_of
+from gear_offline.errors import InputError
+from gear_offline.sources.base import Source, SourceInfo, check_range, legal_names
+from gear_offline.sources.hdf5_table import open_hdf5
+
+MOST_NAMED = 20  # parts that a joined source describes one by one
+SUFFIXES = (".hdf5", ".h5")
+
+
+class Rows(Protocol):
+    """What a piece reads from: a `Source`, or arrays."""
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Rows ``[first, first + steps)`` of `rows`."""
+
+    rows: Rows
+    first: int
+    steps: int
+
+
+class PieceSource(Source):
+    """A `Source` over pieces.
+
+    Parameters
+    ----------
+    pieces
+        In the order of the table; their steps add up to N.
+    columns
+        Columns that every piece has.
+    lengths, terminated, truncated
+        Of the episodes, (E,).
+    info
+        Provenance.
+    preferred
+        Rows per read by column; others are read about 8 MiB at a time.
+    owned
+        Sources to close.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        columns: Iterable[ColumnSpec],
+        *,
+        lengths: npt.ArrayLike,
+        terminated: npt.ArrayLike,
+        truncated: npt.ArrayLike,
+        info: SourceInfo,
+        preferred: Mapping[str, int] | None = None,
+        owned: Sequence[Source] = (),
+    ) -> None:
+        self._pieces = tuple(pieces)
+        self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
+        self._preferred = preferred or {}
+        self._owned = owned
+        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
+        self.terminated: BoolArray = np.asarray(terminated, np.bool_)
+        self.truncated: BoolArray = np.asarray(truncated, np.bool_)
+        self.spec = TableSpec(
+            columns=tuple(columns), steps=self.episodes.steps, episodes=self.episodes.episodes
+        )
+        self.info = info
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        check_range(start, stop, self.spec.steps)
+        spec = self.spec[column]
+        rows = np.empty((stop - start, *spec.shape), spec.dtype)
+        index = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        at = start
+        while at < stop:
+            piece, first = self._pieces[index], int(self._firsts[index])
+            end = min(first + piece.steps, stop)
+            shift = piece.first - first
+            rows[at - start : end - start] = piece.rows.read(column, at + shift, end + shift)
+            at, index = end, index + 1
+        return rows
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return self._preferred.get(column) or super().preferred_rows(column)
+
+    def close(self) -> None:
+        """Close the sources that belong to this one."""
+        for source in self._owned:
+            source.close()
+
+
+def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
+    """Return a source of some of a source's episodes.
+
+    Parameters
+    ----------
+    source
+        An open source; closed with the result.
+    which
+        Numbers of episodes in the order wanted, each at most once, or (E,) bool: which to keep.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION`` if that names none, one twice, or one that the source does not have;
+        ``SOURCE_READ`` if the source is not an open one.
+    """
+    _check_open(source)
+    chosen = chosen_episodes(which, source.episodes.episodes)
+    offsets = source.episodes.offsets
+    # Episodes that follow each other are one piece: fewer and longer reads.
+    breaks = np.flatnonzero(np.diff(chosen) != 1) + 1
+    pieces = []
+    for run in np.split(chosen, breaks):
+        first, last = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+        pieces.append(Piece(rows=source, first=first, steps=last - first))
+    picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
+    attributes = {**source.info.attributes, "picked": picked}
+    return PieceSource(
+        pieces,
+        source.spec,
+        lengths=source.episodes.lengths[chosen],
+        terminated=source.terminated[chosen],
+        truncated=source.truncated[chosen],
+        info=replace(source.info, attributes=attributes),
+        preferred={c.name: source.preferred_rows(c.name) for c in source.spec},
+        owned=(source,),
+    )
+
+
+def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
+    """Return one source over the episodes of several, one after the other.
+
+    Columns that not all have are left out.  Columns of different dtype or shape are refused.
+
+    Parameters
+    ----------
+    sources
+        At least one; closed with the result.
+    uri
+        Name for the provenance; default the names of the parts.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_LAYOUT`` if they do not fit; ``SOURCE_READ`` if one of them is not an open source.
+    """
+    if not isinstance(sources, Iterable):
+        what = f"a {type(sources).__name__} is given"
+        raise InputError(
+            "SOURCE_LAYOUT", what, where="sources", remedy="give a list of open sources"
+        )
+    sources = tuple(sources)
+    for source in sources:
+        _check_open(source)
+    if not sources:
+        raise InputError("SOURCE_LAYOUT", "no source to join", remedy="give at least one")
+    columns, left_out = _common_columns(sources)
+    infos = [source.info for source in sources]
+    known = all(len(info.opened) == len(info.files) for info in infos)
+    return PieceSource(
+        [Piece(rows=source, first=0, steps=source.spec.steps) for source in sources],
+        columns,
+        lengths=np.concatenate([source.episodes.lengths for source in sources]),
+        terminated=np.concatenate([source.terminated for source in sources]),
+        truncated=np.concatenate([source.truncated for source in sources]),
+        info=SourceInfo(
+            uri=uri or _some_text([info.uri for info in infos]),
+            format=_same([info.format for info in infos]) or "joined",
+            rule=_same([info.rule for info in infos]) or "that of each part",
+            environment_id=_same([info.environment_id for info in infos]),
+            reference_name=_same([info.reference_name for info in infos]),
+            files=tuple(file for info in infos for file in info.files),
+            opened=tuple(one for info in infos for one in info.opened) if known else (),
+            attributes=_joint_attributes(sources, left_out),
+        ),
+        preferred={c.name: max(s.preferred_rows(c.name) for s in sources) for c in columns},
+        owned=sources,
+    )
+
+
+def _check_open(source: object) -> None:
+    if not isinstance(source, Source):
+        raise InputError(
+            "SOURCE_READ",
+            f"a {type(source).__name__} is not an open source",
+            remedy="give what gear_offline.open_source(PATH) returns",
+        )
+
+
+def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[str, str]]:
+    """Return the columns that all have, and why others are left out."""
+    left_out: dict[str, str] = {}
+    names = [{column.name for column in source.spec} for source in sources]
+    common = set.intersection(*names)
+    for name in sorted(set.union(*names) - common):
+        without = next(s for s, has in zip(sources, names, strict=True) if name not in has)
+        left_out[name] = f"{without.info.uri} does not have it"
+    first = sources[0]
+    columns = [column for column in first.spec if column.name in common]
+    for column in columns:
+        for source in sources:
+            other = source.spec[column.name]
+            if other != column:
+                raise InputError(
+                    "SOURCE_LAYOUT",
+                    f"column {column.name} is {other.dtype} {other.shape} in {source.info.uri} and "
+                    f"{column.dtype} {column.shape} in {first.info.uri}",
+                    remedy="join sources whose columns have the same dtype and shape",
+                )
+    return columns, left_out
+
+
+def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> dict[str, Any]:
+    warnings = [
+        f"{source.info.uri}: {text}"
+        for source in sources
+        for text in warnings_of(source.info.attributes)
+    ]
+    for what, names in (
+        ("environment id", {source.info.environment_id for source in sources}),
+        ("reference name", {source.info.reference_name for source in sources}),
+    ):
+        if len(names) > 1:
+            warnings.append(f"the parts differ in {what}: {', '.join(sorted(map(str, names)))}")
+    parts = [
+        f"{source.info.uri}: {count_text(source.spec.episodes, 'episode')}, "
+        f"{count_text(source.spec.steps, 'step')}; {source.info.rule}"
+        for source in sources[:MOST_NAMED]
+    ]
+    for source in sources:
+        for name, why in left_out_of(source.info.attributes)[0].items():
+            left_out.setdefault(name, why)
+    if len(warnings) > MOST_NAMED:
+        warnings[MOST_NAMED:] = [f"and {len(warnings) - MOST_NAMED} more"]
+    return {
+        "parts": len(sources),
+        "part": {str(index): text for index, text in enumerate(parts)},
+        "left_out": left_out,
+        "warnings": warnings,
+    }
+
+
+def _same(values: Sequence[str | None]) -> str | None:
+    return values[0] if len(set(values)) == 1 else None
+
+
+def _some_text(names: Sequence[str], most: int = 3) -> str:
+    text = " + ".join(names[:most])
+    return text if len(names) <= most else f"{text} + {len(names) - most} more"
+
+
+Parts = Mapping[str, tuple[str, ...]]  # column: those of the source that it is made of
+
+
+def parse_names(names: Mapping[str, str] | None) -> Parts:
+    """Return the parts of ``{"observations": "a + b"}``."""
+    if names is not None and not (
+        isinstance(names, Mapping) and all(isinstance(old, str) for old in names.values())
+    ):
+        raise InputError(
+            "COLUMN",
+            f"names={names!r} is not usable",
+            remedy='give a mapping: {"observations": "obs"}',
+        )
+    return {
+        new: tuple(part.strip() for part in old.split("+")) for new, old in (names or {}).items()
+    }
+
+
+def names_in_file(parts: Parts) -> tuple[dict[str, str], Parts]:
+    """Return what a reader of HDF5 files renames, and what is put together after that."""
+    before: dict[str, str] = {}
+    after: dict[str, tuple[str, ...]] = {}
+    for new, olds in parts.items():
+        if len(olds) == 1:
+            before[new] = olds[0]
+        else:  # as leaves of the new column, which the reader takes for it
+            after[new] = tuple(f"{new}/{index}" for index in range(len(olds)))
+            before |= dict(zip(after[new], olds, strict=True))
+    return before, after
+
+
+def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None = None) -> Source:
+    """Return `source` with the columns `parts` in front of those that it does not use up.
+
+    `given` are the names that the user knows, by those that a reader gave instead.  Where the parts
+    do not make columns, the source is closed.
+    """
+    if not parts:
+        return source
+    try:
+        return ColumnsSource(source, parts, given or {})
+    except BaseException:
+        source.close()
+        raise
+
+
+class ColumnsSource(Source):
+    """A `Source` over another one with columns that have new names, or are made of several.
+
+    A column of several parts has their elements side by side: (N, sum of their widths).
+    """
+
+    def __init__(self, source: Source, parts: Parts, given: Mapping[str, str]) -> None:
+        self._source = source
+        # The name that the source has for one with a space, say, is its legal form.
+        known = {c.name for c in source.spec}
+        parts = {
+            new: tuple(old if old in known else legal_names([old])[old] for old in olds)
+            for new, olds in parts.items()
+        }
+        used = {name for olds in parts.values() for name in olds}
+        rest = [c for c in source.spec if c.name not in used and c.name not in parts]
+        self._parts = {c.name: (c.name,) for c in rest} | dict(parts)
+        made = [_column(source, new, olds, given) for new, olds in parts.items()]
+        self.spec = TableSpec(
+            columns=(*made, *rest), steps=source.spec.steps, episodes=source.spec.episodes
+        )
+        self.episodes = source.episodes
+        self.terminated, self.truncated = source.terminated, source.truncated
+        made_of = {new: " + ".join(olds) for new, olds in parts.items()}
+        attributes = {**source.info.attributes, "columns_from": made_of}
+        self.info = replace(source.info, attributes=attributes)
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        olds = self._parts[column]
+        if len(olds) == 1:
+            return self._source.read(olds[0], start, stop)
+        rows = [self._source.read(old, start, stop).reshape(stop - start, -1) for old in olds]
+        return np.concatenate(rows, axis=1)
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return min(self._source.preferred_rows(old) for old in self._parts[column])
+
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
+
+def _column(
+    source: Source, new: str, olds: tuple[str, ...], given: Mapping[str, str]
+) -> ColumnSpec:
+    if len(olds) == 1:
+        return replace(source.spec[olds[0]], name=new)
+    for old in olds:
+        below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
+        if below and old not in source.spec:
+            name = given.get(old, old)
+            raise InputError(
+                "COLUMN",
+                f"{name} is a group of {count_text(len(below), 'column')}",
+                where=f"column {new}",
+                remedy=f"name its parts: {'+'.join(name + part for part in below)}",
+            )
+    specs = [source.spec[old] for old in olds]
+    wide = next((s for s in specs if len(s.shape) > 1), None)
+    other = next((s for s in specs if s.dtype != specs[0].dtype), None)
+    if wide is not None or other is not None:
+        if wide is not None:
+            why = f"{given.get(wide.name, wide.name)} is {wide.dtype} {wide.shape} a step"
+        else:
+            assert other is not None
+            why = " and ".join(
+                f"{given.get(s.name, s.name)} is {s.dtype}" for s in (other, specs[0])
+            )
+        raise InputError(
+            "COLUMN",
+            f"{why}: they do not make one column",
+            where=f"column {new}",
+            remedy="put vectors and numbers of one dtype together",
+        )
+    width = sum(s.shape[0] if s.shape else 1 for s in specs)
+    return ColumnSpec(name=new, dtype=specs[0].dtype, shape=(width,))
+
+
+def hdf5_files(path: Path) -> list[Path]:
+    """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
+    found = [
+        p
+        for p in path.iterdir()
+        if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
+    ]
+    return sorted(found, key=lambda p: _natural(p.name))
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+
+
+def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:
+    """Open the HDF5 files of a folder as one source."""
+    files = [
+        open_hdf5(file, uri=file.name, name=file.name, rule=rule, names=names)
+        for file in hdf5_files(path.absolute())
+    ]
+    return join_sources(files, uri=path.absolute().name)
+
+
+class DatasetSource(Source):
+    """A `Source` over an opened dataset of GEAR shards."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.spec = dataset.spec
+        self.episodes = dataset.episodes
+        self.terminated = dataset.terminated
+        self.truncated = dataset.truncated
+        before, scores = dataset.manifest.source, dataset.manifest.reference_scores
+        attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+        attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
+        self.info = SourceInfo(
+            uri=dataset.path.name,
+            format="gear",
+            rule=before.rule,
+            environment_id=dataset.environment_id,
+            reference_name=None if scores is None else str(scores["name"]),
+            files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
+            attributes=attributes,
+        )
+
+    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        return self.dataset.read(column, start, stop)
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether the directory looks like GEAR shards.
+
+    A folder of HDF5 files may have a manifest.json of its own.
+    """
+    if not (path / MANIFEST_NAME).is_file():
+        return False
+    return (path / shard_name(0)).exists() or not hdf5_files(path)
+
+
+def open_shards(path: Path, *, rule: str | None) -> DatasetSource:
+    """Open the dataset directory at `path`; every digest is compared first."""
+    if rule is not None:
+        raise InputError(
+            "SOURCE_LAYOUT",
+            f"boundary rule {rule!r} does not apply to GEAR shards, which store their episodes",
+            where=str(path),
+            remedy="leave the rule out, or convert the first source again",
+        )
+    return DatasetSource(open_dataset(path))

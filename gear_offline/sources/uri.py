@@ -1,0 +1,92 @@
+"""From what a user types to an open source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gear_offline.errors import InputError, given_path
+from gear_offline.sources.base import Source
+from gear_offline.sources.combine import (
+    hdf5_files,
+    is_dataset,
+    names_in_file,
+    open_folder,
+    open_shards,
+    parse_names,
+    with_columns,
+)
+from gear_offline.sources.d4rl import locate
+from gear_offline.sources.hdf5_table import open_hdf5
+from gear_offline.sources.minari import data_directory, find_directory, open_minari
+
+ACCEPTED = (
+    "a .hdf5 or .h5 file, a folder of them, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
+    "(minari:mujoco/hopper/medium-v0), the directory of a Minari dataset, or one of GEAR shards; "
+    "arrays are given from Python, see docs/sources.md"
+)
+
+
+def open_source(
+    uri: str | Path, *, rule: str | None = None, names: Mapping[str, str] | None = None
+) -> Source:
+    """Open a dataset of another format for reading.
+
+    Parameters
+    ----------
+    uri
+        Path of an HDF5 file (D4RL's layouts or the generic one) or of a folder of such files,
+        ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
+    rule
+        Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
+        docs/sources.md.
+    names
+        Column name to the column that gets it; of an HDF5 file to the dataset, or group of
+        datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put
+        side by side: ``{"observations": "observations/position + observations/goal"}``.
+
+    Returns
+    -------
+    Source
+        Columns by row range and the episode index; close it, or use it in a ``with`` statement.
+
+    Raises
+    ------
+    InputError
+        ``SOURCE_READ`` for what is missing, damaged or no source, ``SOURCE_LAYOUT`` for what makes
+        no trajectories, ``SOURCE_UNSAFE``, ``COLUMN`` for `names` that do not fit.
+    UnavailableError
+        ``SOURCE_READ`` for a failed download, ``PACKAGE_MISSING``.
+    """
+    parts = parse_names(names)
+    before, after = names_in_file(parts)
+    text = str(uri)
+    scheme, _, name = text.partition(":")
+    if isinstance(uri, str) and scheme == "d4rl" and name:
+        found = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
+        return with_columns(found, after, before)
+    if isinstance(uri, str) and scheme == "minari" and name:
+        return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
+    path = given_path(uri, "SOURCE_READ", where="uri")
+    if isinstance(uri, str) and not uri.strip():  # a variable of a shell that is not set, not "."
+        raise _unknown(f"{text!r} names nothing")
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError):  # too long, or not a name at all
+        is_directory = exists = False
+    if is_directory:
+        if data_directory(path) is not None:
+            return with_columns(open_minari(path, uri=None, rule=rule), parts)
+        if is_dataset(path):
+            return with_columns(open_shards(path, rule=rule), parts)
+        if hdf5_files(path):
+            return with_columns(open_folder(path, rule=rule, names=before), after, before)
+        raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
+    if exists or path.suffix.lower() in (".hdf5", ".h5"):
+        found = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
+        return with_columns(found, after, before)
+    raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
+
+
+def _unknown(what: str) -> InputError:
+    return InputError("SOURCE_READ", what, remedy=f"accepted are {ACCEPTED}")

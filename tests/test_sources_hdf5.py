@@ -1,0 +1,464 @@
+"""HDF5 files: honest ones give exact bytes, hostile and damaged ones are refused."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from h5py import h5d, h5p, h5s, h5t
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.convert import convert
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import GearError, InputError
+from gear_offline.sources import open_source
+from gear_offline.sources.base import Source
+from gear_offline.sources.episode_ends import PAIRS
+from tests.hdf5_files import Columns, assert_same, naive_episodes, table, write
+
+STEPS = 40
+FILES = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def good_columns(steps: int = STEPS) -> Columns:
+    columns = table(steps)
+    columns["terminals"] = np.arange(steps) % 7 == 6
+    columns["timeouts"] = np.zeros(steps, bool)
+    return columns
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return write(tmp_path / "hopper.hdf5", good_columns())
+
+
+def refused(path: Path, code: str, **options: Any) -> InputError:
+    with pytest.raises(InputError) as caught, open_source(path, **options) as source:
+        for column in source.spec:
+            source.read(column.name, 0, source.spec.steps)
+    assert caught.value.code == code, str(caught.value)
+    assert caught.value.remedy and "\n" not in str(caught.value)
+    return caught.value
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"chunks": True},
+    {"compression": "gzip"},
+    {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    {"compression": "lzf"},
+    {"compression": "lzf", "shuffle": True},
+    {"fletcher32": True, "chunks": True},
+]
+DTYPES = ["?", "i1", "u1", "<i2", ">i4", "<u8", "<f2", "<f4", ">f4", "<f8", ">f8", "<c8", "<c16"]
+
+
+@FILES
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 5), max_size=3),
+    chunk=st.none() | st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    layout=st.sampled_from(LAYOUTS),
+    user_block=st.sampled_from([None, 512]),
+    compressible=st.booleans(),
+    data=st.data(),
+)
+def test_any_dtype_width_and_storage_has_exact_bytes(
+    tmp_path: Path,
+    dtype: str,
+    shape: list[int],
+    chunk: list[int] | None,
+    layout: dict[str, Any],
+    user_block: int | None,
+    compressible: bool,
+    data: st.DataObject,
+) -> None:
+    high = 2 if dtype == "?" else 3 if compressible else 120
+    rows = np.random.default_rng(len(shape)).integers(0, high, size=(STEPS, *shape)).astype(dtype)
+    path = tmp_path / "x.hdf5"
+    with h5py.File(path, "w", userblock_size=user_block) as file:
+        for name, values in good_columns().items():
+            file[name] = values
+        del file["observations"]
+        own = tuple(min(n, m) for n, m in zip(chunk or [], rows.shape, strict=False))
+        options: dict[str, Any] = layout | ({"chunks": own} if chunk else {})
+        file.create_dataset("observations", data=rows, **options)
+    start = data.draw(st.integers(0, STEPS))
+    stop = data.draw(st.integers(start, STEPS))
+    with open_source(path) as source:
+        for _ in range(2):  # the second time from the decoded chunks
+            found = source.read("observations", start, stop)
+            wanted = rows[start:stop].astype(found.dtype)
+            assert found.dtype == rows.dtype.newbyteorder("=") == source.spec["observations"].dtype
+            assert found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+
+
+def test_chunks_across_columns_and_in_single_rows(tmp_path: Path) -> None:
+    steps = 30_000
+    columns = {
+        "observations": np.arange(steps * 11, dtype="f4").reshape(steps, 11),
+        "actions": np.zeros((steps, 3), "f4"),
+        "rewards": np.arange(steps, dtype="f4"),
+        "terminals": np.arange(steps) % 1000 == 999,
+    }
+    for name, options in {
+        "columns": {"compression": "gzip", "chunks": (3750, 1)},
+        "rows": {"chunks": (1, 11)},  # as h5py makes for data that are appended
+    }.items():
+        path = tmp_path / f"{name}.hdf5"
+        with h5py.File(path, "w") as file:
+            for key, values in columns.items():
+                own: dict[str, Any] = options if key == "observations" else {}
+                file.create_dataset(key, data=values, **own)
+        with open_source(path) as source:
+            chunk_rows = 3750 if name == "columns" else 1
+            assert source.preferred_rows("observations") % chunk_rows == 0
+            parts = [
+                source.read("observations", at, min(at + 7777, steps))
+                for at in range(0, steps, 7777)
+            ]
+            assert np.concatenate(parts).tobytes() == columns["observations"].tobytes()
+
+
+def external_storage(file: h5py.File, folder: Path) -> None:
+    secret = folder / "secret.txt"
+    secret.write_bytes(b"TOPSECRET" * 1000)
+    external = [(str(secret), 0, STEPS * 44)]
+    file.create_dataset("observations", (STEPS, 11), "f4", external=external)
+
+
+def virtual(file: h5py.File, folder: Path) -> None:
+    other = write(folder / "other.h5", {"x": np.zeros((STEPS, 11), "f4")})
+    layout = h5py.VirtualLayout((STEPS, 11), "f4")
+    layout[:] = h5py.VirtualSource(str(other), "x", (STEPS, 11))
+    file.create_virtual_dataset("observations", layout)
+
+
+def soft_link(file: h5py.File, folder: Path) -> None:
+    file["observations"] = h5py.SoftLink("/next_observations")
+
+
+def external_link(file: h5py.File, folder: Path) -> None:
+    file["observations"] = h5py.ExternalLink(str(folder / "other.h5"), "x")
+
+
+def link_in_metadata(file: h5py.File, folder: Path) -> None:
+    file["observations"] = np.zeros((STEPS, 11), "f4")
+    file["metadata/x"] = h5py.ExternalLink(str(folder / "other.h5"), "x")
+
+
+def group_cycle(file: h5py.File, folder: Path) -> None:
+    file["observations"] = np.zeros((STEPS, 11), "f4")
+    file["infos/again"] = file["infos"]
+
+
+def plugin_filter(file: h5py.File, folder: Path) -> None:
+    plan = h5p.create(h5p.DATASET_CREATE)
+    plan.set_chunk((STEPS, 11))
+    plan.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, ())
+    h5d.create(file.id, b"observations", h5t.IEEE_F32LE, h5s.create_simple((STEPS, 11)), dcpl=plan)
+
+
+def scale_offset(file: h5py.File, folder: Path) -> None:
+    file.create_dataset("observations", data=np.zeros((STEPS, 11), "f4"), scaleoffset=2)
+
+
+def shape_bomb(file: h5py.File, folder: Path) -> None:
+    file.create_dataset("observations", (1 << 50, 11), "f4", chunks=(1024, 11))
+
+
+def wide_step(file: h5py.File, folder: Path) -> None:
+    options: dict[str, Any] = {"chunks": (1, 1 << 20), "compression": "gzip"}
+    file.create_dataset("observations", (STEPS, (64 << 20) + 1), "u1", **options)
+
+
+def huge_chunk(file: h5py.File, folder: Path) -> None:
+    options: dict[str, Any] = {"chunks": (1 << 25, 11), "maxshape": (None, 11)}
+    file.create_dataset("observations", (STEPS, 11), "f4", **options)
+
+
+def no_width(file: h5py.File, folder: Path) -> None:
+    file.create_dataset("observations", (STEPS, 0), "f4")
+
+
+def scalar(file: h5py.File, folder: Path) -> None:
+    file["observations"] = 1.0
+
+
+def strings(file: h5py.File, folder: Path) -> None:
+    file["observations"] = ["text"] * STEPS
+
+
+def compound(file: h5py.File, folder: Path) -> None:
+    file["observations"] = np.zeros(STEPS, [("a", "f4"), ("b", "i4")])
+
+
+def twelve_bits(file: h5py.File, folder: Path) -> None:
+    """HDF5 would give other numbers than the bytes are."""
+    kind = h5t.STD_I16LE.copy()
+    kind.set_precision(12)
+    h5d.create(file.id, b"observations", kind, h5s.create_simple((STEPS, 11)))
+
+
+def short(file: h5py.File, folder: Path) -> None:
+    file["observations"] = np.zeros((STEPS - 1, 11), "f4")
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (external_storage, "SOURCE_UNSAFE"),
+        (virtual, "SOURCE_UNSAFE"),
+        (soft_link, "SOURCE_UNSAFE"),
+        (external_link, "SOURCE_UNSAFE"),
+        (link_in_metadata, "SOURCE_UNSAFE"),
+        (group_cycle, "SOURCE_UNSAFE"),
+        (plugin_filter, "SOURCE_UNSAFE"),
+        (scale_offset, "SOURCE_UNSAFE"),
+        (wide_step, "SOURCE_UNSAFE"),
+        (huge_chunk, "SOURCE_UNSAFE"),
+        (shape_bomb, "SOURCE_LAYOUT"),
+        (no_width, "SOURCE_LAYOUT"),
+        (scalar, "SOURCE_LAYOUT"),
+        (short, "SOURCE_LAYOUT"),
+        (strings, "COLUMN"),
+        (compound, "COLUMN"),
+        (twelve_bits, "COLUMN"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_hostile_file_is_refused(
+    tmp_path: Path, good: Path, make: Callable[[h5py.File, Path], None], code: str
+) -> None:
+    open_source(good).close()
+    with h5py.File(good, "r+") as file:
+        del file["observations"]
+        make(file, tmp_path)
+    assert "TOPSECRET" not in str(refused(good, code))
+
+
+def bomb() -> bytes:
+    packer = zlib.compressobj(9)
+    return packer.compress(bytes(1 << 24)) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("raw", "mask", "filters"),
+    [
+        (b"\0", 1, {"compression": "gzip"}),
+        (zlib.compress(b"abc"), 0, {"compression": "gzip"}),
+        (zlib.compress(b"abc"), 0, {"compression": "gzip", "shuffle": True}),
+        (zlib.compress(bytes(64_000))[:-4], 0, {"compression": "gzip"}),
+        (bomb(), 0, {"compression": "gzip"}),
+        (b"\x02abc", 0, {"compression": "lzf"}),
+        (b"\xff" * 60_000, 0, {"compression": "lzf"}),
+        (b"\0", 0, {}),
+        (bytes(64_001), 0, {}),
+        (bytes(64_004), 0, {"fletcher32": True}),
+    ],
+)
+def test_chunks_that_hold_other_bytes_than_they_claim(
+    tmp_path: Path, raw: bytes, mask: int, filters: dict[str, Any]
+) -> None:
+    """HDF5 fills them up with what was in memory before, and the digests would seal that."""
+    path = write(tmp_path / "x.hdf5", good_columns(640) | {"observations": np.ones(640)})
+    with h5py.File(path, "r+") as file:
+        del file["observations"]
+        data = np.arange(640_000, dtype=np.uint64).astype(np.uint8).reshape(640, 1000)
+        made = file.create_dataset("observations", data=data, chunks=(64, 1000), **filters)
+        if filters.get("fletcher32"):
+            raw = raw[:-4] + b"\1\0\0\0"
+        made.id.write_direct_chunk((64, 0), raw, filter_mask=mask)
+    refused(path, "SOURCE_READ")
+
+
+def test_an_appended_file_of_many_steps_converts(tmp_path: Path) -> None:
+    steps, path = 60_000, tmp_path / "appended.hdf5"
+    columns = {
+        "observations": np.arange(steps * 3, dtype="f4").reshape(steps, 3),
+        "actions": np.ones((steps, 1), "f4"),
+        "rewards": np.arange(steps, dtype="f4"),
+        "dones": np.arange(steps) % 100 == 99,
+    }
+    with h5py.File(path, "w") as file:
+        for name, rows in columns.items():
+            first = file.create_dataset(name, data=rows[:1], maxshape=(None, *rows.shape[1:]))
+            first.resize(rows.shape)
+            first[:] = rows
+            assert first.chunks[0] <= 1024
+    convert(path, tmp_path / "d", quiet=True)
+    dataset = open_dataset(tmp_path / "d")
+    for name, rows in columns.items():
+        assert dataset.column(name).tobytes() == rows.tobytes()
+
+
+def test_parts_never_written_are_a_warning(tmp_path: Path) -> None:
+    for steps in (5000, 1 << 40):
+        path = tmp_path / "hopper.hdf5"
+        with h5py.File(path, "w") as file:
+            for name, width, dtype in (
+                ("observations", (11,), "f4"),
+                ("actions", (3,), "f4"),
+                ("rewards", (), "f4"),
+                ("terminals", (), "?"),
+            ):
+                chunks = None if name == "actions" else (4096, *width)
+                file.create_dataset(name, (steps, *width), dtype, chunks=chunks)
+        if steps > 5000:
+            refused(path, "SOURCE_UNSAFE")
+            continue
+        with open_source(path) as source:
+            assert any("never written" in w for w in source.info.attributes["warnings"])
+            assert not source.read("actions", 0, steps).any()
+
+
+def test_what_is_no_whole_file(tmp_path: Path, good: Path) -> None:
+    whole, cut = good.read_bytes(), tmp_path / "cut.hdf5"
+    sizes = np.linspace(1, len(whole) - 1, 25).astype(int)
+    for content in (b"", b"text\n" * 100, *(whole[:size] for size in sizes)):
+        cut.write_bytes(content)
+        refused(cut, "SOURCE_READ")
+    refused(tmp_path / "absent.hdf5", "SOURCE_READ")
+    pipe = tmp_path / "pipe.hdf5"
+    os.mkfifo(pipe)
+    assert "regular" in refused(pipe, "SOURCE_READ").what
+    with good.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as HDF5 does in a program that writes
+        assert "another program" in refused(good, "SOURCE_READ").what
+    with open_source(good) as source:
+        for start, stop in ((-1, 3), (0, STEPS + 1), (5, 4)):
+            with pytest.raises(IndexError):
+                source.read("rewards", start, stop)
+        write(good, good_columns())
+        with pytest.raises(InputError) as caught:
+            source.read("rewards", 0, 1)
+    assert caught.value.code == "SOURCE_CHANGED"
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,  # a crash of the HDF5 library must not come and go between runs
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_damage_gives_an_error_or_rows_never_a_crash(
+    tmp_path: Path, good: Path, data: st.DataObject
+) -> None:
+    raw = bytearray(good.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, min(len(raw), 6000) - 1))] = data.draw(st.integers(0, 255))
+    damaged = tmp_path / "damaged.hdf5"
+    damaged.write_bytes(raw)
+    try:
+        with open_source(damaged) as source:
+            for column in source.spec:
+                assert source.read(column.name, 0, source.spec.steps).shape[1:] == column.shape
+    except GearError as error:
+        assert error.code.isupper()
+
+
+def test_flags_that_are_neither_true_nor_false(tmp_path: Path, good: Path) -> None:
+    flags = np.zeros(STEPS, "f4")
+    flags[11] = np.nan
+    path = write(tmp_path / "nan.hdf5", good_columns() | {"timeouts": flags})
+    assert "row 11" in refused(path, "SOURCE_LAYOUT").what
+    with h5py.File(good) as file:
+        where = file["timeouts"].id.get_offset()
+    raw = bytearray(good.read_bytes())
+    raw[where + 3] = 7
+    good.write_bytes(raw)
+    refused(good, "SOURCE_READ")
+
+
+FLAG_PAIRS = [
+    ("terminals", "timeouts"),
+    ("terminations", "truncations"),
+    ("dones", None),
+    ("done", None),
+    (None, "timeouts"),
+    ("dones", "timeouts"),
+    ("terminated", "truncated"),
+    ("terminals", "truncations"),
+]
+
+
+@FILES
+@given(steps=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), names=st.sampled_from(FLAG_PAIRS))
+def test_explicit_flags(
+    tmp_path: Path, names: tuple[str | None, str | None], steps: int, seed: int
+) -> None:
+    terminal, time = names
+    rng = np.random.default_rng(seed)
+    columns: dict[str, Any] = table(steps, seed=seed)
+    flags = {name: rng.random(steps) < 0.2 for name in names if name}
+    columns |= flags
+    ends = np.logical_or.reduce(list(flags.values()))
+    naive = naive_episodes(
+        columns | {"terminals": flags.get(str(terminal), np.zeros(steps, bool))},
+        lambda row, _: bool(ends[row]),
+    )
+    with open_source(write(tmp_path / "mine.h5", columns)) as source:
+        assert isinstance(source, Source) and f"{steps} step" in repr(source)
+        assert source.info.format == ("d4rl" if terminal == "terminals" else "hdf5")
+        assert source.info.rule == "|".join(flags)
+        pair = len(flags) == 2 and (PAIRS.get(str(terminal)) == time or terminal == "terminals")
+        assert bool(source.info.attributes["warnings"]) != pair
+        assert_same(source, columns, naive)
+
+
+def test_columns_of_the_generic_layout(tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "observations/camera": np.arange(5 * 12, dtype=np.uint8).reshape(5, 2, 2, 3),
+        "observations/state": np.arange(10.0).reshape(5, 2),
+        "actions": np.arange(5),
+        "rewards": np.ones(5),
+        "next_observations/camera": np.zeros((5, 2, 2, 3), np.uint8),
+        "terminations": np.zeros(5, bool),
+        "truncations": np.zeros(5, bool),
+        "weights": np.ones(5, np.float16),
+    }
+    left_out: dict[str, Any] = {
+        "deep": np.ones((5, *[1] * 9)),
+        "flat": np.ones((5, 0)),
+        "few": np.ones(3),
+        "text": np.array([b"a"] * 5),
+    }
+    renamed = {"Rewards": "Rewards_2", "bottom burner/ü": "bottom_burner/_"}
+    extra = {name: np.full(5, float(number)) for number, name in enumerate(renamed)}
+    with open_source(write(tmp_path / "x.hdf5", columns | left_out | extra)) as source:
+        wanted = columns | {new: extra[old] for old, new in renamed.items()}
+        assert_same(source, wanted, naive_episodes(columns, lambda *_: False))
+        attributes = source.info.attributes
+    assert attributes["unfinished_tail_steps"] == 5
+    assert sorted(attributes["left_out"]) == sorted(left_out)
+    assert "'bottom burner/ü' is the column bottom_burner/_" in attributes["warnings"]
+
+
+def test_lengths_must_agree_and_something_must_end_episodes(tmp_path: Path) -> None:
+    columns = {name: values for name, values in table(9).items() if "/" not in name}
+    for name in ("actions", "rewards", "next_observations", "dones"):
+        unequal = columns | {"dones": np.zeros(9, bool)}
+        unequal[name] = unequal[name][:-1]
+        assert name in refused(write(tmp_path / "x.hdf5", unequal), "SOURCE_LAYOUT").what
+    empty = table(0) | {"terminals": np.zeros(0, bool)}
+    refused(write(tmp_path / "x.hdf5", empty), "SOURCE_LAYOUT")
+    del unequal["actions"]
+    assert "--columns actions=" in refused(write(tmp_path / "x.hdf5", unequal), "COLUMN").remedy
+    path = write(tmp_path / "y.hdf5", table(9))
+    assert "steps=N" in refused(path, "COLUMN").remedy
+    refused(path, "COLUMN", rule="dones")
+    for rule in ("sometimes", "", "steps=0", "terminals|terminals"):
+        refused(path, "SOURCE_LAYOUT", rule=rule)
+    with open_source(path, rule="steps=4") as source:
+        assert source.episodes.lengths.tolist() == [4, 4, 1]
