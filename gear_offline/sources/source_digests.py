@@ -15,7 +15,6 @@ from gear_offline.core.files import FileIdentity as Identity
 from gear_offline.errors import GearError, InputError
 
 
-
 @contextmanager
 def digested(paths: Sequence[Path], opened: Sequence[Identity] = ()) -> Iterator[Any]:
     """Digest the source files beside the conversion; yields a function that waits for the list.
