@@ -91,7 +91,7 @@ def test_any_dtype_width_and_storage_has_exact_bytes(
             file[name] = values
         del file["observations"]
         own = tuple(min(n, m) for n, m in zip(chunk or [], rows.shape, strict=False))
-        options: dict[str, Any] = layout | ({"chunks": own} if chunk else {})
+        options = {**layout, "chunks": own} if chunk else layout
         file.create_dataset("observations", data=rows, **options)
     start = data.draw(st.integers(0, STEPS))
     stop = data.draw(st.integers(start, STEPS))
