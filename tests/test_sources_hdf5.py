@@ -111,14 +111,15 @@ def test_chunks_across_columns_and_in_single_rows(tmp_path: Path) -> None:
         "rewards": np.arange(steps, dtype="f4"),
         "terminals": np.arange(steps) % 1000 == 999,
     }
-    for name, options in {
+    storages: dict[str, dict[str, Any]] = {
         "columns": {"compression": "gzip", "chunks": (3750, 1)},
         "rows": {"chunks": (1, 11)},  # as h5py makes for data that are appended
-    }.items():
+    }
+    for name, options in storages.items():
         path = tmp_path / f"{name}.hdf5"
         with h5py.File(path, "w") as file:
             for key, values in columns.items():
-                own: dict[str, Any] = options if key == "observations" else {}
+                own = options if key == "observations" else {}
                 file.create_dataset(key, data=values, **own)
         with open_source(path) as source:
             chunk_rows = 3750 if name == "columns" else 1
