@@ -16,7 +16,7 @@ help:
 	@echo "make test-rdma run the RDMA tests in a virtual machine with Soft-RoCE (Debian, Ubuntu; x86_64)"
 	@echo "make sanitize  run the CUDA kernels' text on the CPU with every address checked (g++)"
 	@echo "make trust     bit flips, kills of convert and train, fuzzed HDF5 files"
-	@echo "make lint      ruff and mypy --strict"
+	@echo "make lint      ruff, the order of rooms (import-linter), mypy --strict"
 	@echo "make api       reference of the public names, from their docstrings: build/api/index.html"
 	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
@@ -90,6 +90,7 @@ lint:
 	@.ci/setup test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo
 	@$(MAKE) --no-print-directory -j 2 types
 
 types:
