@@ -23,10 +23,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.errors import InputError
-from gear_offline.core.held_directory import LOCK, HeldDirectory
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.held_directory import LOCK, HeldDirectory
+from gear_offline.errors import InputError
+from gear_offline.training.checkpoint_folder import list_checkpoints
 
 # what a run writes before its first checkpoint
 FALSE_START = (

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from gear_offline.errors import GearError, is_out_of_memory
 from gear_offline.core.staging import write_error
+from gear_offline.errors import GearError, is_out_of_memory
 
 
 @contextmanager

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.training.checkpoint_writer import CheckpointWriter
+from gear_offline.core.interruption import Aborted, StopRequest
 from gear_offline.errors import InputError
 from gear_offline.evaluation.beside import EvaluationsBeside
 from gear_offline.evaluation.choice import EvaluationChoice
+from gear_offline.evaluation.tasks import outcome
 from gear_offline.evaluation.worker import PlayRequest, play, play_checkpoint, play_tasks
-from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.models.policy import Policy
+from gear_offline.runs.training_display import TrainingDisplay
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint_writer import CheckpointWriter
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
-from gear_offline.models.policy import Policy
-from gear_offline.evaluation.tasks import outcome
-from gear_offline.runs.training_display import TrainingDisplay
 
 
 class RunEvaluations:

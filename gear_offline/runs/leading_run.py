@@ -5,6 +5,17 @@ from __future__ import annotations
 import json
 import time
 
+from gear_offline.core.config_text import config_text
+from gear_offline.core.progress import say
+from gear_offline.core.text import count_text
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.evaluation.choice import choose_evaluation
+from gear_offline.runs.directory import RunDirectory
+from gear_offline.runs.evaluations import RunEvaluations
+from gear_offline.runs.state import StateToSave
+from gear_offline.runs.summary import summary_of
+from gear_offline.runs.training_display import TrainingDisplay
+from gear_offline.runs.training_run import Run
 from gear_offline.training.checkpoint import Checkpoint, TrainingState, newest_checkpoint
 from gear_offline.training.checkpoint_folder import (
     list_checkpoints,
@@ -12,19 +23,8 @@ from gear_offline.training.checkpoint_folder import (
     sweep,
 )
 from gear_offline.training.checkpoint_writer import Prune
-from gear_offline.core.config_text import config_text
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.evaluation.choice import choose_evaluation
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, check_records, finite
-from gear_offline.core.progress import say
-from gear_offline.runs.directory import RunDirectory
-from gear_offline.runs.evaluations import RunEvaluations
-from gear_offline.runs.state import StateToSave
-from gear_offline.runs.summary import summary_of
-from gear_offline.runs.training_display import TrainingDisplay
-from gear_offline.runs.training_run import Run
-from gear_offline.core.text import count_text
 
 NOT_SHARED = "collected by the first rank, as not all ranks see one run directory"
 

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from gear_offline.dataset.statistics import histogram_edges, nearly_equal
 from gear_offline.core.text import count_text
+from gear_offline.dataset.statistics import histogram_edges, nearly_equal
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")

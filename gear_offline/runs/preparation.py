@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gear_offline.convert import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.evaluation.environment_ids import check_no_import, say_version
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.tables.fields import is_image, standard_fields
-from gear_offline.core.system import available_bytes
-from gear_offline.tables.joint import JointDataset
-from gear_offline.core.progress import say
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.dataset.scores import dataset_file, reference_scores
-from gear_offline.core.staging import check_path
 from gear_offline.config.tasks import open_tasks
+from gear_offline.convert import convert
+from gear_offline.core.progress import say
+from gear_offline.core.staging import check_path
+from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.scores import dataset_file, reference_scores
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation.environment_ids import check_no_import, say_version
+from gear_offline.tables.fields import is_image, standard_fields
+from gear_offline.tables.joint import JointDataset
 
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask
@@ -92,9 +92,8 @@ def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
             file = PurePosixPath(dataset_file(name) or "" if scheme == "d4rl" else "").name
             if made.uri != settings.source and (not file or file not in names):
                 wanted, found = settings.source, made.uri
-        elif names and Path(settings.source).is_file():
-            if Path(settings.source).name not in names:
-                wanted, found = Path(settings.source).name, ", ".join(names)
+        elif names and Path(settings.source).is_file() and Path(settings.source).name not in names:
+            wanted, found = Path(settings.source).name, ", ".join(names)
     if wanted:
         raise _mismatch("dataset", dataset.path, wanted, found)
 

@@ -12,19 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset import open_dataset
+from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
-from gear_offline.training.metrics import read_records
+from gear_offline.runs.directory import write_whole
 from gear_offline.runs.plots import (
     plot_asked_vs_achieved,
     plot_data_returns,
     plot_learning_curve,
     short,
 )
-from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.runs.directory import write_whole
-from gear_offline.dataset.scores import ReferenceScores, normalized_score
-from gear_offline.core.text import count_text
+from gear_offline.training.metrics import read_records
 
 _STALENESS = ("steps", "seconds")  # of the records of evaluations
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gear_offline.training.checkpoint import MAY_BE_WHOLE, Checkpoint, damaged
-from gear_offline.errors import GearError, InputError
 from gear_offline.core.held_directory import LOCK
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, InputError
+from gear_offline.runs.directory import read_regular
+from gear_offline.training.checkpoint import MAY_BE_WHOLE, Checkpoint, damaged
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import collect, is_spread
-from gear_offline.runs.directory import read_regular
 from gear_offline.training.shard_index import read_index
 from gear_offline.training.sharded_checkpoint import Shard, load_shards, pieces_to_save
 from gear_offline.training.tensor_names import MODEL, TRAINING, named, part
-from gear_offline.distributed.world import World
 
 Newest = Callable[[int | None], Checkpoint | None]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gear_offline.tables.joint import JointDataset, has_frames, state_moments
-from gear_offline.models.multitask import ModelTask
-from gear_offline.runs.preparation import ModelSizes, check_memory, resolve
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import task_recipe
+from gear_offline.models.multitask import ModelTask
+from gear_offline.runs.preparation import ModelSizes, check_memory, resolve
+from gear_offline.tables.joint import JointDataset, has_frames, state_moments
 
 
 def resolve_tasks(

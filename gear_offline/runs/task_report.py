@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gear_offline.runs.plots import plot_asked_vs_achieved
 from gear_offline.config.recipe import Recipe
-from gear_offline.runs.report import _data, _returns_table
-from gear_offline.evaluation.tasks import score_text
 from gear_offline.config.tasks import task_recipe
+from gear_offline.evaluation.tasks import score_text
+from gear_offline.runs.plots import plot_asked_vs_achieved
+from gear_offline.runs.report import _data, _returns_table
 
 
 def write_tasks(

@@ -11,17 +11,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gear_offline.cli.command import INTERRUPTED_BY_USER
+from gear_offline.core.interruption import StopRequest
+from gear_offline.errors import GearError
+from gear_offline.evaluation.tasks import plays
+from gear_offline.runs.state import StateToSave, common_mark, restore, state_to_save
 from gear_offline.training.checkpoint import Checkpoint
 from gear_offline.training.checkpoint_folder import (
     checkpoint_name,
 )
 from gear_offline.training.checkpoint_writer import CheckpointWriter
-from gear_offline.cli.command import INTERRUPTED_BY_USER
-from gear_offline.errors import GearError
-from gear_offline.core.interruption import StopRequest
 from gear_offline.training.learner import Learner
-from gear_offline.runs.state import StateToSave, common_mark, restore, state_to_save
-from gear_offline.evaluation.tasks import plays
 
 STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
 LOST = ("RANK_LOST", "RANK_FAILED")
