@@ -1,19 +1,25 @@
 """What the GPU is told of a sampler: one of three ways to draw a segment.
 
 A sampler describes itself by one of these, or has none: then the host draws ahead of use.
+
+Shape legend: E episodes, N steps, n numbers of a table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from gear_offline.kernels.search import GuidedSearch
 
 if TYPE_CHECKING:
     import torch
 
+    from gear_offline.kernels.arrays import DeviceArrays
     from gear_offline.kernels.priorities import DevicePriorities
 
 
@@ -24,15 +30,23 @@ class CumulativeWeights:
     Attributes
     ----------
     search
-        In the cumulative masses of the episodes, which end at ``2**64``.
+        In the (E,) cumulative masses of the episodes, which end at ``2**64``.
     """
 
     search: GuidedSearch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeyedPermutation:
-    """Every start once an epoch, in an order of the epoch's own."""
+    """Every start once an epoch, in an order of the epoch's own.
+
+    Attributes
+    ----------
+    search
+        In the (E,) ends of the episodes.
+    """
+
+    search: GuidedSearch
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +55,47 @@ class PriorityTree:
 
     Attributes
     ----------
+    search
+        In the (E,) ends of the episodes.
     on_device
         Moves the masses to a GPU, where they are drawn from and updated from then on.
     """
 
+    search: GuidedSearch
     on_device: Callable[[torch.device], DevicePriorities]
 
 
 Draw = CumulativeWeights | KeyedPermutation | PriorityTree
+
+# `Tree` and `Sampling` of cuda/tree.cuh and cuda/sample.cuh.
+MAX_LEVELS: Final = 12
+TREE = np.dtype([("level", np.uint64, (MAX_LEVELS,)), ("levels", np.int64)])
+SAMPLING = np.dtype(
+    [
+        ("way", np.int64),
+        *((name, np.uint64) for name in ("table", "guide", "shift", "offsets")),
+        *((name, np.int64) for name in ("size", "bits")),
+        ("tree", TREE),
+    ]
+)
+NAMED, WEIGHTS, PERMUTATION, PRIORITIES = range(4)  # NAMED: the host draws
+_WAYS: Final[dict[type, int]] = {
+    CumulativeWeights: WEIGHTS,
+    KeyedPermutation: PERMUTATION,
+    PriorityTree: PRIORITIES,
+}
+
+
+def describe_sampling(draw: Draw, offsets: npt.NDArray[np.int64], *, arrays: DeviceArrays) -> Any:
+    """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`.
+
+    Its arrays go to where `arrays` puts them, and the masses of a tree to that device.
+    """
+    row, steps = np.zeros((), SAMPLING), int(offsets[-1])
+    row["way"], row["size"] = _WAYS[type(draw)], steps
+    row["bits"] = max((steps - 1).bit_length(), 2)
+    row["table"], row["guide"] = arrays.keep(draw.search.table), arrays.keep(draw.search.guide)
+    row["shift"], row["offsets"] = draw.search.shift, arrays.keep(offsets)
+    if isinstance(draw, PriorityTree):
+        row["tree"] = draw.on_device(arrays.device).tree
+    return row

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.philox import philox4x32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,8 +54,20 @@ def kept_numbers(counter: tuple[Any, ...], seed: int, dropout: float) -> npt.NDA
     dropout
         Probability of losing a number, in [0, 1).
     """
-    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF), rounds=ROUNDS)
-    return np.stack(words, axis=-1) >= dropped_words(dropout)
+    return np.stack(philox4x32(counter, seed), axis=-1) >= dropped_words(dropout)
+
+
+def philox4x32(counter: tuple[Any, ...], seed: int) -> list[npt.NDArray[np.uint64]]:
+    """Return the four words, below 2^32, of Philox 4x32-7 for each counter of four words."""
+    low = np.uint64(0xFFFFFFFF)
+    a, b, c, d = (np.asarray(word, dtype=np.uint64) for word in counter)
+    for number in range(ROUNDS):
+        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        keys = (seed + 0x9E3779B9 * number, (seed >> 32) + 0xBB67AE85 * number)
+        one, other = (np.uint64(key & 0xFFFFFFFF) for key in keys)
+        a, b = right >> np.uint64(32) ^ b ^ one, right & low
+        c, d = left >> np.uint64(32) ^ d ^ other, left & low
+    return list(np.broadcast_arrays(a, b, c, d))
 
 
 if triton is not None:

@@ -21,23 +21,22 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.cuda_module import Function, Parameters, load
-from gear_offline.kernels.draws import Draw
-from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
-from gear_offline.kernels.rules import (
-    CHOSEN,
-    PLAIN,
-    RULE,
-    WEIGHTED_EPISODES,
-    describe_rule,
-    law_number,
+from gear_offline.kernels.draws import (
+    NAMED,
+    SAMPLING,
+    CumulativeWeights,
+    Draw,
+    PriorityTree,
+    describe_sampling,
 )
+from gear_offline.kernels.gather import Padding, Windows, real_steps, torch_dtype
 from gear_offline.kernels.segments import Segments
 
 THREADS = 256
 BLOCKS_PER_SM = 8  # more only waits
 KERNELS = {8: "8", 16: "16", 32: "32"}  # by the lanes of a task
 MANY = "many"
-FILL, LAWS = "fill", "laws"  # sources: the plain laws; all of them, and probabilities
+FILL, SAMPLE = "fill", "sample"  # sources: named segments and weights; every way to draw
 LONG_BYTES = 1536  # from here on, a warp for each window reads host memory a little faster
 
 MAX_GROUPS: Final = 24
@@ -50,16 +49,16 @@ _GROUP_NAMES = (
     *("mean", "divisor", "pieces", "piece", "history", "landing"),
 )
 _JOB_NAMES = (
-    *("seed", "counter", "first_step", "law", "offsets", "guide", "shift", "episodes", "steps"),
-    *("thresholds", "chosen", "ring", "per_step", "first_slot", "segments", "span", "left"),
-    *("tasks", "groups", "per_warp", "timesteps", "mask", "names", "ticket", "wrong"),
+    *("seed", "counter", "first_step", "offsets", "episodes", "chosen", "ring"),
+    *("per_step", "first_slot", "segments", "span", "left", "tasks"),
+    *("groups", "per_warp", "timesteps", "mask", "names", "ticket", "wrong"),
     *("whole", "chances"),
 )
 GROUP = np.dtype([(name, np.uint64) for name in _GROUP_NAMES])
 JOB = np.dtype(
     [
         *((name, np.uint64) for name in _JOB_NAMES),
-        ("rule", RULE),
+        ("sampling", SAMPLING),
         ("group", GROUP, (MAX_GROUPS,)),
     ]
 )
@@ -122,7 +121,6 @@ class GpuGather:
         reads_host: bool = False,
         held: Any = None,
     ) -> None:
-        law = CHOSEN if draw is None else law_number(draw)
         self.groups, self.device = tuple(each.group for each in groups), device
         self.batch_size, self.context_length, self.padding = batch_size, context_length, padding
         self.lengths, self.reads_host, self.held = np.diff(offsets), reads_host, held
@@ -130,25 +128,24 @@ class GpuGather:
         self._kernels: dict[str, Function] = {}
         self._load(FILL)
         self._arrays = DeviceArrays(device)  # what addresses in the job point to
-        guide, shift = self._arrays.guide(offsets)
         self._job = describe_job(
             [self._describe(each) for each in groups],
             seed=seed,
-            law=law,
             offsets=self._arrays.keep(offsets),
-            guide=guide,
-            shift=shift,
             episodes=len(self.lengths),
-            steps=int(offsets[-1]),
             per_step=batch_size,
             first_slot=first_slot,
             whole=global_batch or first_slot + batch_size,
             span=context_length,
             left=int(padding == "left"),
         )
-        self._source = FILL if law in (CHOSEN, *PLAIN) else LAWS
+        self._source = FILL if draw is None or isinstance(draw, CumulativeWeights) else SAMPLE
+        self._has_chances = isinstance(draw, PriorityTree)
         if draw is not None:
-            self._tell_draw(draw, offsets if drawn_from is None else drawn_from)
+            self._load(self._source)  # before masses move, which stay where they are
+            self._job["sampling"] = describe_sampling(
+                draw, offsets if drawn_from is None else drawn_from, arrays=self._arrays
+            )
         self._ticket = torch.zeros(2, dtype=torch.int64, device=device)
         self._job["ticket"] = self._ticket.data_ptr()
         self._job["wrong"] = self._ticket.data_ptr() + 8
@@ -195,8 +192,7 @@ class GpuGather:
         Segments that are not in the dataset give zeros, and are remembered: see `check`.
         """
         job = self._job.copy()
-        job["law"], job["episodes"] = CHOSEN, len(self.lengths)
-        job["chosen"] = named.data_ptr()
+        job["sampling"]["way"], job["chosen"] = NAMED, named.data_ptr()
         self._launch(job, windows)
 
     def check(self) -> None:
@@ -238,18 +234,6 @@ class GpuGather:
         to so many steps ahead: `StaticFill.name`.
         """
         return StaticFill(self, chances=chances, windows=windows, ring=ring)
-
-    def _tell_draw(self, draw: Draw, offsets: Int64Array) -> None:
-        """Describe to the kernels how segments are drawn from episodes at `offsets`."""
-        self._load(self._source)  # before masses move, which stay where they are
-        self._job["rule"] = rule = describe_rule(
-            draw,
-            offsets,
-            arrays=self._arrays,
-            make_tree=lambda masses: masses.on_device(self.device).tree,
-        )
-        if rule["law"] == WEIGHTED_EPISODES:  # as the plain kernels find it
-            self._job["thresholds"], self._job["episodes"] = rule["thresholds"], rule["size"]
 
     def _load(self, source: str) -> None:
         names = tuple(f"{source}_{suffix}" for suffix in (*KERNELS.values(), MANY))
@@ -346,13 +330,13 @@ class StaticFill:
             self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.batch_size, 1)
             if engine.device.type == "cuda":
                 self._names = self._names.pin_memory()  # the GPU knows it by the same address
-            self._job["law"], self._job["episodes"] = CHOSEN, len(engine.lengths)
+            self._job["sampling"]["way"] = NAMED
             self._job["chosen"], self._job["ring"] = self._names.data_ptr(), ring
             source = FILL
         elif chances:
+            assert engine._has_chances, "those of priorities alone are computed on the GPU"
             self.chances = torch.empty(engine.batch_size, dtype=torch.float64, device=engine.device)
-            self._job["chances"], source = self.chances.data_ptr(), LAWS
-            engine._load(LAWS)
+            self._job["chances"] = self.chances.data_ptr()
         kernel, self._blocks = engine._fix(self._job, self.windows)
         self._kernel = f"{source}_{kernel}"
         self._parameters = Parameters(self._job.ctypes.data)

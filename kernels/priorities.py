@@ -8,30 +8,45 @@ Shape legend: N steps (items), E episodes, B segments of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.text import size_text
 from gear_offline.errors import GearError
 from gear_offline.kernels.cuda_module import Function, Parameters, load
-from gear_offline.kernels.tree_job import (
-    IMPORTANCE,
-    PAUSED,
-    REFUSED,
-    STATE_WORDS,
-    SUMS,
-    UPDATE,
-    UPDATES,
-    describe_tree,
-    job_of,
-    level_sizes,
+from gear_offline.kernels.draws import TREE
+
+FAN: Final = 16
+STATE_WORDS: Final = 4
+UPDATES, REFUSED, WRONG, PAUSED = range(STATE_WORDS)
+
+# `UpdateJob`, `ImportanceJob` and `SumsJob` of cuda/tree.cuh.
+UPDATE = np.dtype(
+    [
+        ("tree", TREE),
+        *((name, np.uint64) for name in ("names", "losses")),
+        ("count", np.int64),
+        ("offsets", np.uint64),
+        ("episodes", np.int64),
+        *((name, np.uint64) for name in ("masses", "state")),
+    ]
 )
-from gear_offline.tables.pinning import format_bytes
+IMPORTANCE = np.dtype(
+    [
+        *((name, np.uint64) for name in ("probability", "weights")),
+        *((name, np.int64) for name in ("count", "size")),
+        ("counter", np.uint64),
+        ("beta", np.float64),
+        ("beta_steps", np.int64),
+    ]
+)
+SUMS = np.dtype([("below", np.uint64), ("sums", np.uint64), ("count", np.int64)])
 
 THREADS, BLOCK = 256, 1024
 SMALL = 8192  # updates that one block does in one launch
@@ -55,10 +70,8 @@ class DevicePriorities:
 
     Raises
     ------
-    UnavailableError
-        ``CUPY_MISSING``, ``CUPY_BROKEN``, ``GPU_TOO_OLD``.
     GearError
-        ``HBM_SHORT``
+        ``MEMORY`` if they do not fit.
 
     Attributes
     ----------
@@ -236,11 +249,38 @@ def _allocate(sizes: list[int], device: torch.device) -> list[Tensor]:
         return [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
     except torch.OutOfMemoryError as error:
         raise GearError(
-            "HBM_SHORT",
-            f"the priorities of {sizes[0]:,} steps need {format_bytes(8 * sum(sizes))} of GPU "
-            f"memory, {format_bytes(torch.cuda.mem_get_info(device)[0])} are free",
+            "MEMORY",
+            f"the priorities of {sizes[0]:,} steps need {size_text(8 * sum(sizes))} of GPU "
+            f"memory, {size_text(torch.cuda.mem_get_info(device)[0])} are free",
             remedy="use engine='off', or another strategy",
         ) from error
+
+
+def level_sizes(items: int) -> list[int]:
+    """Return the length of each level, items first; all are multiples of `FAN`, the last is `FAN`.
+
+    Together about 1.067 words an item.
+    """
+    sizes = [-(-items // FAN) * FAN]
+    while sizes[-1] > FAN:
+        sizes.append(-(-(sizes[-1] // FAN) // FAN) * FAN)
+    return sizes
+
+
+def describe_tree(levels: Sequence[int]) -> Any:
+    """Return a `TREE` row of the addresses of the levels."""
+    row = np.zeros((), TREE)
+    row["level"][: len(levels)] = levels
+    row["levels"] = len(levels)
+    return row
+
+
+def job_of(dtype: np.dtype[Any], **values: Any) -> npt.NDArray[Any]:
+    """Return one job of shape (1,); unnamed values are zero."""
+    job = np.zeros(1, dtype)
+    for name, value in values.items():
+        job[name] = value
+    return job
 
 
 def _threads(count: int) -> int:

@@ -1,6 +1,6 @@
 """A search in an ascending table that begins where a guide says, on the CPU and on the GPU.
 
-The guide divides the values into equal ranges, about four for each number of the table.  Most
+The guide divides the values into equal ranges, 8 to 16 for each number of the table.  Most
 ranges hold no number, so that most values are found without a search.
 
 Shape legend: n numbers of the table.
@@ -39,7 +39,7 @@ class GuidedSearch:
 
     def __init__(self, table: UInt64Array, *, last: int, bits: int = 64) -> None:
         self.table, self.last = table, last
-        wide = min(max(table.size, 2).bit_length() + 1, GUIDE_BITS, bits)
+        wide = min(max(table.size, 2).bit_length() + 3, GUIDE_BITS, bits)
         self.shift = bits - wide
         # Entry i counts the numbers up to i << shift.
         inside = np.uint64((1 << self.shift) - 1)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.cuda_module import Parameters, load
-from gear_offline.kernels.draws import Draw
+from gear_offline.kernels.draws import Draw, PriorityTree, describe_sampling
 from gear_offline.kernels.gather_gpu import describe_job
-from gear_offline.kernels.rules import describe_rule
 from gear_offline.kernels.segments import Segments
 
 THREADS = 256
@@ -48,18 +47,18 @@ class DeviceSelect:
     ) -> None:
         self.device, self.batch_size = device, batch_size
         self._arrays = DeviceArrays(device)  # what addresses in the job point to
-        self._kernel = load("laws.cu", ("laws_select",), device=device.index or 0)["laws_select"]
+        self._kernel = load("sample.cu", ("sample_alone",), device=device.index or 0)[
+            "sample_alone"
+        ]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
         self._job = describe_job([], per_step=batch_size, whole=batch_size, span=1)
-        self._job["rule"] = describe_rule(
-            draw,
-            offsets,
-            arrays=self._arrays,
-            make_tree=lambda masses: masses.on_device(device).tree,
-        )
+        self._job["sampling"] = describe_sampling(draw, offsets, arrays=self._arrays)
+        self._has_chances = isinstance(draw, PriorityTree)
 
-    def enqueue(self, *, seed: int, first_step: int, names: Tensor, chances: Tensor) -> None:
+    def enqueue(
+        self, *, seed: int, first_step: int, names: Tensor, chances: Tensor | None = None
+    ) -> None:
         """Draw into given memory on the GPU, on torch's current stream, without waiting.
 
         Parameters
@@ -69,20 +68,21 @@ class DeviceSelect:
         names
             (T, B, 2) int64: episode, start.
         chances
-            (T, B) float64, the probability of each.
+            (T, B) float64, the probability of each; of a tree only.
         """
         assert names.dtype == torch.int64 and names.is_contiguous()
-        assert chances.dtype == torch.float64 and chances.is_contiguous()
-        count = chances.numel()
-        job = self._job.copy()
+        job, count = self._job.copy(), names.numel() // 2
         job["seed"], job["first_step"], job["segments"] = seed, first_step, count
-        job["names"], job["chances"] = names.data_ptr(), chances.data_ptr()
+        job["names"] = names.data_ptr()
+        if chances is not None:
+            assert self._has_chances and chances.dtype == torch.float64 and chances.is_contiguous()
+            job["chances"] = chances.data_ptr()
         blocks = min(-(-count // THREADS), self._most_blocks)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._kernel.launch(blocks, THREADS, stream, Parameters(job.ctypes.data))
 
     def segments(self, *, seed: int, first_step: int, steps: int) -> Segments:
-        """Return what `Sampler.sample` of B slots returns; waits for the GPU."""
+        """Return what `Sampler.sample` of B slots returns, by priorities; waits for the GPU."""
         shape = (steps, self.batch_size)
         names = torch.empty(*shape, 2, dtype=torch.int64, device=self.device)
         chances = torch.empty(shape, dtype=torch.float64, device=self.device)
@@ -90,7 +90,5 @@ class DeviceSelect:
             self.enqueue(seed=seed, first_step=first_step, names=names, chances=chances)
         named = names.cpu().numpy()
         return Segments(
-            episodes=named[..., 0],
-            starts=named[..., 1],
-            probability=chances.cpu().numpy(),
+            episodes=named[..., 0], starts=named[..., 1], probability=chances.cpu().numpy()
         )

@@ -10,7 +10,7 @@ static void run(const gear::Job& job) {
     }
     for (gear::i64 task = 0; task < job.segments * job.tasks; ++task)
         for (int lane = 0; lane < LANES; ++lane)
-            gear::run_task<gear::PlainLaw, LANES>(job, step, task, lane);
+            gear::run_task<gear::Plain, LANES>(job, step, task, lane);
 }
 
 extern "C" void run_fill_8(const gear::Job* job) { run<8>(*job); }

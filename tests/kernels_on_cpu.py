@@ -1,7 +1,7 @@
 """The package's GPU classes on the CPU: launches call the kernels' own text, compiled for the CPU.
 
-`compile_laws` leaves out how threads share the work: one call does all blocks.  `compile_threads`
-has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is the compiler, the
+`compile_kernels` leaves out how threads share the work: one call does all blocks.
+`compile_threads` has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is the compiler, the
 memory model, and torch.
 """
 
@@ -25,10 +25,10 @@ import torch
 
 from gear_offline.kernels import adamw, gather_gpu, priorities, select
 from gear_offline.kernels.columns import GroupAddresses
+from gear_offline.kernels.draws import SAMPLING, TREE
 from gear_offline.kernels.gather import first_rows
 from gear_offline.kernels.gather_gpu import JOB, GpuGather
-from gear_offline.kernels.rules import RULE
-from gear_offline.kernels.tree_job import IMPORTANCE, TREE, UPDATE
+from gear_offline.kernels.priorities import IMPORTANCE, UPDATE
 from gear_offline.tables.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,12 +60,12 @@ def _compile(folder: Path, name: str, flags: Sequence[str]) -> Any:
     return ctypes.CDLL(str(target))
 
 
-def compile_laws(folder: Path) -> Any:
-    """Return the library of laws and trees, whose structures are those of the package."""
-    library = compile_library(folder, "laws")
+def compile_kernels(folder: Path) -> Any:
+    """Return the library of all kernels, whose structures are those of the package."""
+    library = compile_library(folder, "sample")
     library.size_of.restype = ctypes.c_longlong
     sizes = [library.size_of(number) for number in range(5)]
-    assert sizes == [d.itemsize for d in (JOB, RULE, UPDATE, IMPORTANCE, TREE)]
+    assert sizes == [d.itemsize for d in (JOB, SAMPLING, UPDATE, IMPORTANCE, TREE)]
     return library
 
 

@@ -15,7 +15,7 @@ import torch
 from gear_offline.bench import select as bench
 from gear_offline.bench import select_gpu
 from gear_offline.bench.select_peers import torchrl_calls
-from tests.kernels_on_cpu import compile_laws, on_cpu
+from tests.kernels_on_cpu import compile_kernels, on_cpu
 
 
 def test_document_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_gpu_part_with_kernels_on_the_cpu(
     monkeypatch.setattr(select_gpu, "_graph_is_exact", lambda *_: True)
     for name in ("synchronize", "set_sync_debug_mode", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    with on_cpu(compile_laws(tmp_path)) as device:
+    with on_cpu(compile_kernels(tmp_path)) as device:
         results = [
             select_gpu.measure(items, 9000, turns=1, device=device) for items in (1000, 70_000)
         ]

@@ -16,7 +16,7 @@ import pytest
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Facts, make_sampler
 from gear_offline.tables.table import Table, build_table
-from tests.kernels_on_cpu import compile_laws, gpu_gather, on_cpu
+from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.sampling_support import CASES
 from tests.segment_oracle import MemoryTable, cpu_gather
 
@@ -27,7 +27,7 @@ CUT = 4  # steps from here on are replaced
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_laws(tmp_path_factory.mktemp("future"))
+    return compile_kernels(tmp_path_factory.mktemp("future"))
 
 
 def columns(*, replaced: bool) -> dict[str, Any]:

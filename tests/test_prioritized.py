@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.philox import draws
-from gear_offline.sampling.prioritized import Prioritized, code_of, importance_weights, numbered
-from gear_offline.sampling.sum_tree import SumTree
+from gear_offline.sampling.prioritized import (
+    Prioritized,
+    SumTree,
+    code_of,
+    importance_weights,
+    numbered,
+)
 from tests.sampling_support import p_value, prioritized
 
 LENGTHS = [5, 1, 8, 3]

@@ -36,11 +36,12 @@ def test_segments(name: str, count: int) -> None:
     sampler, twin = (make_sampler(name, data) for _ in range(2))
     assert sampler.gpu is not None
     select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=count)
+    names = torch.empty(3, count, 2, dtype=torch.int64, device=CUDA)
     for step in (0, 41, 2**40, 2**62):
-        drawn = select.segments(seed=2**63 + 9, first_step=step, steps=3)
+        select.enqueue(seed=2**63 + 9, first_step=step, names=names)
         expected = twin.sample(2**63 + 9, step, 3, count)
-        assert np.array_equal(drawn.episodes, expected.episodes)
-        assert np.array_equal(drawn.starts, expected.starts)
+        assert np.array_equal(names[..., 0].cpu().numpy(), expected.episodes)
+        assert np.array_equal(names[..., 1].cpu().numpy(), expected.starts)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
@@ -152,8 +153,10 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
     sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
     offsets = sampler.index.offsets
     select = DeviceSelect(sampler.gpu, offsets, device=CUDA, batch_size=100_000)
-    drawn = select.segments(seed=11, first_step=0, steps=1)
-    assert np.array_equal(drawn.episodes, sampler.sample(11, 0, 1, 100_000).episodes)
+    names = torch.empty(1, 100_000, 2, dtype=torch.int64, device=CUDA)
+    select.enqueue(seed=11, first_step=0, names=names)
+    expected = sampler.sample(11, 0, 1, 100_000).episodes
+    assert np.array_equal(names[..., 0].cpu().numpy(), expected)
 
 
 def test_feedback_in_a_graph(dataset: Any) -> None:

@@ -13,7 +13,7 @@ from gear_offline.loaders.device_batches import make_batches
 from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
-from tests.kernels_on_cpu import compile_laws, gpu_gather, on_cpu
+from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
 from tests.segment_oracle import cpu_gather
 from tests.task_support import join, make_parts
 
@@ -26,7 +26,7 @@ POINTS = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_laws(tmp_path_factory.mktemp("tasks"))
+    return compile_kernels(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.kernels.priorities import DevicePriorities
-from gear_offline.kernels.tree_job import FAN, level_sizes
+from gear_offline.kernels.priorities import FAN, DevicePriorities, level_sizes
 from gear_offline.sampling.prioritized import code_of
-from tests.kernels_on_cpu import compile_laws, on_cpu
+from tests.kernels_on_cpu import compile_kernels, on_cpu
 from tests.sampling_support import prioritized
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return compile_laws(tmp_path_factory.mktemp("tree"))
+    return compile_kernels(tmp_path_factory.mktemp("tree"))
 
 
 def tree_of(library: Any, masses: list[int] | npt.NDArray[np.int64]) -> DevicePriorities:

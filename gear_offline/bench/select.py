@@ -23,7 +23,7 @@ import torch
 from gear_offline.bench.select_peers import torchrl_calls
 from gear_offline.sampling.episodes import WeightedChoice
 from gear_offline.sampling.epochs import KeyedOrder
-from gear_offline.sampling.sum_tree import SumTree
+from gear_offline.sampling.prioritized import SumTree
 
 SIZES, QUICK_SIZES = (10**4, 10**5, 10**6, 10**7, 10**8), (10**4, 10**5)
 DRAWS, QUICK_DRAWS = 1_000_000, 100_000

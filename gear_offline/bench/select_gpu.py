@@ -125,7 +125,9 @@ class _Calls:
         assert law.gpu is not None
         self._select = DeviceSelect(law.gpu, law.index.offsets, device=device, batch_size=count)
         self.names = torch.empty(1, count, 2, dtype=torch.int64, device=device)
-        self.chances = torch.empty(1, count, dtype=torch.float64, device=device)
+        self.chances = None
+        if isinstance(law, Prioritized):
+            self.chances = torch.empty(1, count, dtype=torch.float64, device=device)
         self._step = 0
 
     def next(self) -> None:
@@ -146,7 +148,8 @@ def _is_exact(law: Prioritized, select: _Calls, count: int) -> bool:
     sums = tree.masses.cumsum(0)
     rows = torch.searchsorted(sums, numbers, right=True).cpu().numpy()
     mine = law.index.offsets[names[:, 0]] + names[:, 1]
-    chances = law.density(law.sample(1, 7, 1, 1)[0])[:1]
+    chances = law.density(law.sample(1, 7, 1, count)[0])[:1]
+    assert select.chances is not None
     return bool((rows == mine).all() and (chances == select.chances[0, :1].cpu().numpy()).all())
 
 

@@ -6,12 +6,12 @@
 //
 // B segments a step, K steps of a window, E episodes.  All sizes are 64-bit.
 #pragma once
-#include "rule.cuh"
+#include "sample.cuh"
 
 namespace gear {
 
 enum Type { COPY = 0, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64 };
-enum { MAX_GROUPS = 24, SELECTION_STREAM = 0 };
+enum { MAX_GROUPS = 24 };
 
 struct Group {
     const i64* addresses;   // (E,) of each episode's first row
@@ -33,14 +33,9 @@ struct Job {
     u64 seed;
     const u64* counter;  // step on the device, or null
     u64 first_step;      // step of the first segments where there is no counter
-    i64 law;
     const i64* offsets;     // (E + 1,)
-    const i64* guide;       // episode of step i << shift, one more entry at the end
-    i64 shift;
     i64 episodes;           // E
-    i64 steps;              // of the table
-    const u64* thresholds;  // (E,) of a weighted law: episode e where thresholds[e - 1] <= draw
-    const i64* chosen;      // (segments, 4) of a CHOSEN law: episode, start, steps of the window at
+    const i64* chosen;      // (segments, 4) of NAMED segments: episode, start, steps of the window at
                             // most, and the landing row of the start or -1
     i64 ring;               // steps that `chosen` has segments of: step s is entry s % ring; or 0
     i64 per_step;           // B
@@ -58,7 +53,7 @@ struct Job {
     i64* wrong;             // set to 1 + segment if a chosen segment is not in the table
     i64 whole;              // slots of the global batch
     double* chances;        // (segments,) or null: the probability of each segment in its slot
-    Rule rule;              // of laws.cuh
+    Sampling sampling;
     Group group[MAX_GROUPS];
 };
 
@@ -66,31 +61,6 @@ struct Segment {
     i64 episode, start, real;
     i64 landing = -1;  // row of the start among the landing rows, or -1: the episode's own
 };
-
-// First i in [low, high] whose successor lies beyond `value`: table[i] <= value < table[i + 1].
-GEAR_CODE i64 last_not_above(const i64* table, i64 low, i64 high, i64 value) {
-    while (low < high) {
-        i64 middle = low + (high - low + 1) / 2;
-        if (table[middle] <= value)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    return low;
-}
-
-// First i in [0, count) with value < table[i]; count - 1 if there is none.
-GEAR_CODE i64 first_above(const u64* table, i64 count, u64 value) {
-    i64 low = 0, high = count - 1;
-    while (low < high) {
-        i64 middle = low + (high - low) / 2;
-        if (value < table[middle])
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
 
 // A segment that the host has drawn.
 GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
@@ -109,38 +79,37 @@ GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
     return found;
 }
 
-// The laws of kernels that draw with few registers; laws.cuh has all of them.
-GEAR_CODE Segment choose_plain(const Job& job, u64 first_step, i64 segment) {
-    if (job.law == CHOSEN) return choose_named(job, first_step, segment);
-    Segment found;
-    u64 ahead = (u64)(segment / job.per_step);
-    Draws draws = draw(job.seed, SELECTION_STREAM, first_step + ahead,
-                       (u32)(segment - (i64)ahead * job.per_step + job.first_slot));
-    i64 length;
-    if (job.law == UNIFORM_STEPS) {
-        i64 row = bounded(draws.first, job.steps);
-        const i64* near = job.guide + (row >> job.shift);
-        found.episode = last_not_above(job.offsets, near[0], near[1], row);
-        i64 base = job.offsets[found.episode];
-        length = job.offsets[found.episode + 1] - base;
-        found.start = row - base;
-    } else {
-        found.episode = job.law == UNIFORM_EPISODES
-                            ? bounded(draws.first, job.episodes)
-                            : first_above(job.thresholds, job.episodes, draws.first);
-        length = job.offsets[found.episode + 1] - job.offsets[found.episode];
-        found.start = bounded(draws.second, length);
-    }
-    i64 left = length - found.start;
-    found.real = left < job.span ? left : job.span;
-    return found;
+GEAR_CODE Segment shortened(const Job& job, const Drawn& drawn) {
+    Segment segment = {drawn.episode, drawn.start, drawn.left < job.span ? drawn.left : job.span};
+    return segment;
 }
 
-struct PlainLaw {
+// What kernels draw by: named segments and weights take few registers ...
+struct Plain {
     GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        return choose_plain(job, first_step, segment);
+        if (job.sampling.way == NAMED) return choose_named(job, first_step, segment);
+        u64 ahead = (u64)(segment / job.per_step);
+        u64 slot = (u64)(segment - (i64)ahead * job.per_step + job.first_slot);
+        Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.whole, slot);
+        return shortened(job, draw_weighted(job.sampling, numbers));
     }
-    GEAR_MEMBER void note(const Job&, u64, i64, const Segment&) {}
+    GEAR_MEMBER void note(const Job&, i64, const Segment&) {}
+};
+
+// ... than every way to draw.
+struct Every {
+    GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
+        u64 ahead = (u64)(segment / job.per_step);
+        u64 slot = (u64)(segment - (i64)ahead * job.per_step + job.first_slot);
+        return shortened(job, draw_segment(job.sampling, job.seed, first_step + ahead,
+                                           (u64)job.whole, slot));
+    }
+
+    // Write the probability of what was drawn, if anybody asks for it.
+    GEAR_MEMBER void note(const Job& job, i64 segment, const Segment& mine) {
+        if (job.chances)
+            job.chances[segment] = chance_of(job.sampling, mine.episode, mine.start);
+    }
 };
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -321,10 +290,10 @@ GEAR_CODE void name_segment(const Job& job, const Segment& segment, i64 number, 
     }
 }
 
-template <typename Law, int LANES>
+template <typename Sampler, int LANES>
 GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
     i64 number = task / job.tasks, part = task - number * job.tasks;
-    Segment segment = Law::choose(job, first_step, number);
+    Segment segment = Sampler::choose(job, first_step, number);
     for (i64 s = 0; s < job.groups; ++s) {
         const Group& group = job.group[s];
         if (part < group.pieces) {
@@ -337,7 +306,7 @@ GEAR_CODE void run_task(const Job& job, u64 first_step, i64 task, int lane) {
         part -= group.pieces;
     }
     name_segment<LANES>(job, segment, number, lane);
-    if (lane == 0) Law::note(job, first_step, number, segment);
+    if (lane == 0) Sampler::note(job, number, segment);
 }
 
 }  // namespace gear

@@ -27,13 +27,13 @@ GEAR_CODE u64 read_step(const Job& job) {
     return shared_step;
 }
 
-template <typename Law, int LANES>
+template <typename Sampler, int LANES>
 GEAR_CODE void run(const Job& job) {
     u64 step = read_step(job);
     i64 stride = (i64)gridDim.x * (blockDim.x / LANES), tasks = job.segments * job.tasks;
     i64 first = (i64)blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES;
     for (i64 task = first; task < tasks; task += stride)
-        run_task<Law, LANES>(job, step, task, threadIdx.x % LANES);
+        run_task<Sampler, LANES>(job, step, task, threadIdx.x % LANES);
 }
 
 // Copy the windows of `count` consecutive segments as one run of units: the outputs lie side by
@@ -95,7 +95,7 @@ GEAR_CODE void name_run(const Job& job, i64 base, int count, const Segment& mine
 
 // For many short windows without a history: a warp takes `per_warp` segments (up to 32), each drawn
 // by a lane of its own, so that the chain of loads behind a draw is waited for once for all of them.
-template <typename Law>
+template <typename Sampler>
 GEAR_CODE void run_many(const Job& job) {
     u64 step = read_step(job);
     int lane = threadIdx.x % 32, per_warp = (int)job.per_warp;
@@ -104,7 +104,7 @@ GEAR_CODE void run_many(const Job& job) {
     for (i64 base = warp * per_warp; base < job.segments; base += warps * per_warp) {
         int count = job.segments - base < per_warp ? (int)(job.segments - base) : per_warp;
         Segment mine = {0, 0, 0};
-        if (lane < count) mine = Law::choose(job, step, base + lane);
+        if (lane < count) mine = Sampler::choose(job, step, base + lane);
         for (i64 s = 0; s < job.groups; ++s) {
             const Group& group = job.group[s];
             u64 address = mine.real ? (u64)first_row(group, mine) : 0;
@@ -117,7 +117,7 @@ GEAR_CODE void run_many(const Job& job) {
                 copy_run<u32>(job, group, base, count, address, real, lane);
         }
         name_run(job, base, count, mine, lane);
-        if (lane < count) Law::note(job, step, base + lane, mine);
+        if (lane < count) Sampler::note(job, base + lane, mine);
     }
 }
 

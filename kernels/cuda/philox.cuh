@@ -1,4 +1,4 @@
-// Philox 4x32-10, as kernels/philox.py: the same counter, the same words, the same integers.
+// Philox 4x64-10, as kernels/philox.py: the numbers of numpy.random.Philox with key (seed, stream).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -18,29 +18,33 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
+enum { SELECTION_STREAM = 0, EPOCH_STREAM = 3 };
+
 struct Draws {
-    u64 first, second;  // words 0 | 1 << 32 and 2 | 3 << 32
+    u64 first, second;
 };
 
-// Counter (slot, stream, low and high half of the step), key (low and high half of the seed).
-GEAR_CODE Draws draw(u64 seed, u32 stream, u64 step, u32 slot) {
-    u32 c0 = slot, c1 = stream, c2 = (u32)step, c3 = (u32)(step >> 32);
-    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+// The numbers of slot `slot` of step `step`, of `count` slots a step.
+GEAR_CODE Draws draw(u64 seed, u64 stream, u64 step, u64 count, u64 slot) {
+    u64 flat = step * count + slot, high = __umul64hi(step, count) + (flat < slot);
+    // A block serves two slots.  NumPy counts up before it makes a block, so the first is number 1.
+    u64 c0 = (flat >> 1 | high << 63) + 1, c1 = (high >> 1) + (c0 == 0), c2 = 0, c3 = 0;
+    u64 k0 = seed, k1 = stream;
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
 #endif
-    for (int turn = 0; turn < 10; ++turn) {
-        u64 left = (u64)0xD2511F53u * c0, right = (u64)0xCD9E8D57u * c2;
-        u32 n0 = (u32)(right >> 32) ^ c1 ^ k0, n2 = (u32)(left >> 32) ^ c3 ^ k1;
-        c1 = (u32)right;
-        c3 = (u32)left;
-        c0 = n0;
-        c2 = n2;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
+    for (int round = 0; round < 10; ++round) {
+        u64 left = __umul64hi(0xD2E7470EE14C6C93ull, c0), low = 0xD2E7470EE14C6C93ull * c0;
+        u64 right = __umul64hi(0xCA5A826395121157ull, c2);
+        c0 = right ^ c1 ^ k0;
+        c1 = 0xCA5A826395121157ull * c2;
+        c2 = left ^ c3 ^ k1;
+        c3 = low;
+        k0 += 0x9E3779B97F4A7C15ull;
+        k1 += 0xBB67AE8584CAA73Bull;
     }
-    Draws found = {(u64)c0 | (u64)c1 << 32, (u64)c2 | (u64)c3 << 32};
-    return found;
+    Draws numbers = {flat & 1 ? c2 : c0, flat & 1 ? c3 : c1};
+    return numbers;
 }
 
 // Integer in [0, n): floor(draw * n / 2^64).

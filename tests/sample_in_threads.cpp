@@ -1,8 +1,8 @@
-// The kernels of fills, laws and trees with their blocks and threads.
+// The kernels of fills, draws and trees with their blocks and threads.
 #include "cuda_on_cpu.h"
 
 #include "fill.cu"
-#include "laws.cu"
+#include "sample.cu"
 #include "tree.cu"
 
 #define FILLS(source)                        \
@@ -11,8 +11,8 @@
     LAUNCHED(source##_16, gear::Job)         \
     LAUNCHED(source##_32, gear::Job)
 FILLS(fill)
-FILLS(laws)
-LAUNCHED(laws_select, gear::Job)
+FILLS(sample)
+LAUNCHED(sample_alone, gear::Job)
 LAUNCHED(tree_sums, gear::SumsJob)
 LAUNCHED(tree_update, gear::UpdateJob)
 LAUNCHED(tree_check, gear::UpdateJob)

@@ -1,5 +1,5 @@
-// The kernels of laws, trees and fills for the CPU: what their threads do, one after the other.
-#include "laws.cuh"
+// The kernels of draws, trees and fills for the CPU: what their threads do, one after the other.
+#include "fill.cuh"
 
 using namespace gear;
 
@@ -11,29 +11,28 @@ static u64 step_of_launch(const Job& job) {
     return step;
 }
 
-template <typename Law>
+template <typename Sampler>
 static void fill(const Job& job) {
     u64 step = step_of_launch(job);
     for (i64 task = 0; task < job.segments * job.tasks; ++task)
-        for (int lane = 0; lane < 8; ++lane) run_task<Law, 8>(job, step, task, lane);
+        for (int lane = 0; lane < 8; ++lane) run_task<Sampler, 8>(job, step, task, lane);
 }
 
-#define FILLS(name, Law)                                              \
-    extern "C" void run_##name##_8(const Job* job) { fill<Law>(*job); }  \
-    extern "C" void run_##name##_16(const Job* job) { fill<Law>(*job); } \
-    extern "C" void run_##name##_32(const Job* job) { fill<Law>(*job); } \
-    extern "C" void run_##name##_many(const Job* job) { fill<Law>(*job); }
-FILLS(fill, PlainLaw)
-FILLS(laws, AnyLaw)
+#define FILLS(name, Sampler)                                              \
+    extern "C" void run_##name##_8(const Job* job) { fill<Sampler>(*job); }  \
+    extern "C" void run_##name##_16(const Job* job) { fill<Sampler>(*job); } \
+    extern "C" void run_##name##_32(const Job* job) { fill<Sampler>(*job); } \
+    extern "C" void run_##name##_many(const Job* job) { fill<Sampler>(*job); }
+FILLS(fill, Plain)
+FILLS(sample, Every)
 
-extern "C" void run_laws_select(const Job* job) {
+extern "C" void run_sample_alone(const Job* job) {
     u64 step = step_of_launch(*job);
     for (i64 i = 0; i < job->segments; ++i) {
-        Segment mine = AnyLaw::choose(*job, step, i);
+        Segment mine = Every::choose(*job, step, i);
         job->names[2 * i] = mine.episode;
         job->names[2 * i + 1] = mine.start;
-        if (job->mask) job->mask[i] = mine.real;
-        AnyLaw::note(*job, step, i, mine);
+        Every::note(*job, i, mine);
     }
 }
 
@@ -72,6 +71,14 @@ extern "C" void tree_find(const Tree* tree, const u64* numbers, i64 count, i64* 
     for (i64 i = 0; i < count; ++i) items[i] = find(*tree, numbers[i]);
 }
 
+extern "C" void draw_all(u64 seed, u64 stream, u64 step, u64 steps, u64 count, u64* out) {
+    for (u64 i = 0; i < steps * count; ++i) {
+        Draws numbers = draw(seed, stream, step + i / count, count, i % count);
+        *out++ = numbers.first;
+        *out++ = numbers.second;
+    }
+}
+
 extern "C" void divide_wide(u64 high, u64 low, u64 by, u64* found) {
     Division division = divide(high, low, by);
     found[0] = division.quotient;
@@ -81,7 +88,7 @@ extern "C" void divide_wide(u64 high, u64 low, u64 by, u64* found) {
 extern "C" i64 size_of(int which) {
     switch (which) {
         case 0: return sizeof(Job);
-        case 1: return sizeof(Rule);
+        case 1: return sizeof(Sampling);
         case 2: return sizeof(UpdateJob);
         case 3: return sizeof(ImportanceJob);
         default: return sizeof(Tree);
