@@ -1,7 +1,8 @@
 """The package's GPU classes on the CPU: launches call the kernels' own text, compiled for the CPU.
 
 `compile_kernels` leaves out how threads share the work: one call does all blocks.
-`compile_threads` has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is the compiler, the
+`compile_threads` has blocks and threads too (``cuda_on_cpu.h``).  What is left to the GPU tests is
+the compiler, the
 memory model, and torch.
 """
 
