@@ -3,8 +3,8 @@
 The kernels of a small model leave most of a GPU idle.  N models of one shape, each with a batch of
 its own, are one forward and one backward pass here whose kernels are N times as large.  Nothing is
 shared between the models: the loss and the gradients of each are those that it has in a stack of
-its own, but for the order of sums.  Dropout draws from torch's random numbers, but for that of
-attention weights on a GPU, which follows from each model's seed and step.
+its own, but for the order of sums.  Dropout is another sample: all models draw from torch's random
+numbers together.
 
 Shape legend: N models, B windows each, K steps, T = 3K tokens, H hidden size, R = B * T rows.
 """
@@ -28,12 +28,6 @@ from gear_offline.models.loss import TrainingBatch, step_losses
 __all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
-SEED_BITS = 62
-GOLDEN, MIX_1, MIX_2 = (  # of SplitMix64, as signed numbers
-    0x9E3779B97F4A7C15 - (1 << 64),
-    0xBF58476D1CE4E5B9 - (1 << 64),
-    0x94D049BB133111EB - (1 << 64),
-)
 LOADED = 8  # 16-bit numbers of a load: products of other widths take slow kernels
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
@@ -55,22 +49,6 @@ def why_not_stacked(models: Sequence[DecisionTransformer]) -> str:
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def mixed(numbers: Tensor) -> Tensor:
-    """Return int64 whose bits all depend on all bits of `numbers`, int64; one to one.
-
-    The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
-    """
-    found = numbers + GOLDEN
-    found = (found ^ _shifted(found, 30)) * MIX_1
-    found = (found ^ _shifted(found, 27)) * MIX_2
-    return found ^ _shifted(found, 31)
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift right as if there were no sign."""
-    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def refuse_stack(reason: str) -> None:
@@ -143,23 +121,20 @@ class StackedModels(nn.Module):
             self.register_parameter(self._keys[name], stacked)
             self._parts.append((stacked, mine))
 
-    def losses(self, batch: TrainingBatch, draws: Tensor | None = None) -> Tensor:
+    def losses(self, batch: TrainingBatch) -> Tensor:
         """Return (N,) float32, the loss of each model on its part of a batch.
 
         Parameters
         ----------
         batch
             N * B windows, those of the first model first, padded on the right.
-        draws
-            (2, N) int64, seed and step of each model: what kernels draw its dropout from.  None
-            leaves it to torch's random numbers.
         """
         fields = batch.model_inputs()
         if fields["timesteps"].device.type == "cpu" and not torch.compiler.is_compiling():
             check_timesteps(fields["timesteps"], self._rows)
         given = (fields[name].unflatten(0, (self.count, -1)) for name in INPUTS)  # type: ignore[no-untyped-call]
         returns, states, actions, steps, mask = given
-        seeds = self._seeds(steps.device, draws)
+        seeds = self._seeds(steps.device)
         hidden, plain = self._embed(returns, states, actions, steps)
         windows, tokens = steps.shape[1], 3 * steps.shape[2]
         for layer in range(self.layers):
@@ -233,15 +208,11 @@ class StackedModels(nn.Module):
         found = self._product(rows, F.pad(weight, (0, -width % LOADED)))
         return found[:, :, :width] + bias[:, None].to(self._kind)
 
-    def _seeds(self, device: torch.device, draws: Tensor | None) -> Tensor | None:
+    def _seeds(self, device: torch.device) -> Tensor | None:
         """Return (layers, N) int64, what the attention kernel draws its dropout from."""
         if self._dropout == 0.0 or not _has_kernels(device):
             return None
-        if draws is None:
-            shape = (self.layers, self.count)
-            return torch.randint(0, 1 << SEED_BITS, shape, device=device, dtype=torch.int64)
-        layer = torch.arange(self.layers, device=device)[:, None]
-        return mixed(mixed(mixed(draws[0]) + draws[1]) + layer)
+        return torch.randint(0, 2**62, (self.layers, self.count), device=device, dtype=torch.int64)
 
     def _block(
         self,

@@ -16,7 +16,7 @@ from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.models import stacked as stacked_module
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.stacked import StackedModels, mixed, why_not_stacked
+from gear_offline.models.stacked import StackedModels, why_not_stacked
 from tests.attention_support import stand_in
 
 STEPS, STATES, ACTIONS, LONGEST = 5, 6, 2, 20
@@ -158,18 +158,6 @@ def test_dropout_drops_and_differs_between_models() -> None:
     assert first[0] != first[1]
     plain = make_model(0, dropout=0.0).loss(batch).detach()
     assert first[0] != plain
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
-def test_numbers_are_mixed_as_splitmix64_does(numbers: list[int]) -> None:
-    expected = []
-    for number in numbers:
-        word = (number + 0x9E3779B97F4A7C15) % 2**64
-        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-        word ^= word >> 31
-        expected.append(word - 2**64 if word >= 2**63 else word)
-    assert mixed(torch.tensor(numbers)).tolist() == expected
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, None])

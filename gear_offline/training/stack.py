@@ -1,9 +1,7 @@
 """Learners of one shape that advance together: one forward and one backward pass for all.
 
 Each keeps what is its own: batches, optimiser, learning rate, metrics, checkpoints.  Only products
-are shared, see `gear_offline.models.stacked`.  Dropout of a step is drawn from the run's seed and
-the number of the step where kernels draw it, so it does not depend on who else is in the stack, nor
-on where a run was stopped.
+and random numbers of dropout are shared, see `gear_offline.models.stacked`.
 
 Shape legend: N learners.
 """
@@ -103,11 +101,8 @@ class Stack:
         self._left: set[int] = set()
         models = [learner.model for learner in learners]
         self._models = StackedModels(models, precision=first.precision)
-        self._losses: Callable[[TrainingBatch, Tensor], Tensor] = self._models.losses
-        seeds = [learner.recipe.seed for learner in learners]
-        steps = [learner.step for learner in learners]
-        self._draws = torch.tensor([seeds, steps], device=first.device)
-        self._ones = torch.ones(len(seeds), device=first.device)
+        self._losses: Callable[[TrainingBatch], Tensor] = self._models.losses
+        self._ones = torch.ones(len(self.learners), device=first.device)
         if is_compiled(first.recipe.train) and first.device.type == "cuda":
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
@@ -128,7 +123,7 @@ class Stack:
     def prepare(self) -> None:
         """Capture a step, where steps are captured and that is not done yet: no step is done."""
         if self.will_capture:
-            self._captured = CapturedStack(self.learners, self._gradients, self._draws)
+            self._captured = CapturedStack(self.learners, self._gradients)
 
     def advance(self) -> dict[int, GearError]:
         """Do one step of each learner; return what ended some of them, by number.
@@ -157,7 +152,6 @@ class Stack:
             self._batches = list(taken.values())
         for number, batch in taken.items():
             self._batches[number] = batch
-        self._draws[1] = torch.tensor([learner.step for learner in self.learners])
         losses = self._gradients(join_batches(self._batches))
         for number in there:
             try:
@@ -170,7 +164,7 @@ class Stack:
     def _gradients(self, batch: TrainingBatch) -> Tensor:
         """Give every parameter its gradient; return the losses, (N,), detached."""
         self._models.zero_gradients()
-        losses = self._losses(batch, self._draws)
+        losses = self._losses(batch)
         losses.backward(self._ones)  # type: ignore[no-untyped-call]
         self._models.hand_out_gradients()
         return losses.detach()
@@ -189,18 +183,12 @@ class CapturedStack:
         Whose steps are captured.
     gradients
         Gives every parameter its gradient, and returns the losses, (N,).
-    draws
-        (2, N) int64: seeds, and steps to come, which are written.
     """
 
     def __init__(
-        self,
-        learners: Sequence[Learner],
-        gradients: Callable[[TrainingBatch], Tensor],
-        draws: Tensor,
+        self, learners: Sequence[Learner], gradients: Callable[[TrainingBatch], Tensor]
     ) -> None:
         self._gradients, self._device = gradients, learners[0].device
-        self._steps, self._first = draws[1], draws[1].clone()
         loader = learners[0].loader
         assert loader.engine is not None, "steps that are captured have one"
         places, self._batch = side_by_side(loader.engine, len(learners), loader.padding)
@@ -220,7 +208,6 @@ class CapturedStack:
         capture(self._graph, self._run)
         for part in self._parts:
             part.finish_capture()
-        self._steps.copy_(self._first)
         if self._is_early:
             self._make_batches()
 
@@ -255,12 +242,7 @@ class CapturedStack:
     def _update(self, updates: Sequence[Update]) -> None:
         from gear_offline.kernels.adamw import enqueue_together
 
-        first = self._streams[0]  # counted beside the update
-        first.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(first):
-            self._steps.add_(1)
         enqueue_together(updates)
-        torch.cuda.current_stream(self._device).wait_stream(first)
 
     def _rehearse(self) -> None:
         for part in self._parts:
