@@ -1,4 +1,4 @@
-"""Whether a loader's rows stay on disk, and what it says about that."""
+"""Whether a loader's rows stay on disk; what cannot be read from there is refused first."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.disk_gather import DiskGather
+from gear_offline.tables.disk import DiskGather
 from gear_offline.tables.host_memory import RESERVE_BYTES
 from gear_offline.tables.host_table import table_bytes
-from gear_offline.tables.joint import in_memory_only, tasks_of
 from gear_offline.tables.pinning import format_bytes
 
 
@@ -33,42 +32,27 @@ def open_disk(
 ) -> DiskGather | None:
     """Return the gather over shards if the rows stay there, else None.
 
-    Parameters
-    ----------
-    placement, host_budget, engine, device
-        As `gear_offline.loaders.loader.GearLoader`.
-    rows
-        The other options of `DiskGather`.
-
-    Raises
-    ------
-    InputError
-        ``HOST_BUDGET``; ``PLACEMENT`` if the GPU shall gather what is on disk.
+    Options are those of `gear_offline.loaders.loader.GearLoader`, `rows` the other ones of
+    `DiskGather`.
     """
     if isinstance(host_budget, np.integer):
         host_budget = int(host_budget)
     if host_budget is not None and (type(host_budget) is not int or host_budget < 1):
         raise InputError(
-            "HOST_BUDGET",
+            "LOADER_OPTION",
             f"host_budget={host_budget!r} is not a number of bytes",
             remedy="give bytes from 1, such as 4 << 30, or None",
         )
     if placement not in ("auto", "hbm", "peer", "host", "disk"):
         raise InputError(
-            "PLACEMENT",
+            "LOADER_OPTION",
             f"placement={placement!r} is not usable",
             remedy="use 'auto', 'hbm', 'peer', 'host' or 'disk'",
         )
-    if tasks_of(dataset) and world.size > 1:
-        if placement == "disk":
-            raise in_memory_only(
-                "placement='disk' on several ranks", "use one process, or another placement"
-            )
-        return None  # each would copy all rows
+    if placement not in ("auto", "disk"):
+        return None
     reason = "as asked for"
-    if placement != "disk":
-        if placement != "auto":
-            return None
+    if placement == "auto":
         why = _too_large(dataset, world, host_budget, rows)
         if why is None:
             return None
@@ -76,22 +60,30 @@ def open_disk(
     on_gpu = device.type == "cuda"
     if on_gpu and engine == "on":
         raise InputError(
-            "PLACEMENT",
+            "LOADER_OPTION",
             f"engine='on' cannot gather rows that stay on disk ({reason})",
             remedy="use engine='auto' or 'off', or a placement and a budget that hold the table",
         )
+    sampler = stream.selection
+    if sampler.learner is not None or sampler.cuts_windows:
+        raise InputError(
+            "LOADER_OPTION",
+            f"strategy {sampler.name!r} needs the rows in memory: what it draws is not known ahead "
+            f"of use, and the rows stay on disk ({reason})",
+            remedy="use placement='host', or another strategy",
+        )
     if host_budget is None:
         ranks = world.nodes.count(world.nodes[world.rank])
-        host_budget = (available_bytes() - RESERVE_BYTES) // (2 * ranks)
-    found = DiskGather(dataset, stream, host_budget=max(host_budget, 1), pin=on_gpu, **rows)
+        host_budget = max((available_bytes() - RESERVE_BYTES) // (2 * ranks), 1)
+    disk = DiskGather(dataset, stream, host_budget=host_budget, pin=on_gpu, **rows)
     if placement == "auto" or on_gpu:
         how = "into page-locked memory, and copied" if on_gpu else "here"
         say(
             f"placement {placement}: the rows stay on disk, {reason}; "
-            f"{format_bytes(host_budget)} of host memory keep {found.sizes.slots:,} windows; "
+            f"{format_bytes(host_budget)} of host memory keep {disk.sizes.slots:,} windows; "
             f"the CPU gathers batches {how}"
         )
-    return found
+    return disk
 
 
 def _too_large(

@@ -15,7 +15,7 @@ from torch import Tensor
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.loss import segment_losses
-from gear_offline.sampling import Prioritized, Sampler
+from gear_offline.sampling import Prioritized
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
@@ -136,24 +136,6 @@ def check_updates(learner: Prioritized | None, state: Mapping[str, Any]) -> None
             f"the selection has heard of {learner.updates} updates, the state of "
             f"{state.get('selection_updates')}",
             remedy="load the selection's own state first: loader.learner.load_state(...)",
-        )
-
-
-def check_planned(selection: Sampler, disk: object | None) -> None:
-    """Refuse what rows on disk, which are fetched ahead, cannot serve.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` for laws that learn from losses and for windows of given lengths.
-    """
-    if disk is None:
-        return
-    if selection.learner is not None or selection.cuts_windows:
-        raise InputError(
-            "LOADER_OPTION",
-            f"strategy {selection.name!r} needs the rows in memory",
-            remedy="use placement='host', or another strategy",
         )
 
 

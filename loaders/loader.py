@@ -25,7 +25,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, Gather, make_engine
-from gear_offline.loaders.feedback import check_planned, check_updates, update_count
+from gear_offline.loaders.feedback import check_updates, update_count
 from gear_offline.loaders.options import (
     check_options,
     check_state,
@@ -179,6 +179,8 @@ class GearLoader(Closing, Iterator[Batch]):
         )
         check_range(seed, start_step, 0, batch_size)
         self.device = resolve_device(device)
+        if engine == "on" and self.device.type != "cuda":
+            raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
         self.world = World() if world is None else world
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify="on_use" if self.world.feeds else False)
@@ -227,8 +229,6 @@ class GearLoader(Closing, Iterator[Batch]):
         self.frame_stack = frame_stack
         self._moves = self.device.type != "cpu"
         self.engine: GpuGather | None = None
-        if engine == "on" and self.device.type != "cuda":
-            raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
         if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
             self.engine = make_engine(
                 self.table,
@@ -262,7 +262,6 @@ class GearLoader(Closing, Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        check_planned(self.selection, self.disk)
         self._dataset_digest = digest(self.dataset.manifest.encode())
         self._step = int(start_step)
         self._block_steps = self._steps_per_block()

@@ -263,7 +263,3 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     assert failing_code(lambda: GearLoader(joint, normalize_states=True, **loader)) == (
         "LOADER_OPTION"
     )
-    ranks = World(nodes=(0, 0))
-    assert failing_code(lambda: GearLoader(joint, placement="disk", world=ranks, **loader)) == (
-        "TASK_TIER"
-    )

@@ -135,8 +135,9 @@ def test_jobs_are_those_of_the_oracle(
         assert (job is None) == (expected_job is None)
         if job is not None and expected_job is not None:
             assert (job.chunks.tolist(), sorted(job.references.tolist())) == expected_job
-            assert job.low.tolist() == sorted(oracle.low(q) for q in expected_job[1])
-            parts = (job.slots, job.references, job.low, job.real, job.before)
+            assert job.places.low.tolist() == sorted(oracle.low(q) for q in expected_job[1])
+            at = job.places
+            parts = (at.slots, job.references, at.low, at.real, at.before)
             for slot, reference, low, real, before in zip(
                 *(p.tolist() for p in parts), strict=True
             ):

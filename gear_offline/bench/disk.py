@@ -7,8 +7,6 @@ batches as fast as they come.
 - *sequential*: bytes a second when eight threads read the same files from their first byte to
   their last, 2 MiB at a time, past the page cache (``O_DIRECT``) into the same kind of memory, with
   the loader idle.
-- *random*: bytes a second of reads as large as the loader's are on average, at random places, with
-  as many threads and jobs under way, and nothing else: what the disk allows for reads of that size.
 - *disk rate*: bytes a second that the loader reads, the same way, while batches are asked for.
 - *useful rate*: bytes a second of the windows handed out, padding apart, in the source's dtypes.
 - *amplification*: disk bytes for each useful byte; below 1 where one read serves several windows.
@@ -16,9 +14,9 @@ batches as fast as they come.
 - *memory*: ``(peak of the loader's process - peak of one that only imports) / budget``, from
   ``VmHWM``; the goal is 1.05.
 
-The loader warms up for twice the horizon of its plan, so that it is not measured while it fills its
-memory.  Rates are medians over rounds that take turns; the ratios, to *sequential* and to *random*,
-are the medians of the rounds' ratios.
+The loader warms up for twice the horizon of its plan, so that it is not measured while it fills
+its memory.  Rates are medians over rounds that take turns; the ratio to *sequential* is the median
+of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -29,8 +27,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
@@ -44,16 +43,7 @@ from gear_offline.core.system import peak_bytes
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.sources.base import SourceInfo
-from gear_offline.tables.disk_files import (
-    DIRECT_BYTES,
-    Ranges,
-    RangesRead,
-    ShardFiles,
-)
-from gear_offline.tables.disk_sizes import ROUND_BYTES
-from gear_offline.tables.host_memory import pages
-from gear_offline.tables.huge_memory import huge_memory
-from gear_offline.tables.window_reader import ReadBuffer
+from gear_offline.tables.window_reader import PAGE_BYTES, ShardFiles, read_pages
 
 DATA_BYTES, QUICK_DATA_BYTES = 4 << 30, 512 << 20
 SHARD_BYTES = 256 << 20
@@ -107,84 +97,33 @@ class MadeSource(Closing):
         pass
 
 
-def read_in_order(dataset: Dataset, *, threads: int, seconds: float) -> float:
+def read_in_order(dataset: Dataset, *, seconds: float) -> float:
     """Return bytes a second of threads that read pieces of all shards in their order: the peer."""
-    files = ShardFiles(dataset)
-    pieces = [
+    files = ShardFiles([dataset], None)
+    pieces = cycle(
         (index, begin, min(PIECE_BYTES, shard.bytes - begin))
         for index, shard in enumerate(dataset.manifest.shards)
         for begin in range(0, shard.bytes, PIECE_BYTES)
-    ]
-    done, lock, place = [0], threading.Lock(), [0]
-    end = time.perf_counter() + seconds
+    )
+    done, lock = [0], threading.Lock()
+    began = time.perf_counter()
 
     def work(_: int) -> None:
-        buffer = huge_memory(PIECE_BYTES + 8192)
-        while time.perf_counter() < end or not done[0]:
+        memory = np.empty(2 * PIECE_BYTES + PAGE_BYTES, np.uint8)  # NumPy takes large pages
+        memory = memory[-memory.ctypes.data % PAGE_BYTES :][:PIECE_BYTES]
+        while time.perf_counter() - began < seconds or not done[0]:
             with lock:
-                index, begin, count = pieces[place[0] % len(pieces)]
-                place[0] += 1
-            with files.opened(index) as (file,):
-                file.read(begin, count, buffer)
+                index, begin, count = next(pieces)
+            with files.opened([index]) as handles:
+                read_pages(handles[index], memory, begin, count, files.names[index])
             with lock:
                 done[0] += count
 
-    taken = _together(work, threads)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+    taken = time.perf_counter() - began
     files.close()
     return done[0] / taken
-
-
-def read_at_random(
-    dataset: Dataset, *, nbytes: int, threads: int, buffers: int, seconds: float
-) -> float:
-    """Return bytes a second of reads of `nbytes` at random places, and nothing else: the bound.
-
-    Each thread has as many jobs under way as `buffers`, like those of the loader, and does one at
-    least.
-    """
-    files, sizes = ShardFiles(dataset), np.array([s.bytes for s in dataset.manifest.shards])
-    nbytes = min(pages(nbytes), int(sizes.min()) // DIRECT_BYTES * DIRECT_BYTES)
-    count = max(ROUND_BYTES // nbytes, 1)
-    done = [0] * threads
-    end = time.perf_counter() + seconds
-
-    def work(thread: int) -> None:
-        generator = np.random.default_rng(thread)
-        free = [ReadBuffer(count * nbytes + DIRECT_BYTES, direct=True) for _ in range(buffers)]
-        begun = deque[tuple[RangesRead, ReadBuffer]]()
-        with files.opened(*range(len(sizes))) as opened:
-            while time.perf_counter() < end or not (begun or done[thread]):
-                file = generator.choice(len(sizes), count, p=sizes / sizes.sum())
-                begin = generator.integers(0, (sizes[file] - nbytes) // DIRECT_BYTES + 1)
-                begin *= DIRECT_BYTES
-                place = nbytes * np.arange(count)
-                ranges = Ranges(file=file, begin=begin, end=begin + nbytes, place=place)
-                buffer = free.pop()
-                begun.append((RangesRead(opened, ranges, buffer.memory, buffer.queue), buffer))
-                if not free:
-                    first, buffer = begun.popleft()
-                    done[thread] += first.finish()
-                    free.append(buffer)
-            for first, buffer in begun:
-                done[thread] += first.finish()
-                free.append(buffer)
-        for buffer in free:
-            buffer.close()
-
-    taken = _together(work, threads)
-    files.close()
-    return sum(done) / taken
-
-
-def _together(work: Callable[[int], None], threads: int) -> float:
-    """Run `work` in threads, each with its number; return the seconds."""
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    began = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return time.perf_counter() - began
 
 
 def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
@@ -216,7 +155,6 @@ def child(arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None
     answer(
         slots=sizes.slots,
         threads=sizes.threads,
-        buffers=sizes.buffers,
         chunk_steps=sizes.chunk_steps,
     )
     for request in requests:
@@ -272,19 +210,11 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
         assert process.stdin is not None, "a pipe was asked for"
         sizes = _answer(process)
         for _ in range(rounds):
-            rate = read_in_order(dataset, threads=THREADS, seconds=seconds)
+            rate = read_in_order(dataset, seconds=seconds)
             found.setdefault("sequential", []).append(rate)
             print(seconds, file=process.stdin, flush=True)
             for key, value in _answer(process).items():
                 found.setdefault(key, []).append(value)
-            rate = read_at_random(
-                dataset,
-                nbytes=int(found["read_bytes"][-1]),
-                threads=sizes["threads"],
-                buffers=sizes["buffers"],
-                seconds=seconds,
-            )
-            found.setdefault("random", []).append(rate)
         process.stdin.close()
     ratios = [ours / peer for ours, peer in zip(found["disk"], found["sequential"], strict=True)]
     return {
@@ -292,11 +222,8 @@ def _measure(kind: str, folder: Path, *, nbytes: int, rounds: int, seconds: floa
         "data_bytes": needed,
         "budget_bytes": budget,
         **sizes,
-        "bytes_per_second": {key: found[key] for key in ("sequential", "random", "disk", "useful")},
+        "bytes_per_second": {key: found[key] for key in ("sequential", "disk", "useful")},
         "ratio": median(ratios),
-        "ratio_to_random": median(
-            ours / peer for ours, peer in zip(found["disk"], found["random"], strict=True)
-        ),
         "amplification": median(
             read / useful for read, useful in zip(found["disk"], found["useful"], strict=True)
         ),
@@ -328,10 +255,8 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
             "rows",
             "GB",
             "sequential",
-            "random",
             "disk",
             "ratio",
-            "of random",
             "useful",
             "amplification",
             "processor s/GiB",
@@ -345,10 +270,8 @@ def table(document: dict[str, Any]) -> list[tuple[str, ...]]:
                 result["kind"],
                 f"{result['data_bytes'] / 1e9:.2f}",
                 rates["sequential"],
-                rates["random"],
                 rates["disk"],
                 f"{result['ratio']:.2f}",
-                f"{result['ratio_to_random']:.2f}",
                 rates["useful"],
                 f"{result['amplification']:.2f}",
                 f"{result['processor_seconds_per_gib']:.2f}",

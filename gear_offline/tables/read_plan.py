@@ -12,7 +12,7 @@ Where there are fewer slots than windows, those needed soonest stay and those ne
 Several chunks are planned in one go, with a few NumPy calls for all of their windows: work in
 Python for each window, or each chunk, would cost more time than a good disk needs to read it.
 
-Nothing is read here and nothing is locked: `gear_offline.tables.disk_reader` does both.
+Nothing is read here and nothing is locked: `gear_offline.tables.read_ahead` does both.
 
 Words: a *reference* q is a window of the stream, ``q = step * B + slot of the batch``, so that the
 order of q is the order of use.
@@ -74,25 +74,52 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """Windows and where they go, in the order of their first steps, (n,) int64 each.
+
+    Attributes
+    ----------
+    low, real, before
+        As `Needs`.
+    slots
+        Where to.
+    """
+
+    low: Int64Array
+    real: Int64Array
+    before: Int64Array
+    slots: Int64Array
+
+    def part(self, begin: int, end: int) -> Places:
+        """Return windows `begin` to `end`."""
+        some = slice(begin, end)
+        return Places(
+            low=self.low[some],
+            real=self.real[some],
+            before=self.before[some],
+            slots=self.slots[some],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """Chunks to read, and the windows to take from them, in the order of their first steps.
+    """Chunks to read, and the windows to take from them.
 
     Attributes
     ----------
     chunks
         (c,) int64, their numbers, in the order of need.
-    references, slots, low, real, before
-        (m,) int64: which windows, where they go, and what `Needs` says of them.
+    references
+        (n,) int64, which windows.
+    places
+        Where they go.
     generation
         Of the plan that made it.
     """
 
     chunks: Int64Array
     references: Int64Array
-    slots: Int64Array
-    low: Int64Array
-    real: Int64Array
-    before: Int64Array
+    places: Places
     generation: int
 
 
@@ -353,10 +380,7 @@ class ReadPlan:
         return Job(
             chunks=chunks,
             references=references[order],
-            slots=slots[order],
-            low=low,
-            real=real,
-            before=before,
+            places=Places(low=low, real=real, before=before, slots=slots[order]),
             generation=self._generation,
         )
 
@@ -365,7 +389,7 @@ class ReadPlan:
         wanted = job.references >= self._base
         if job.generation != self._generation:
             wanted[:] = False
-        self._give_back(job.slots[~wanted])
+        self._give_back(job.places.slots[~wanted])
         references = job.references[wanted]
         for stretch in self._stretches:
             mine = references[(references >= stretch.first) & (references < stretch.last)]

@@ -1,126 +1,199 @@
-"""Bring windows from shards into slots: many at a time, each array handled in one go.
+"""Windows of steps out of shards: which parts of the files they need, and where their rows go.
 
-All parts of the files that a call needs are read at once into one buffer, column after column.
-Windows whose rows lie closer than `gap_steps` in one chunk are read together with what is between
-them.  Then each window is copied from the buffer to its slot.
+One call brings many windows into their slots.  Parts of a file that lie less than `GAP_BYTES`
+apart are read together, in whole pages, past the page cache where the file system allows that: so
+what is read costs no memory but the buffer.  From there each window is copied to its slot.
 
-Shape legend: n windows, g ranges of a file, K steps of a window, S slots.
+A read says nothing about digests, which cover blocks of 16 MiB.  So datasets are verified before,
+and after each read, before anything of it is used, device, inode, size and times of the files must
+still be those from before the verification.
+
+Shape legend: n windows, s shards, K steps of a window, H rows of history in front, S slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import fcntl
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.files import file_identity
+from gear_offline.core.system import most_open
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.shards import REMEDY_DAMAGED, open_member, read_error
 from gear_offline.errors import InputError
-from gear_offline.tables.disk_files import (
-    DIRECT_BYTES,
-    DiskFile,
-    Ranges,
-    RangesRead,
-    ShardFiles,
-    UInt8Array,
-)
-from gear_offline.tables.disk_sizes import (
-    COPY_BYTES,
-    DiskSizes,
-    chunk_bytes,
-    gap_steps,
-    margin_bytes,
-)
-from gear_offline.tables.disk_table import DiskColumn
-from gear_offline.tables.huge_memory import huge_memory
-from gear_offline.tables.joint_disk import CopiedShards
-from gear_offline.tables.read_plan import Int64Array
-from gear_offline.tables.read_queue import ReadQueue, open_queue
+from gear_offline.kernels.columns import Array
+from gear_offline.tables.read_plan import Int64Array, Places
 
+PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
+GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/log.md
+MAX_OPEN = 512  # shards kept open; of more, each is opened for each read
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
+COPY_BYTES = 256 << 10  # of smaller ones, copied together
+DERIVED = -1  # number of the file of derived columns, beside those of the shards
 
-Array = npt.NDArray[Any]
+UInt8Array = npt.NDArray[np.uint8]
+Lay = Callable[[UInt8Array], UInt8Array]
 
 
-class Places(Protocol):
-    """Windows in the order of `low`, (n,) int64 each; such as `gear_offline.tables.read_plan.Job`.
-
-    `low`, `real`, `before`: as `gear_offline.tables.read_plan.Needs`; `slots`: where each goes.
-    """
-
-    @property
-    def low(self) -> Int64Array: ...
-    @property
-    def real(self) -> Int64Array: ...
-    @property
-    def before(self) -> Int64Array: ...
-    @property
-    def slots(self) -> Int64Array: ...
+def pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return nbytes + -nbytes % PAGE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Chosen:
-    """`Places` by themselves."""
-
-    low: Int64Array
-    real: Int64Array
-    before: Int64Array
-    slots: Int64Array
-
-
-class ReadBuffer:
-    """What one call reads into, and its queue; close it in the end.
+class DiskColumn:
+    """Where the rows of a column lie in the files, and how they become those of its slots.
 
     Attributes
     ----------
-    memory
-        Bytes, from an address that is a multiple of a page.
-    queue
-        ``None`` where reads go one by one.
+    history
+        Rows in front of a window that are wanted too, H or 0.
+    row_bytes
+        Of a step in a slot.
+    stored_bytes, offsets
+        (s,) int64: bytes of a step in each shard, and the byte of the shard's first row.
+    derived
+        The file is that of the derived columns rather than the shard's.
+    lay
+        Of each dataset: turns (m, stored bytes) uint8 into (m, row bytes) uint8; None if they are
+        the same.
+    rows
+        (margin + N + margin, row bytes) uint8 if the column is in memory whole, else None.
+    margin
+        Rows of zeros, at least K + H.
     """
 
-    def __init__(self, nbytes: int, *, direct: bool) -> None:
-        self.memory = huge_memory(nbytes)
-        self.queue: ReadQueue | None = open_queue() if direct else None
+    history: int
+    row_bytes: int
+    stored_bytes: Int64Array
+    offsets: Int64Array
+    derived: bool
+    lay: tuple[Lay | None, ...]
+    rows: UInt8Array | None = None
+    margin: int = 0
 
-    def close(self) -> None:
-        """Wait for reads that are under way, and give the queue back."""
-        if self.queue is not None:
-            self.queue.close()
-            self.queue = None
+
+class ShardFiles:
+    """The shards of datasets, opened when they are first read, and a file of derived columns."""
+
+    def __init__(self, datasets: Sequence[Dataset], derived: IO[bytes] | None) -> None:
+        self._shards = [
+            (dataset, number) for dataset in datasets for number in range(len(dataset.stamps))
+        ]
+        self.names = [str(d.path / d.manifest.shards[number].name) for d, number in self._shards]
+        self.names.append("the file of the returns-to-go")
+        self._keep = len(self._shards) <= most_open(MAX_OPEN)
+        self._handles: dict[int, int] = {}
+        self._derived = {} if derived is None else {DERIVED: derived.fileno()}
+        if derived is not None:
+            _read_directly(derived.fileno())
+        self.close = weakref.finalize(self, _close_all, self._handles, derived)
+
+    @contextmanager
+    def opened(self, shards: Iterable[int]) -> Iterator[dict[int, int]]:
+        """Give the descriptors of `shards` and `DERIVED`; at the end checks that none has changed.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_CHANGED``; what `gear_offline.dataset.shards.open_member` raises.
+        """
+        handles: dict[int, int] = {}
+        try:
+            for shard in shards:
+                handles[shard] = self._kept(shard) if self._keep else self._open(shard)
+            yield handles | self._derived
+            for shard, handle in handles.items():
+                self._check(shard, handle)
+        finally:
+            if not self._keep:
+                for handle in handles.values():
+                    os.close(handle)
+
+    def _kept(self, number: int) -> int:
+        # Without a lock, which a process that is forked meanwhile would find taken for ever.
+        if number in self._handles:
+            return self._handles[number]
+        opened = self._open(number)
+        handle = self._handles.setdefault(number, opened)
+        if handle != opened:
+            os.close(opened)
+        return handle
+
+    def _open(self, number: int) -> int:
+        dataset, index = self._shards[number]
+        shard = dataset.manifest.shards[index]
+        with dataset.opened() as directory:
+            handle = open_member(directory, shard.name, where=self.names[number], size=shard.bytes)
+        try:
+            self._check(number, handle)
+            _read_directly(handle)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    def _check(self, number: int, handle: int) -> None:
+        dataset, index = self._shards[number]
+        if file_identity(handle) != dataset.stamps[index]:
+            raise InputError(
+                "DATASET_CHANGED",
+                "a shard changed since it was verified",
+                where=self.names[number],
+                remedy="let nothing write to a dataset in use; open it again, which verifies it",
+            )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
-    """Windows on their way into a buffer; from `WindowReader.begin`.
+def _close_all(handles: dict[int, int], derived: IO[bytes] | None) -> None:
+    if derived is not None:
+        derived.close()
+    while handles:
+        os.close(handles.popitem()[1])
 
-    Attributes
-    ----------
-    windows, buffer
-        Which, and where to.
-    starts
-        Per column, where in the buffer step 0 of each window's file would be, (n,) int64.
-    ranges, calls
-        The parts of files, and how many; ``None`` if all columns are in memory.
-    files
-        What to leave when they are there.
+
+def _read_directly(handle: int) -> None:
+    """Read past the page cache from here on, where system and file system can."""
+    with suppress(OSError):
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        fcntl.fcntl(handle, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
+
+
+def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: str) -> int:
+    """Fill `memory` from byte `begin` on, up to the end of the file; return the bytes read.
+
+    A read may give less than was asked for, on network file systems for one.  It goes on from the
+    last whole page, as direct reads must, until `least` bytes are there.
+
+    Raises
+    ------
+    InputError
+        ``FILE_SIZE`` if the file ends before that, ``DATASET_READ`` when the disk fails.
     """
-
-    windows: Places
-    buffer: ReadBuffer
-    starts: dict[int, Int64Array]
-    ranges: RangesRead | None
-    calls: int
-    files: ExitStack
-
-    def close(self) -> None:
-        """Wait for the reads, and leave the files, without a look at either; can be repeated."""
-        if self.buffer.queue is not None:
-            self.buffer.queue.drop()
-        with suppress(InputError):
-            self.files.close()
+    got = 0
+    while got < least:
+        at = got - got % PAGE_BYTES
+        try:
+            count = os.preadv(handle, [memory.data[at:]], begin + at)
+        except OSError as error:
+            raise read_error(error, where) from error
+        if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
+            raise InputError(
+                "FILE_SIZE",
+                f"the file ends at byte {begin + got}, more were expected",
+                where=where,
+                remedy=REMEDY_DAMAGED,
+            )
+        got = max(got, at + count)
+    return got
 
 
 class WindowReader:
@@ -128,179 +201,192 @@ class WindowReader:
 
     Parameters
     ----------
-    files, scratch
+    files
         The shards, and the file of derived columns.
     columns
-        Where each column lies.
-    first_steps
-        (shards + 1,) int64.
-    span
-        K.
-    left
-        Real steps lie at the end of their slot rather than at its beginning.
-    sizes
-        Steps of a chunk, and chunks of one call.
-    direct
-        Whether files are read past the page cache.
+        Where each lies.
+    first_steps, part_of
+        (s + 1,) and (s,) int64: first step of each shard in the table, and its dataset.
+    span, history
+        K and H.
+    chunk_steps, chunks
+        Steps of a chunk; chunks that are read together.
     """
 
     def __init__(
         self,
-        files: ShardFiles | CopiedShards,
-        scratch: DiskFile | None,
+        files: ShardFiles,
         columns: Sequence[DiskColumn],
         *,
         first_steps: Int64Array,
+        part_of: Int64Array,
         span: int,
-        left: bool,
-        sizes: DiskSizes,
-        direct: bool,
+        history: int,
+        chunk_steps: int,
+        chunks: int,
     ) -> None:
-        self._files, self._scratch, self._columns = files, scratch, tuple(columns)
-        self._span, self._left, self._direct = span, left, direct
-        self._first_steps = first_steps
-        self._chunk_steps, self.chunks = sizes.chunk_steps, sizes.chunks
-        spans = [span + column.history for column in columns]
-        rows = [column.row_bytes for column in columns]
-        self._margin = margin_bytes(rows, spans)
+        self.files, self._columns = files, tuple(columns)
+        self._history, self._rows = history, history + span
+        self._first_steps, self._part_of = first_steps, part_of
+        self._chunk_steps, self.chunks = chunk_steps, chunks
+        self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // chunk_steps))])
         read = [column for column in columns if column.rows is None]
-        each = chunk_bytes(
-            [column.row_bytes for column in read],
-            [span + column.history for column in read],
-            sizes.chunk_steps,
-        )
-        self._histories = any(column.history for column in read)
-        self._gap_steps = gap_steps([column.row_bytes for column in read])
-        self._buffer_bytes = 2 * self._margin + sizes.chunks * each
-        self._chunk_firsts = np.cumsum([0, *(-(-np.diff(first_steps) // sizes.chunk_steps))])
+        widest = [max(column.row_bytes, int(column.stored_bytes.max())) for column in read]
+        self._margin = margin_bytes(widest, self._rows)
+        self._buffer_bytes = 2 * self._margin
+        self._buffer_bytes += chunks * chunk_bytes(widest, self._rows, chunk_steps)
 
-    def buffer(self) -> ReadBuffer:
-        """Return memory for `read`, of one thread."""
-        return ReadBuffer(self._buffer_bytes, direct=self._direct)
+    def buffer(self) -> UInt8Array:
+        """Return memory for `read`, of one thread, from a multiple of a page on."""
+        # NumPy asks for large pages from 4 MiB on; a disk reads into those with fewer commands.
+        memory = np.empty(self._buffer_bytes + PAGE_BYTES, np.uint8)
+        begin = -memory.ctypes.data % PAGE_BYTES
+        return memory[begin : begin + self._buffer_bytes]
 
     def chunk_of(self, low: Int64Array) -> Int64Array:
         """Return the chunk in which each step lies; a chunk lies in one shard."""
         shard = self._first_steps.searchsorted(low, side="right") - 1
-        within = (low - self._first_steps[shard]) // self._chunk_steps
-        found: Int64Array = self._chunk_firsts[shard] + within
-        return found
+        chunk: Int64Array = self._chunk_firsts[shard]
+        chunk += (low - self._first_steps[shard]) // self._chunk_steps
+        return chunk
 
-    def read(
-        self, windows: Places, targets: Sequence[Array], buffer: ReadBuffer
-    ) -> tuple[int, int]:
-        """Read windows into their slots: `begin` and `finish`."""
-        return self.finish(self.begin(windows, buffer), targets)
-
-    def begin(self, windows: Places, buffer: ReadBuffer) -> Reading:
-        """Begin to read windows that begin in at most `chunks` chunks; returns at once.
+    def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> tuple[int, int]:
+        """Read windows into their slots; return the bytes and the parts of files that were read.
 
         Parameters
         ----------
-        buffer
-            Used for nothing else until `finish`.
-
-        Raises
-        ------
-        InputError
-            ``DATASET_CHANGED``; what opening a shard raises.
-        """
-        low, real = windows.low, windows.real
-        shard = self._first_steps.searchsorted(low, side="right") - 1
-        chunk = (low - self._first_steps[shard]) // self._chunk_steps
-        another = shard[1:] != shard[:-1]
-        numbers = shard[np.append(0, np.flatnonzero(another) + 1)]
-        first = low - windows.before if self._histories else low
-        ends = np.maximum.accumulate(low + real)
-        # A chunk's share of the buffer has no room for what lies between it and the next one.
-        limit = np.where(chunk[1:] != chunk[:-1], 0, self._gap_steps)
-        inner = np.flatnonzero(another | (first[1:] - ends[:-1] > limit))
-        heads, tails = np.append(0, inner + 1), np.append(inner, len(low) - 1)
-        home, counts = shard[heads], tails - heads + 1
-        ranges, starts, at = [], dict[int, Int64Array](), self._margin
-        for number, column in enumerate(self._columns):
-            if column.rows is None:
-                origin = (column.offsets - self._first_steps[:-1] * column.row_bytes)[home]
-                begin = origin + first[heads] * column.row_bytes
-                begin -= begin % DIRECT_BYTES
-                end = origin + ends[tails] * column.row_bytes
-                room = end - begin + -end % DIRECT_BYTES
-                place = at + np.cumsum(room) - room
-                at += int(room.sum())
-                file = np.searchsorted(numbers, home)
-                file = np.full_like(file, len(numbers)) if column.derived else file
-                ranges.append(Ranges(file=file, begin=begin, end=end, place=place))
-                starts[number] = np.repeat(origin + place - begin, counts)
-        assert at + self._margin <= len(buffer.memory), "the parts of so few chunks have room"
-        together = None
-        with ExitStack() as files:
-            opened = files.enter_context(self._files.opened(*numbers.tolist()))
-            if self._scratch is not None:
-                opened = [*opened, self._scratch]
-            if ranges:
-                together = RangesRead(opened, _joined(ranges), buffer.memory, buffer.queue)
-            return Reading(
-                windows=windows,
-                buffer=buffer,
-                starts=starts,
-                ranges=together,
-                calls=sum(len(part.file) for part in ranges),
-                files=files.pop_all(),
-            )
-
-    def finish(self, reading: Reading, targets: Sequence[Array]) -> tuple[int, int]:
-        """Wait for what was begun, and copy the windows to their slots.
-
-        Parameters
-        ----------
+        places
+            Windows in the order of their first steps.
         targets
-            Per column (S,) of void, each a slot of K rows and the column's history.
-
-        Returns
-        -------
-        tuple
-            Bytes that were read, and parts of files.
+            Of each column (S,) of void, a slot of H + K rows.  Row H is a window's first step; what
+            lies around the window's rows, and its history where the column has one, is any.
+        buffer
+            From `buffer`; used for nothing else meanwhile.
 
         Raises
         ------
         InputError
             ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
         """
-        windows, memory = reading.windows, reading.buffer.memory
-        with reading.files:  # compares the shards with what they were
-            total = 0 if reading.ranges is None else reading.ranges.finish()
-        for number, (column, target) in enumerate(zip(self._columns, targets, strict=True)):
-            row = windows.low - column.history
-            if self._left:  # ends with the last real step
-                row = windows.low + windows.real - (self._span + column.history)
-            if column.rows is None:
-                places = reading.starts[number] + row * column.row_bytes
-                _copy(memory, places, windows.slots, target)
+        border = np.flatnonzero(np.diff(self.chunk_of(places.low))) + 1
+        cuts = [0, *border[self.chunks - 1 :: self.chunks].tolist(), len(places.low)]
+        done = [
+            self._read_together(places.part(begin, end), targets, buffer)
+            for begin, end in pairwise(cuts)
+        ]
+        return sum(nbytes for nbytes, _ in done), sum(calls for _, calls in done)
+
+    def _read_together(
+        self, places: Places, targets: Sequence[Array], buffer: UInt8Array
+    ) -> tuple[int, int]:
+        low, ends = places.low, np.maximum.accumulate(places.low + places.real)
+        shard = self._first_steps.searchsorted(low, side="right") - 1
+        other = shard[1:] != shard[:-1]
+        # A chunk's part of the buffer has no room for what lies between it and the next one.
+        inside = np.diff(self.chunk_of(low)) == 0
+        reads: list[tuple[Int64Array, ...]] = []  # file, begin, end and place in the buffer of each
+        starts: list[Int64Array | None] = []  # where in the buffer step 0 of the table would be
+        at = self._margin
+        for column in self._columns:
+            if column.rows is not None:
+                starts.append(None)
+                continue
+            first = low - np.minimum(places.before, column.history)
+            gap = inside * -(-GAP_BYTES // column.stored_bytes[shard[1:]])
+            inner = np.flatnonzero(other | (first[1:] - ends[:-1] > gap))
+            heads, tails = np.append(0, inner + 1), np.append(inner, len(low) - 1)
+            home = shard[heads]
+            row_bytes = column.stored_bytes[home]
+            origin = column.offsets[home] - self._first_steps[home] * row_bytes
+            begin = origin + first[heads] * row_bytes
+            begin -= begin % PAGE_BYTES
+            end = origin + ends[tails] * row_bytes
+            room = end - begin + -end % PAGE_BYTES
+            place = at + np.cumsum(room) - room
+            at += int(room.sum())
+            file = np.full_like(home, DERIVED) if column.derived else home
+            reads.append((file, begin, end, place))
+            starts.append(np.repeat(origin + place - begin, tails - heads + 1))
+        assert at + self._margin <= len(buffer), "the parts of so few chunks have room"
+        total, calls = self._fill(reads, buffer)
+        for column, start, target in zip(self._columns, starts, targets, strict=True):
+            row = low - self._history
+            if start is None:
+                assert column.rows is not None, "only what is in memory is not read"
+                begins = (row + column.margin) * column.row_bytes
+                _copy(column.rows.reshape(-1), begins, places.slots, target)
             else:
-                places = (row + column.margin) * column.row_bytes
-                _copy(column.rows.reshape(-1), places, windows.slots, target)
-        return total, reading.calls
+                begins = start + row * column.stored_bytes[shard]
+                self._lay(column, shard, buffer, begins, places.slots, target)
+        return total, calls
+
+    def _fill(self, reads: Sequence[tuple[Int64Array, ...]], buffer: UInt8Array) -> tuple[int, int]:
+        """Read parts of files into the buffer; return bytes and calls."""
+        total = calls = 0
+        shards = {number for file, *_ in reads for number in file.tolist()} - {DERIVED}
+        with self.files.opened(shards) as handles:
+            for part in reads:
+                for file, begin, end, place in zip(*(p.tolist() for p in part), strict=True):
+                    memory = buffer[place : place + pages(end - begin)]
+                    name = self.files.names[file]
+                    total += read_pages(handles[file], memory, begin, end - begin, name)
+                    calls += 1
+        return total, calls
+
+    def _lay(
+        self,
+        column: DiskColumn,
+        shard: Int64Array,
+        buffer: UInt8Array,
+        begins: Int64Array,
+        slots: Int64Array,
+        target: Array,
+    ) -> None:
+        """Copy windows that begin at bytes `begins` of the buffer to their slots."""
+        part = self._part_of[shard]
+        for number in np.unique(part).tolist():
+            mine, lay = np.flatnonzero(part == number), column.lay[number]
+            if lay is None:
+                _copy(buffer, begins[mine], slots[mine], target)
+                continue
+            stored = self._rows * int(column.stored_bytes[shard[mine[0]]])
+            step = max(COPY_BYTES // max(stored, target.dtype.itemsize), 1)
+            for some in np.split(mine, range(step, len(mine), step)):
+                rows = _windows(buffer, stored)[begins[some]].view(np.uint8)
+                # What lies around the rows of a window's episode may be any bits.
+                with np.errstate(invalid="ignore", over="ignore"):
+                    laid = lay(rows.reshape(len(some) * self._rows, -1))
+                target[slots[some]] = laid.reshape(-1).view(target.dtype)
 
 
-def _joined(parts: Sequence[Ranges]) -> Ranges:
-    def join(name: str) -> Int64Array:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    return Ranges(file=join("file"), begin=join("begin"), end=join("end"), place=join("place"))
+def chunk_bytes(row_bytes: Sequence[int], rows: int, chunk_steps: int) -> int:
+    """Return the bytes that a chunk takes in a buffer: its steps, `rows` around, whole pages."""
+    return sum(pages((chunk_steps + rows) * nbytes) + 2 * PAGE_BYTES for nbytes in row_bytes)
 
 
-def _copy(buffer: UInt8Array, places: Int64Array, slots: Int64Array, target: Array) -> None:
-    """Copy windows that begin at bytes `places` of a buffer to their slots.
+def margin_bytes(row_bytes: Sequence[int], rows: int) -> int:
+    """Return the bytes in front of and behind a buffer, into which windows may reach."""
+    return pages(rows * max(row_bytes, default=0))
+
+
+def _windows(buffer: UInt8Array, window: int) -> Array:
+    """Return one element for each byte of a buffer: the `window` bytes that begin there."""
+    kind = np.dtype((np.void, window))
+    return np.ndarray((buffer.size - window + 1,), kind, buffer.data, 0, (1,))
+
+
+def _copy(buffer: UInt8Array, begins: Int64Array, slots: Int64Array, target: Array) -> None:
+    """Copy windows that begin at bytes `begins` of a buffer to their slots.
 
     NumPy lets other threads run while it copies large slices, or many items.
     """
     window = target.dtype.itemsize
     if window >= SLICE_BYTES:
         flat = target.view(np.uint8).reshape(len(target), window)
-        for place, slot in zip(places.tolist(), slots.tolist(), strict=True):
-            flat[slot] = buffer[place : place + window]
+        for begin, slot in zip(begins.tolist(), slots.tolist(), strict=True):
+            flat[slot] = buffer[begin : begin + window]
         return
-    # One element for each byte, a window that begins there; the bytes are only moved.
-    source: Array = np.ndarray((buffer.size - window + 1,), target.dtype, buffer.data, 0, (1,))
+    source = _windows(buffer, window)
     step = max(COPY_BYTES // window, 1)
-    for begin in range(0, len(places), step):
-        target[slots[begin : begin + step]] = source[places[begin : begin + step]]
+    for at in range(0, len(begins), step):
+        target[slots[at : at + step]] = source[begins[at : at + step]]

@@ -1,0 +1,622 @@
+"""Rows that stay in the shards: batches through a bounded memory that is filled ahead of use.
+
+The memory is slots of one window each, `H + K` rows of every column in its source dtype; the gather
+is that of a table in memory whose rows lie in another order.  What is read when is planned by
+`gear_offline.tables.read_plan`, read by `read_ahead` and `window_reader`.
+
+Shape legend: N steps, E episodes, K steps of a window, H rows of history in front of it, B windows
+of a batch, S slots.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import IO, Any
+
+import numpy as np
+
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.dataset.shards import byte_view
+from gear_offline.errors import GearError, InputError
+from gear_offline.kernels.columns import Array, ColumnGroup, Field
+from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.stream import Stream
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
+from gear_offline.tables.host_memory import check_available
+from gear_offline.tables.joint import JointDataset, tasks_of
+from gear_offline.tables.joint_fields import PartColumn
+from gear_offline.tables.pinning import format_bytes
+from gear_offline.tables.read_ahead import ReadAhead
+from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
+from gear_offline.tables.returns import sum_returns
+from gear_offline.tables.table import Table, plan_groups
+from gear_offline.tables.window_reader import (
+    COPY_BYTES,
+    DiskColumn,
+    Lay,
+    ShardFiles,
+    UInt8Array,
+    WindowReader,
+    chunk_bytes,
+    margin_bytes,
+    pages,
+)
+
+CHUNK_BYTES = 2 << 20  # of all columns together; windows are planned and read by chunks
+THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
+JOB_CHUNKS = 4  # that a thread reads at a time
+BUFFER_SHARE = 8  # its buffers take at most the budget over this
+RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
+OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
+OUTPUT_BLOCKS = 3  # the one handed out, and two that may be held
+COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
+HORIZON = 4  # references known for each slot, at most
+INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
+CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
+RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskCounts:
+    """What was done since the loader was made.
+
+    Attributes
+    ----------
+    read_bytes, reads
+        From disk: whole pages, and parts of files.
+    window_bytes, windows
+        Of the windows handed out: their real steps over all columns.
+    evicted
+        Windows that were let go of before their use, since others were needed sooner.
+    """
+
+    read_bytes: int
+    reads: int
+    window_bytes: int
+    windows: int
+    evicted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSizes:
+    """How a budget of host memory is shared out.
+
+    Attributes
+    ----------
+    slots
+        Windows that are kept, S.
+    chunk_steps, chunks
+        Steps of a chunk, and how many a thread reads at a time.
+    threads
+        That read.
+    output_bytes
+        Of one block of batches.
+    depth, horizon
+        References that are read ahead for their own sake, and that are kept from a chunk.
+    resident
+        Which columns are in memory whole.
+    """
+
+    slots: int
+    chunk_steps: int
+    chunks: int
+    threads: int
+    output_bytes: int
+    depth: int
+    horizon: int
+    resident: tuple[bool, ...]
+
+    def block_limits(self, segments: int, nbytes: int) -> tuple[int, int]:
+        """Return the most segments and bytes of outputs that are gathered in one pass."""
+        return min(segments, self.depth // 2), min(nbytes, self.output_bytes)
+
+
+def share_out(
+    *,
+    budget_bytes: int,
+    row_bytes: Sequence[int],
+    rows: int,
+    batch_bytes: int,
+    converted_share: float,
+    fixed_bytes: int,
+    steps: int,
+    batch: int,
+) -> DiskSizes:
+    """Share a budget out: slots get what is left when everything else has its part.
+
+    Parameters
+    ----------
+    budget_bytes
+        For everything that the disk tier keeps in memory.
+    row_bytes
+        Of a step of each column.
+    rows
+        H + K.
+    batch_bytes, converted_share
+        Bytes of a batch, and how much of it the widest field is of those that are converted.
+    fixed_bytes
+        What is needed in any case.
+    steps, batch
+        N, B.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION`` if it does not hold two batches and what they need.
+    """
+    widest = max(range(len(row_bytes)), key=lambda c: row_bytes[c])
+    kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
+    resident = [n <= budget_bytes // RESIDENT_SHARE and c != widest for c, n in enumerate(kept)]
+    slot_bytes = rows * sum(row_bytes) + HORIZON * REFERENCE_BYTES + 8
+    output_bytes = max(batch_bytes, budget_bytes // OUTPUT_SHARE)
+    room = budget_bytes // BUFFER_SHARE
+    for least in (False, True):  # in comfort, or what two batches need and no more
+        if least:
+            resident, output_bytes, room = [False] * len(row_bytes), batch_bytes, 0
+        read = [n for n, stays in zip(row_bytes, resident, strict=True) if not stays]
+        own_bytes = 2 * margin_bytes(read, rows) + COPY_BYTES + pages(1)  # of a thread's buffer
+        threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
+        around = own_bytes + chunk_bytes(read, rows, 0)
+        chunk = min(CHUNK_BYTES, max(room // threads - around, 0))
+        chunk_steps = max(min(chunk // sum(read), steps), 1)
+        each = chunk_bytes(read, rows, chunk_steps)
+        chunks = min(max((room // threads - own_bytes) // each, 1), JOB_CHUNKS)
+        taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
+        taken += int((OUTPUT_BLOCKS + CONVERSION_FACTOR * converted_share) * output_bytes)
+        taken += threads * (own_bytes + chunks * each)
+        slots = (budget_bytes - taken) // slot_bytes
+        if slots >= 2 * batch:
+            break
+    else:
+        needed = pages(taken + 2 * batch * slot_bytes)
+        raise InputError(
+            "LOADER_OPTION",
+            f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
+            f"batches of {batch} windows",
+            remedy=f"give at least {needed} bytes ({format_bytes(needed)}), or make "
+            "batch_size or context_length smaller",
+        )
+    slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
+    # If each of n chunks is read when its windows run out, and then kept for T references, memory
+    # holds T**2 / (2 (T + n)) windows.  Solved for S, less a share for chance: with too long a T
+    # there is no room for a chunk when it is read.
+    root = (slots * slots + 2 * slots * steps / chunk_steps) ** 0.5
+    depth = min(max(4 * batch, slots // 8), slots)
+    return DiskSizes(
+        slots=slots,
+        chunk_steps=chunk_steps,
+        chunks=chunks,
+        threads=threads,
+        output_bytes=output_bytes,
+        depth=depth,
+        horizon=max(min(int(COVERAGE_SHARE * (slots + root)), HORIZON * slots), depth),
+        resident=tuple(resident),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """One column of the slots: its name in the datasets (None: returns-to-go), dtype and field."""
+
+    name: str | None
+    width: int
+    dtype: np.dtype[Any]
+    field: Field
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def is_converted(self) -> bool:
+        return self.field.dtype != self.dtype or self.field.mean is not None
+
+
+class DiskGather:
+    """Fills windows from shards, through a bounded memory that is filled ahead of use.
+
+    The other parameters are those of `gear_offline.loaders.loader.GearLoader`; the batches are the
+    same bits as from a table in memory, except that values too large for float32 become infinite.
+
+    Parameters
+    ----------
+    stream
+        What will be asked for.
+    host_budget
+        Bytes for everything that is kept in memory.
+
+    Attributes
+    ----------
+    sizes
+        How the budget is shared out.
+    table
+        Over the slots; the episode index is the dataset's.
+
+    Raises
+    ------
+    InputError
+        ``LOADER_OPTION``; what `gear_offline.tables.table.build_table` says of columns and options.
+    GearError
+        ``MEMORY``, ``OUTPUT_WRITE``; what reading raises.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        stream: Stream,
+        *,
+        host_budget: int,
+        context_length: int,
+        padding: Padding = "right",
+        gamma: float = 1.0,
+        returns_scale: float = 1.0,
+        normalize_states: bool = False,
+        extra_columns: Sequence[str] = (),
+        frame_stack: int = 1,
+        pin: bool = False,
+    ) -> None:
+        sources = _sources(
+            dataset,
+            normalize_states=normalize_states,
+            extra_columns=extra_columns,
+            frame_stack=frame_stack,
+        )
+        history = frame_stack - 1
+        rows = context_length + history
+        window = [rows * s.field.width * s.field.dtype.itemsize for s in sources]
+        converted = [n * s.is_converted for n, s in zip(window, sources, strict=True)]
+        window_bytes = sum(window) + 16 * context_length
+        longest = int(dataset.episodes.lengths.max())
+        self.sizes = share_out(
+            budget_bytes=host_budget,
+            row_bytes=[source.row_bytes for source in sources],
+            rows=rows,
+            batch_bytes=stream.share * window_bytes,
+            converted_share=max(converted) / window_bytes,
+            fixed_bytes=INDEX_BYTES * dataset.episodes.episodes
+            + 8 * min(longest + 2 * context_length, 1 << 21),
+            steps=dataset.spec.steps,
+            batch=stream.share,
+        )
+        dataset = dataset.verify()  # a window is not a block that could be compared
+        columns, derived = _load_columns(
+            dataset,
+            sources,
+            self.sizes,
+            margin=rows,
+            returns=partial(
+                _returns, dataset, gamma=gamma, scale=returns_scale, budget_bytes=host_budget
+            ),
+        )
+        parts = _parts(dataset)
+        files = ShardFiles(parts, derived)
+        self._windows = WindowReader(
+            files,
+            columns,
+            first_steps=dataset.first_steps,
+            part_of=np.repeat(np.arange(len(parts)), [len(part.stamps) for part in parts]),
+            span=context_length,
+            history=history,
+            chunk_steps=self.sizes.chunk_steps,
+            chunks=self.sizes.chunks,
+        )
+        self._row_bytes = sum(column.row_bytes for column in columns)
+        self._windows_given = self._bytes_given = 0
+        self._memory = partial(
+            _Slots,
+            sources,
+            dataset.episodes,
+            span=context_length,
+            history=history,
+            padding=padding,
+        )
+        try:
+            self._slots = self._memory(self.sizes.slots, pin=pin)
+        except BaseException:
+            files.close()
+            raise
+        self.table = Table(episodes=dataset.episodes, groups=self._slots.groups, margin=rows)
+        plan = ReadPlan(
+            _needs(dataset.episodes, stream, self._windows, context_length, history),
+            batch=stream.share,
+            slots=self.sizes.slots,
+            depth=self.sizes.depth,
+            horizon=self.sizes.horizon,
+        )
+        self._share, self._span = stream.share, context_length
+        self._ahead = ReadAhead(
+            self._windows, plan, self._slots.targets, threads=self.sizes.threads
+        )
+        # Also when the interpreter ends: then the threads are waited for.
+        self._close = weakref.finalize(self, self._ahead.stop)
+
+    def fill_steps(self, *, first_step: int, steps: int) -> Windows:
+        """Gather what the stream draws in `steps` steps from `first_step` on, (steps, B).
+
+        The next call is best for as many steps that follow; any other order costs the windows that
+        were read ahead.
+
+        Raises
+        ------
+        GearError
+            ``LOADER_STATE`` after `close`; ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+        """
+        held = self._ahead.take(first_step, steps)
+        shape, index = (steps, self._share), self.table.episodes
+        # As they were drawn when the plan was made; no gather asks for the probability.
+        segments = Segments(
+            episodes=held.episode.reshape(shape),
+            starts=(held.low - index.offsets[held.episode]).reshape(shape),
+            probability=np.broadcast_to(np.float64(0), shape),
+        )
+        windows = self._slots.fill(segments, held.slots)
+        self._ahead.move(first_step + steps)
+        self._windows_given += segments.episodes.size
+        # Not torch's sum: its threads would wait for the next one, turning.
+        self._bytes_given += int(windows.attention_mask.numpy().sum()) * self._row_bytes
+        return windows
+
+    def fill(self, segments: Segments) -> Windows:
+        """Gather any `segments` now, in memory of their own, without touching the read-ahead.
+
+        Raises
+        ------
+        InputError
+            ``SELECTION`` for a segment out of range; what `fill_steps` raises.
+        """
+        self._ahead.check()
+        index, starts = self.table.episodes, segments.starts.reshape(-1)
+        real = real_steps(segments, index.lengths, self._span)
+        low = index.offsets[segments.episodes.reshape(-1)] + starts
+        aside = self._memory(len(low))
+        order = np.argsort(low, kind="stable")
+        places = Places(low=low[order], real=real[order], before=starts[order], slots=order)
+        self._windows.read(places, aside.targets, self._windows.buffer())
+        return aside.fill(segments, np.arange(len(low)))
+
+    def counts(self) -> DiskCounts:
+        """Return what was read and what `fill_steps` gave until now."""
+        read = self._ahead.counts()
+        return DiskCounts(
+            read_bytes=read.read_bytes,
+            reads=read.reads,
+            window_bytes=self._bytes_given,
+            windows=self._windows_given,
+            evicted=read.evicted,
+        )
+
+    def close(self) -> None:
+        """End the reading threads and close all files; can be repeated."""
+        self._close()
+
+
+class _Slots:
+    """Memory for windows, which all lie in landing rows: of H rows and K each."""
+
+    def __init__(
+        self,
+        sources: Sequence[_Source],
+        episodes: EpisodeIndex,
+        slots: int,
+        *,
+        span: int,
+        history: int,
+        padding: Padding,
+        pin: bool = False,
+    ) -> None:
+        self._rows, self._history = span + history, history
+        count = (slots + 2) * self._rows  # with two margins in front
+        check_available(sum(count * source.row_bytes for source in sources))
+        groups, self.targets = [], list[Array]()
+        for source in sources:
+            # NumPy asks for large pages: windows come from and go to places far apart.
+            rows = np.zeros((count, source.width), source.dtype)
+            groups.append(ColumnGroup(fields=(source.field,), rows=rows))
+            window = np.dtype((np.void, self._rows * source.row_bytes))
+            self.targets.append(rows[2 * self._rows :].reshape(-1).view(np.uint8).view(window))
+        self.groups = tuple(groups)
+        self._gather = CpuGather(
+            groups,
+            episodes.offsets,
+            margin=self._rows,
+            context_length=span,
+            padding=padding,
+            held=np.zeros(episodes.episodes, bool),
+            pin=pin,
+        )
+
+    def fill(self, segments: Segments, slots: Int64Array) -> Windows:
+        """Gather `segments` from `slots`, (n,) int64."""
+        landing = (slots * self._rows + self._history).reshape(segments.shape)
+        # What a slot holds around the rows of an episode may be any bits, until it is cleared.
+        with np.errstate(invalid="ignore"):
+            return self._gather.fill(segments, landing)
+
+
+def _sources(
+    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
+) -> list[_Source]:
+    plans = plan_groups(
+        dataset,
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
+    )
+    fields = {column: field for plan in plans for column, field in plan.fields.items()}
+    found = []
+    for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
+        field = replace(fields[name], offset=0)
+        dtype = field.dtype if name is None else dataset.spec[name].dtype
+        shape = field.shape if name is None else dataset.spec[name].shape
+        found.append(_Source(name=name, width=prod(shape), dtype=dtype, field=field))
+    return found
+
+
+def _parts(dataset: Dataset) -> list[Dataset]:
+    return [task.dataset for task in tasks_of(dataset)] or [dataset]
+
+
+def _load_columns(
+    dataset: Dataset,
+    sources: Sequence[_Source],
+    sizes: DiskSizes,
+    *,
+    margin: int,
+    returns: Callable[[], Iterator[UInt8Array]],
+) -> tuple[list[DiskColumn], IO[bytes] | None]:
+    """Find each column's rows; bring those into memory that stay there, and derive the returns.
+
+    Returns-to-go that do not stay in memory go to a file without a name, gone with the process.
+    """
+    steps, columns, derived = dataset.spec.steps, [], None
+    for source, stays in zip(sources, sizes.resident, strict=True):
+        column = _located(dataset, source)
+        if stays:
+            rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
+            at = margin
+            for some in _rows(dataset, source.name, column.lay) if source.name else returns():
+                rows[at : at + len(some)] = some
+                at += len(some)
+            column = replace(column, rows=rows, margin=margin)
+        elif source.name is None:
+            derived = _written(dataset, returns())
+        columns.append(column)
+    return columns, derived
+
+
+def _located(dataset: Dataset, source: _Source) -> DiskColumn:
+    """Return where the rows of a column lie."""
+    parts = _parts(dataset)
+    row_bytes = source.row_bytes
+    lay: tuple[Lay | None, ...] = (None,) * len(parts)
+    if source.name is None:  # one file for all shards
+        stored = np.full(len(dataset.manifest.shards), row_bytes)
+        offsets = dataset.first_steps[:-1] * row_bytes
+    else:
+        layouts = [
+            (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
+            for part in parts
+            for shard in part.manifest.shards
+            for tensor in part.manifest.tensors(shard)
+            if tensor.name == source.name
+        ]
+        offsets, stored = np.array(layouts, np.int64).T
+        if isinstance(dataset, JointDataset):
+            lay = tuple(_lay_of(ways[source.name]) for ways in dataset._ways)
+    return DiskColumn(
+        history=source.field.history,
+        row_bytes=row_bytes,
+        stored_bytes=stored,
+        offsets=offsets,
+        derived=source.name is None,
+        lay=lay,
+    )
+
+
+def _lay_of(way: PartColumn) -> Lay | None:
+    if way.is_same:
+        return None
+
+    def lay(stored: UInt8Array) -> UInt8Array:
+        values = stored.view(way.source.dtype).reshape(len(stored), *way.source.shape)
+        rows = np.empty((len(stored), *way.target.shape), way.target.dtype)
+        way.put(values, rows)
+        return rows.view(np.uint8).reshape(len(stored), -1)
+
+    return lay
+
+
+def _rows(dataset: Dataset, name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
+    """Yield all rows of a column in their order, (n, row bytes), digests compared."""
+    for part, lay in zip(_parts(dataset), lays, strict=True):
+        for shard in range(len(part.manifest.shards)):
+            for _, values in part.stream(shard, name):
+                rows = _bytes_of(values)
+                yield rows if lay is None else lay(rows)
+
+
+def _returns(
+    dataset: Dataset, *, gamma: float, scale: float, budget_bytes: int
+) -> Iterator[UInt8Array]:
+    """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
+    scales = [task.returns_scale for task in tasks_of(dataset)] or [1.0]
+    most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
+    for part, own in zip(_parts(dataset), scales, strict=True):
+        offsets = part.episodes.offsets
+        for shard in range(len(part.manifest.shards)):
+            kept: Array = np.empty(0)
+            chunk_bytes = most * part.spec[REWARDS].step_bytes
+            for first, rewards in part.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
+                begin, end = first - len(kept), first + len(rewards)
+                kept = np.concatenate([kept, rewards.reshape(-1)])
+                low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
+                if low < high:
+                    whole = int(offsets[high]) - begin
+                    yield _bytes_of(
+                        sum_returns(
+                            kept[:whole], offsets[low : high + 1], gamma=gamma, scale=scale * own
+                        )
+                    )
+                    kept = kept[whole:]
+
+
+def _bytes_of(values: Array) -> UInt8Array:
+    return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
+
+
+def _written(dataset: Dataset, chunks: Iterator[UInt8Array]) -> IO[bytes]:
+    """Write the returns-to-go, in order, to a file without a name and return it.
+
+    It lies beside the dataset, where the disk is surely large; if nothing can be written there,
+    where temporary files go.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_WRITE``
+    """
+    with ExitStack() as at_error:
+        try:
+            try:
+                file = at_error.enter_context(tempfile.TemporaryFile(dir=_parts(dataset)[0].path))
+            except OSError:
+                file = at_error.enter_context(tempfile.TemporaryFile())
+            for rows in chunks:
+                file.write(rows.data)
+            file.flush()
+        except OSError as error:
+            raise GearError(
+                "OUTPUT_WRITE",
+                f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
+                remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
+            ) from error
+        at_error.pop_all()
+    return file
+
+
+def _needs(
+    episodes: EpisodeIndex, stream: Stream, windows: WindowReader, span: int, history: int
+) -> Callable[[int, int], Needs]:
+    """Return the function that names the windows of steps; it refers to no gather or loader."""
+
+    def needs(first_step: int, steps: int) -> Needs:
+        drawn = stream.segments(first_step, steps)
+        episode, starts = drawn.episodes.reshape(-1), drawn.starts.reshape(-1)
+        low = episodes.offsets[episode] + starts
+        return Needs(
+            episode=episode,
+            low=low,
+            real=np.minimum(episodes.lengths[episode] - starts, span),
+            chunk=windows.chunk_of(low),
+            before=np.minimum(starts, history),
+        )
+
+    return needs

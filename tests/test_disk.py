@@ -1,0 +1,503 @@
+"""Rows that stay on disk: the same bits as from memory, within a budget, whatever the disk does."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, InputError
+from gear_offline.loaders import disk_choice
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.tables import disk, window_reader
+from gear_offline.tables.disk import share_out
+from tests.support import failing_code, hopper_columns, make_dataset
+from tests.test_gather import random_column
+from tests.test_loader import same, take
+
+LENGTHS = [30, 1, 7, 55, 20, 3] * 8
+OPTIONS: dict[str, Any] = {"batch_size": 8, "context_length": 9, "device": "cpu", "gamma": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def small_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chunks of a few steps, nothing kept in memory whole; no thread and no descriptor is left."""
+    monkeypatch.setattr(disk, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(disk, "COPY_BYTES", 1024)
+    monkeypatch.setattr(disk, "RESIDENT_SHARE", 1 << 60)
+    monkeypatch.setattr(window_reader, "GAP_BYTES", 2 * window_reader.PAGE_BYTES)
+    monkeypatch.setattr(window_reader, "COPY_BYTES", 1024)
+    monkeypatch.setattr(window_reader, "SLICE_BYTES", 500)
+    before = open_files()
+    yield
+    gc.collect()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("gear-")]
+    assert open_files() <= before
+
+
+def open_files() -> set[str]:
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if link.is_symlink()}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    columns = hopper_columns(sum(LENGTHS), seed=3)
+    columns["infos/qpos"] = np.random.default_rng(0).normal(size=(sum(LENGTHS), 6))
+    return make_dataset(tmp_path_factory.mktemp("disk"), LENGTHS, columns=columns, shard_bytes=8192)
+
+
+def least_budget(dataset: Dataset, **options: Any) -> int:
+    """Return the smallest budget that is taken, from the message of one that is not."""
+    with pytest.raises(InputError, match="too small") as caught:
+        GearLoader(dataset, placement="disk", host_budget=1, **options)
+    found = re.search(r"at least (\d+) bytes", caught.value.remedy)
+    assert caught.value.code == "LOADER_OPTION" and found is not None
+    return int(found[1])
+
+
+def on_disk(dataset: Dataset, *, more: int = 0, **options: Any) -> GearLoader:
+    """Return a loader with as little memory as there can be, and `more` bytes."""
+    budget = least_budget(dataset, **options) + more
+    return GearLoader(dataset, placement="disk", host_budget=budget, **options)
+
+
+def short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer as a network file system may: without direct reads, and with fewer bytes."""
+    real, generator = os.preadv, np.random.default_rng(0)
+
+    def preadv(handle: int, buffers: Any, offset: int) -> int:
+        (buffer,) = buffers
+        return real(handle, [buffer[: int(generator.integers(1, len(buffer) + 1))]], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(window_reader, "_read_directly", lambda handle: None)
+
+
+FRAMES = ((4, 5), np.uint8)
+KINDS = [((3,), d) for d in (np.float16, np.float32, np.float64, np.int64, np.uint8)]
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=25),
+    context_length=st.integers(1, 30),
+    batch_size=st.integers(1, 9),
+    padding=st.sampled_from(["right", "left"]),
+    states=st.sampled_from([*KINDS, *2 * [FRAMES], ((), np.float32), ((300,), np.float32)]),
+    actions=st.sampled_from([((2,), np.float32), ((), np.int8), ((2,), np.float64)]),
+    extra=st.sampled_from([None, np.float64, np.bool_, np.complex64, np.uint16]),
+    gamma=st.sampled_from([1.0, 0.97, 0.0]),
+    normalize=st.booleans(),
+    shard_bytes=st.sampled_from([300, 3000, 1 << 20]),
+    more=st.sampled_from([0, 3000, 100_000, 10_000_000]),
+    resident=st.booleans(),
+    stack=st.sampled_from([1, 1, 2, 4]),
+    selection=st.sampled_from(["uniform_steps", "uniform_episodes"]),
+    disk_kind=st.sampled_from(["direct", "short reads", "few open files"]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_bits_equal_those_from_memory(
+    lengths: list[int],
+    batch_size: int,
+    states: Any,
+    actions: Any,
+    extra: Any,
+    normalize: bool,
+    shard_bytes: int,
+    more: int,
+    resident: bool,
+    stack: int,
+    disk_kind: str,
+    seed: int,
+    **options: Any,
+) -> None:
+    generator = np.random.default_rng(seed)
+    steps = sum(lengths)
+    columns = {
+        "observations": random_column(states[1], (steps, *states[0]), generator),
+        "actions": random_column(actions[1], (steps, *actions[0]), generator),
+        "rewards": random_column(np.float32, (steps,), generator),
+    }
+    if extra is not None:
+        columns["infos/x"] = generator.integers(0, 2, (steps, 2)).astype(extra)
+        options["extra_columns"] = ["infos/x"]
+    options |= {"batch_size": batch_size, "device": "cpu", "seed": seed}
+    options["frame_stack"] = stack if states[0] == (4, 5) else 1
+    options["normalize_states"] = normalize and states[0] != (4, 5)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        if disk_kind == "short reads":
+            short_reads(patch)
+        if disk_kind == "few open files":
+            patch.setattr(window_reader, "MAX_OPEN", 1)
+        if resident:
+            patch.setattr(disk, "RESIDENT_SHARE", 1)
+        made = make_dataset(Path(name), lengths, columns=columns, shard_bytes=shard_bytes)
+        expected = take(GearLoader(made, **options), 24)
+        with on_disk(made, more=more, **options) as loader:
+            for one, other in zip(expected, loader, strict=False):
+                assert same(one, other)
+            assert same(loader.batch_at(3), expected[3])
+
+
+def test_position_moves_as_with_a_table(dataset: Dataset) -> None:
+    memory = GearLoader(dataset, **OPTIONS)
+    with on_disk(dataset, more=20_000, **OPTIONS) as loader:
+        for skipped in (0, 1, 0, 3, 0, 0, 500, 2):
+            loader.skip(skipped)
+            memory.skip(skipped)
+            assert same(next(loader), next(memory)) and loader.step == memory.step
+        state = loader.state_dict()
+        assert state == memory.state_dict(), "a state goes from one tier to another"
+        later = take(loader, 30)
+        loader.load_state_dict(state)
+        assert all(same(a, b) for a, b in zip(later, take(loader, 30), strict=True))
+
+
+def test_little_memory_forces_windows_out_and_more_reads_less(dataset: Dataset) -> None:
+    counts = []
+    for more in (0, 400_000):
+        with on_disk(dataset, more=more, **OPTIONS) as loader:
+            assert loader.disk is not None
+            take(loader, 200)
+            counts.append(loader.disk.counts())
+    least, ample = counts
+    assert least.windows == ample.windows >= 1600
+    assert least.read_bytes > 2 * ample.read_bytes > 0
+    assert least.window_bytes == ample.window_bytes
+
+
+def test_ranks_share_each_batch(dataset: Dataset) -> None:
+    whole = GearLoader(dataset, **OPTIONS).batch_at(5)
+    for rank in (0, 1):
+        world = World(rank=rank, nodes=(0, 0))
+        options = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS}
+        with GearLoader(dataset, world=world, **options) as loader:
+            loader.skip(5)
+            part, own = next(loader), slice(4 * rank, 4 * rank + 4)
+            assert part.segments.tolist() == whole.segments[own].tolist()
+            assert part.states.equal(whole.states[own])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"host_budget": budget} for budget in (0, -1, 2.5, "4 GiB", True)),
+        {"placement": "tape"},
+        {"engine": "on"},
+        {"selection": "prioritized"},
+        {"selection": "d3rlpy"},
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_dataset_is_read(
+    dataset: Dataset, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dataset, "verify", lambda self: pytest.fail("it was read"))
+    opened = open_dataset(dataset.path, verify=False)
+    chosen: dict[str, Any] = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS, **options}
+    code = failing_code(lambda: GearLoader(opened, **chosen))
+    assert code in ("LOADER_OPTION", "ENGINE_OFF", "DEVICE")
+
+
+def test_the_least_budget_is_the_least(dataset: Dataset) -> None:
+    least = least_budget(dataset, **OPTIONS)
+    budget: Any = np.int64(least)
+    GearLoader(dataset, placement="disk", host_budget=budget, **OPTIONS).close()
+    with pytest.raises(InputError, match="too small"):
+        GearLoader(dataset, placement="disk", host_budget=least - 8192, **OPTIONS)
+    assert least_budget(dataset, **(OPTIONS | {"batch_size": 80})) > least
+
+
+@given(
+    budget_bytes=st.integers(4 << 20, 1 << 32),
+    row_bytes=st.lists(st.integers(1, 10_000), min_size=1, max_size=5),
+    batch=st.integers(1, 64),
+)
+def test_the_parts_are_within_the_budget(
+    budget_bytes: int, row_bytes: list[int], batch: int
+) -> None:
+    steps = 500_000
+    window = 20 * sum(row_bytes)
+    try:
+        sizes = share_out(
+            budget_bytes=budget_bytes,
+            row_bytes=row_bytes,
+            rows=20,
+            batch_bytes=batch * window,
+            converted_share=0.0,
+            fixed_bytes=300_000,
+            steps=steps,
+            batch=batch,
+        )
+    except InputError:
+        return
+    read = [row for row, stays in zip(row_bytes, sizes.resident, strict=True) if not stays]
+    chunk = window_reader.chunk_bytes(read, 20, sizes.chunk_steps)
+    held = sizes.slots * window + disk.OUTPUT_BLOCKS * sizes.output_bytes
+    held += sizes.threads * sizes.chunks * chunk + (sum(row_bytes) - sum(read)) * steps
+    assert held <= budget_bytes
+    assert sizes.slots >= 2 * batch and min(sizes.chunks, sizes.chunk_steps) >= 1
+
+
+def test_auto_goes_to_disk_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_dataset(tmp_path, [500] * 20)
+    small = least_budget(made, **OPTIONS)
+    large = GearLoader(made, host_budget=1 << 30, **OPTIONS)
+    assert large.disk is None and not capsys.readouterr().err
+    with GearLoader(made, host_budget=small, **OPTIONS) as loader:
+        assert loader.disk is not None
+    line = capsys.readouterr().err
+    assert "placement auto: the rows stay on disk, since they take" in line
+    assert "are the budget" in line and line.count("\n") == 1
+    monkeypatch.setattr(disk_choice, "RESERVE_BYTES", 0)
+    needed = large.table.owned_bytes
+    monkeypatch.setattr(disk_choice, "available_bytes", lambda: needed + 16384)
+    assert GearLoader(made, **OPTIONS).disk is None
+    monkeypatch.setattr(disk_choice, "available_bytes", lambda: needed - 16384)
+    assert GearLoader(made, placement="host", **OPTIONS).disk is None
+    assert not capsys.readouterr().err
+    with GearLoader(made, **OPTIONS) as loader:
+        assert same(next(loader), large.batch_at(0))
+    assert "are available" in capsys.readouterr().err
+
+
+def test_no_place_for_the_returns(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tempfile.TemporaryFile
+
+    def refused(**options: Any) -> Any:
+        if "dir" in options or not tmp_path.exists():
+            raise OSError(errno.EACCES, "Permission denied")
+        return real(dir=tmp_path)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with on_disk(dataset, **OPTIONS) as loader:
+        assert os.listdir(tmp_path) == [], "the file has no name"
+        assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0))
+    tmp_path.rmdir()
+    with pytest.raises(GearError, match="Permission denied") as caught:
+        on_disk(dataset, **OPTIONS)
+    assert caught.value.code == "OUTPUT_WRITE"
+
+
+MEMORY = """
+import itertools, sys
+from pathlib import Path
+from gear_offline.loaders.loader import GearLoader
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(l for l in lines if l.startswith("VmHWM")).split()[1]) * 1024
+
+def use(path, budget):
+    loader = GearLoader(path, batch_size=32, context_length=20, device="cpu", placement="disk",
+                        host_budget=budget)
+    for _ in itertools.islice(loader, 2 * loader.disk.sizes.slots // 32):
+        pass
+    loader.close()
+    return loader.disk.sizes.slots
+
+use(sys.argv[1], 8 << 20)
+before = peak()
+slots = use(sys.argv[2], int(sys.argv[3]))
+print(slots, peak() - before)
+"""
+
+
+def test_memory_stays_within_the_budget(tmp_path: Path, dataset: Dataset) -> None:
+    """Of a process: its peak over that of the same process with a small table before."""
+    large = make_dataset(tmp_path, [500] * 1000, state_dim=40, shard_bytes=8 << 20, verify=False)
+    budget = 40 << 20
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(dataset.path), str(large.path), str(budget)],
+        capture_output=True,
+        timeout=250,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    slots, grown = map(int, done.stdout.split())
+    assert 0.5 * budget < slots * 20 * 4 * (40 + 3 + 2) < budget
+    assert grown < 1.05 * budget
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"\x01")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace(path: Path) -> None:
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+
+
+CHANGED = {"DATASET_CHANGED", "DATASET_DAMAGED", "FILE_SIZE"}
+
+
+@pytest.mark.parametrize("change", [overwrite, cut])
+def test_a_shard_that_changes_in_use_is_refused(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192)
+    with on_disk(made, **OPTIONS) as loader:
+        take(loader, 3)
+        for shard in made.manifest.shards:
+            change(made.path / shard.name)
+        codes = {failing_code(lambda: take(loader, 200)) for _ in range(2)}
+        assert codes <= CHANGED and len(codes) == 1
+        assert failing_code(lambda: loader.batch_at(0)) in CHANGED
+
+
+@pytest.mark.parametrize("change", [overwrite, replace])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_shard_that_changed_since_it_was_opened_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], verify: bool
+) -> None:
+    made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192, verify=verify)
+    with on_disk(made, **OPTIONS) as loader:
+        change(made.path / made.manifest.shards[1].name)
+        assert failing_code(lambda: take(loader, 200)) in CHANGED
+
+
+@pytest.mark.parametrize("column", ["observations", "rewards"])
+def test_damage_is_found_when_the_loader_is_made(tmp_path: Path, column: str) -> None:
+    """However the dataset was opened: no byte of a damaged block reaches a batch."""
+    made = make_dataset(tmp_path, LENGTHS, shard_bytes=8192)
+    shard = made.manifest.shards[0]
+    tensor = next(t for t in made.manifest.tensors(shard) if t.name == column)
+    data = bytearray((path := made.path / shard.name).read_bytes())
+    data[shard.header_bytes + tensor.start] ^= 1
+    path.write_bytes(data)
+    opened = open_dataset(made.path, verify=False)
+    assert failing_code(lambda: on_disk(opened, **OPTIONS)) in {"SHARD_DIGEST", "DATASET_DAMAGED"}
+
+
+def test_a_failing_disk_is_one_error_and_ends_the_threads(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = on_disk(dataset, more=10_000, **OPTIONS)
+    take(loader, 2)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    loader.skip(1000)
+    for _ in range(2):
+        with pytest.raises(GearError, match="Input/output error"):
+            next(loader)
+    loader.close()
+    loader.close()
+    assert failing_code(lambda: next(loader)) == "LOADER_STATE"
+    assert failing_code(lambda: loader.batch_at(0)) == "LOADER_STATE"
+
+
+def test_a_dropped_loader_stops_and_its_batches_stay(dataset: Dataset) -> None:
+    loader = on_disk(dataset, **OPTIONS)
+    batch = next(loader)
+    assert [t for t in threading.enumerate() if t.name.startswith("gear-disk")]
+    del loader
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name.startswith("gear-disk")]
+    assert same(batch, GearLoader(dataset, **OPTIONS).batch_at(0))
+
+
+def test_ctrl_c_while_waiting_for_the_disk(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = on_disk(dataset, **OPTIONS)
+    held, real = threading.Event(), window_reader.WindowReader.read
+
+    def slow(*arguments: Any) -> tuple[int, int]:
+        held.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(window_reader.WindowReader, "read", slow)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(loader)
+    held.set()
+    assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0)), "it goes on"
+    loader.close()
+    timer.join()
+
+
+FORKED = """
+import os, sys
+from gear_offline.errors import GearError
+from gear_offline.loaders.loader import GearLoader
+loader = GearLoader(sys.argv[1], batch_size=4, device='cpu', placement='disk', host_budget=8 << 20)
+if os.fork():
+    os.wait()
+else:
+    print('before', loader.step, next(loader).segments.shape, flush=True)
+    sys.exit()
+next(loader)
+if os.fork():
+    os.wait()
+    print('parent', loader.batch_at(1).states.equal(next(loader).states))
+else:
+    loader.skip()
+    try:
+        next(loader)
+    except GearError as error:
+        print(error.code, loader.batch_at(0).segments.shape, flush=True)
+"""
+
+
+def test_a_forked_process_is_told_that_the_threads_stayed_behind(dataset: Dataset) -> None:
+    """It waited for them without end; and a script that ends in the middle ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(dataset.path)], capture_output=True, timeout=120
+    )
+    size = b"torch.Size([4, 2])"
+    wanted = b"before 0 " + size + b"\nLOADER_STATE " + size + b"\nparent True\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, wanted, b"")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
+def test_cuda_batches_have_the_same_bits(
+    dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = OPTIONS | {"device": "cuda"}
+    with on_disk(dataset, more=100_000, **options) as loader:
+        assert loader.engine is None and "page-locked" in capsys.readouterr().err
+        for step, batch in enumerate(take(loader, 30)):
+            assert batch.device.type == "cuda"
+            assert same(GearLoader(dataset, **OPTIONS).batch_at(step), batch.to("cpu"))
+    with pytest.raises(InputError, match="engine='on'"):
+        GearLoader(dataset, placement="disk", engine="on", **options)
