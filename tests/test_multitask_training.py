@@ -18,12 +18,13 @@ from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.analysis.plan import make_plan
 from gear_offline.analysis.strategies import compare
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.config.tasks import data_key, environments_of, recipe_selection
+from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.run_evaluation import evaluate_run, print_run
 from gear_offline.evaluation.tasks import TasksReport
 from gear_offline.evaluation.worker import PlayRequest, answer
+from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.preparation import prepare_dataset, resolve
@@ -248,7 +249,7 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     found = Recipe.parse(recipe)
     dataset = prepare_dataset(found, quiet=True)
     assert isinstance(dataset, JointDataset)
-    drawn = recipe_selection(found, dataset).sample(0, 0, 1, 500)[0].episodes
+    drawn = recipe_sampler(found, dataset).sample(0, 0, 1, 500)[0].episodes
     first, second = dataset.first_episodes[1:3]
     walk = set(drawn[(drawn >= first) & (drawn < second)].tolist())
     assert walk == {int(first + dataset.tasks[1].dataset.returns.argmax())}

@@ -18,10 +18,10 @@ from gear_offline.config.recipe import (
     copy_recipe,
     list_recipes,
     load_recipe,
-    validate_recipe,
 )
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.errors import InputError
+from gear_offline.runs.checks import validate_recipe
 from gear_offline.runs.trainer import train
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.config.recipe import Recipe, load_recipe, validate_recipe
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.config.tasks import task_recipe
 from gear_offline.errors import InputError
+from gear_offline.runs.checks import validate_recipe
 from tests.test_recipe import write
 
 TASKS = """

@@ -23,9 +23,9 @@ from gear_offline.analysis.outlook import Outlook, last_step
 from gear_offline.analysis.plan import make_plan, run_in_turn, run_together
 from gear_offline.analysis.train import _work, hold_comparison, train_strategies
 from gear_offline.cli import main as cli
-from gear_offline.config.checks import check_recipe
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import open_dataset
+from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.preparation import resolve
 from tests.strategies_support import plan_of, recipe_of, run
 from tests.support import failing_code

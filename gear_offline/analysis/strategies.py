@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import recipe_selection
 from gear_offline.core.progress import progress, say
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import Int64Array
 from gear_offline.dataset.statistics import histogram_edges
 from gear_offline.errors import GearError, InputError
+from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.preparation import prepare_dataset
 from gear_offline.sampling import Sampler, Segments
 
@@ -81,7 +81,7 @@ def compare(
         for candidate in candidates:
             head = {"label": candidate.label, "strategy": candidate.strategy}
             try:
-                law = recipe_selection(recipe, dataset, candidate.settings)
+                law = recipe_sampler(recipe, dataset, candidate.settings)
                 tally = Tally(dataset, recipe, law)
                 tally.run(batches, advance)
             except GearError as error:

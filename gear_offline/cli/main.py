@@ -246,7 +246,7 @@ def recipes_validate(
     ] = None,
 ) -> None:
     """Check a recipe and print it with every default filled in."""
-    from gear_offline.config.recipe import validate_recipe
+    from gear_offline.runs.checks import validate_recipe
 
     print(validate_recipe(recipe, overrides or ()).to_yaml(), end="")
 

@@ -44,7 +44,6 @@ __all__ = [
     "copy_recipe",
     "list_recipes",
     "load_recipe",
-    "validate_recipe",
 ]
 
 
@@ -236,26 +235,3 @@ def _override(key: str, value: Any) -> str:
         )
 
     return f"{key}={json.dumps(value, default=plain)}"
-
-
-def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Check everything of a recipe that can be checked without its data, and return it.
-
-    Beyond `load_recipe` this asks whether what it names exists: the selection strategy and its
-    options, environments, the policy and quality of collected data, reference scores.
-
-    Parameters
-    ----------
-    name_or_path, overrides
-        As `load_recipe`.
-
-    Raises
-    ------
-    InputError
-        ``RECIPE_*`` and those of `gear_offline.config.checks.check_recipe`.
-    """
-    from gear_offline.config.checks import check_recipe
-
-    recipe = load_recipe(name_or_path, overrides)
-    check_recipe(recipe, where=str(name_or_path))
-    return recipe

@@ -18,14 +18,15 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.config.checks import check_selection
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
-from gear_offline.config.tasks import missing_data, open_tasks, recipe_selection
+from gear_offline.config.tasks import missing_data
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
+from gear_offline.loaders.recipes import open_tasks, recipe_sampler
+from gear_offline.runs.checks import check_selection
 from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
@@ -107,7 +108,7 @@ def make_workload(
     if data_bytes is not None:
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
     if columns is None:
-        sampler = recipe_selection(recipe, source)
+        sampler = recipe_sampler(recipe, source)
         learns = sampler.learner is not None
         shares = shard_weights(source)
         weights = shard_weights(source, sampler.episode_weight)

@@ -16,7 +16,6 @@ import numpy as np
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
-from gear_offline.config.tasks import open_tasks
 from gear_offline.convert import convert
 from gear_offline.core.progress import say
 from gear_offline.core.staging import check_path
@@ -26,6 +25,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environment_ids import check_no_import, say_version
+from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import torch
 
-from gear_offline.config.checks import check_recipe
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import data_key, recipe_selection
+from gear_offline.config.tasks import data_key
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text, remedies_once
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import resolve_device
+from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.trainer import RESUMABLE, check_resumed, train
@@ -153,7 +154,7 @@ class Sweep:
             recipe, sizes = resolve(point.recipe, dataset, quiet=True)
             resolved[point.name] = recipe
             if self._mode == "stacked":
-                learns = recipe_selection(recipe, dataset).learner is not None
+                learns = recipe_sampler(recipe, dataset).learner is not None
                 check_stackable(recipe, sizes, learns=learns)
         with SweepDirectory(
             self._out, self._points, free=RESUMABLE, others=self._others

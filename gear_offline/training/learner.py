@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import loader_options, recipe_selection
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.statistics import Float64Array
 from gear_offline.distributed.world import World
@@ -27,6 +26,7 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_feedback import DeviceFeedback
 from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.runs.preparation import ModelSizes
@@ -98,7 +98,7 @@ class Learner:
         self.loader = GearLoader(
             dataset,
             **loader_options(recipe, dataset),
-            selection=recipe_selection(recipe, dataset),
+            selection=recipe_sampler(recipe, dataset),
             seed=recipe.seed,
             device=device,
             world=self.world,

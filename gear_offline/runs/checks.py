@@ -5,15 +5,37 @@ Training asks the same before it makes any data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from gear_offline.config.problems import nearest
-from gear_offline.config.recipe import Recipe
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import CollectSettings
 from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environment_ids import unregistered
+
+
+def validate_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Check everything of a recipe that can be checked without its data, and return it.
+
+    Beyond `load_recipe` this asks whether what it names exists: the selection strategy and its
+    options, environments, the policy and quality of collected data, reference scores.
+
+    Parameters
+    ----------
+    name_or_path, overrides
+        As `load_recipe`.
+
+    Raises
+    ------
+    InputError
+        ``RECIPE_*`` and those of `check_recipe`.
+    """
+    recipe = load_recipe(name_or_path, overrides)
+    check_recipe(recipe, where=str(name_or_path))
+    return recipe
 
 
 def check_recipe(recipe: Recipe, *, where: str = "") -> None:
