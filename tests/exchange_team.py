@@ -22,11 +22,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.distributed import INTERFACE_VARIABLE
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import Held, Reads
 from gear_offline.errors import GearError
 
-ANSWER_SECONDS = 90.0
+ANSWER_SECONDS = 240.0
 UNTOUCHED = 255  # bytes of landing memory before anything came
 Bytes = npt.NDArray[np.uint8]
 ReadRow = tuple[int, int, int, int, int, int]  # reader, owner, episode, start, steps, row
@@ -151,6 +152,8 @@ def _play(pipe: Connection, rank: int, nodes: tuple[int, ...], transport: str, f
             world_size=len(nodes),
             timeout=timedelta(seconds=30),
         )
+    else:
+        os.environ[INTERFACE_VARIABLE] = os.environ["GEAR_OFFLINE_RDMA_INTERFACE"]
     player = Player(rank, nodes, transport, folder)
     pipe.send("ready")
     while (task := pipe.recv()) is not None:

@@ -68,6 +68,7 @@ class RdmaExchange:
         self._landing = [as_bytes(rows) for rows in landing]
         self._first_rows = held.first_rows()
         self._left: dict[int, int] = {}  # reads of a posted step that are not done
+        self._broken = False
         # What peers read when they close, and where this rank reads theirs.
         self._done = np.zeros(1, np.uint8)
         self._others_done = np.zeros(world.size, np.uint8)
@@ -137,6 +138,7 @@ class RdmaExchange:
                 time.sleep(NAP_SECONDS)
 
     def _lost(self, owner: int | None, why: str) -> GearError:
+        self._broken = True
         who = "another rank" if owner is None else f"rank {owner}"
         return GearError(
             "RANK_LOST",
@@ -149,7 +151,7 @@ class RdmaExchange:
         if self._endpoint.closed:
             return
         with suppress(GearError):  # who closes does not want to know any more
-            for step in list(self._left):
+            for step in [] if self._broken else list(self._left):
                 self.wait(step)
         self._done[0] = 1
         self._wait_for_readers()

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +35,7 @@ __all__ = ["World", "data_world", "joined_world", "open_world"]
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
+JOIN_PAUSE_SECONDS = 0.002
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,10 +199,11 @@ def peers(doing: str) -> Iterator[None]:
 
 def rank_lost(doing: str, error: object) -> GearError:
     """Return ``RANK_LOST`` for a collective that failed with `error`."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Without where in its sources torch made the message, and without its advice.
+    text = re.sub(r"\[[^]]*\.cc:\d+\] ", "", str(error).strip()).splitlines() or [repr(error)]
     return GearError(
         "RANK_LOST",
-        f"another rank is gone or too slow, while {doing}: {lines[0]}",
+        f"another rank is gone or too slow, while {doing}: {text[0].split('. ')[0]}",
         remedy="see the messages of the other ranks; torchrun --max-restarts goes on from the last "
         "checkpoint with --resume; train.timeout says how long to wait",
     )
@@ -227,17 +231,50 @@ def open_world(device: torch.device, *, timeout: float = TIMEOUT_SECONDS) -> Ite
     if interface := os.environ.get(INTERFACE_VARIABLE):  # for everything, unless torch is told
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, interface)
-    limit = timedelta(seconds=timeout)
+    limit, untyped = timedelta(seconds=timeout), cast(Any, dist)
     with peers("joining the group"):
+        store, rank, size = next(untyped.rendezvous("env://", timeout=limit))
+        store = _fresh_store(store, rank, size, timeout)
+        group: dict[str, Any] = {"store": store, "rank": rank, "world_size": size}
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", timeout=limit, device_id=device)
+            dist.init_process_group("nccl", timeout=limit, device_id=device, **group)
         else:
-            dist.init_process_group("gloo", timeout=limit)
+            dist.init_process_group("gloo", timeout=limit, **group)
     try:
         yield joined_world(timeout=timeout)
     finally:
         dist.destroy_process_group()
+
+
+def _fresh_store(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """Return a part of torchrun's store that no earlier start of the ranks has written to.
+
+    torch 2.13 keeps one store for all restarts, with the addresses of the dead in it, and its
+    agents do not count restarts alike: one whose ranks were stopped because those of another node
+    failed does not count that.  So rank 0 makes up a name and tells it to each rank of this start,
+    which asks with a number that nobody has used before.
+    """
+    if rank:
+        number = os.urandom(8).hex()
+        store.set(f"gear-offline/here/{rank}", number)
+        name = store.get(f"gear-offline/name/{number}").decode()  # waits until it is there
+        store.set(f"gear-offline/{name}/{rank}", b"1")
+        return cast(Any, dist).PrefixStore(f"gear-offline/{name}", store)
+    name, missing = os.urandom(8).hex(), list(range(1, size))
+    answered: dict[int, bytes] = {}  # also numbers of the dead, until the living write theirs
+    deadline = time.monotonic() + timeout
+    while missing:
+        for other in missing:
+            here = f"gear-offline/here/{other}"
+            if store.check([here]) and (asked := store.get(here)) != answered.get(other):
+                store.set(f"gear-offline/name/{asked.decode()}", name)
+                answered[other] = asked
+        missing = [other for other in missing if not store.check([f"gear-offline/{name}/{other}"])]
+        if missing and time.monotonic() > deadline:
+            raise rank_lost("joining the group", f"ranks {missing} have not come")
+        time.sleep(JOIN_PAUSE_SECONDS)
+    return cast(Any, dist).PrefixStore(f"gear-offline/{name}", store)
 
 
 _JOINED: WeakKeyDictionary[Any, World] = WeakKeyDictionary()

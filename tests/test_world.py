@@ -1,9 +1,10 @@
-"""Ranks that do not feed a model's input read nothing; those that do get what they would alone."""
+"""Ranks: how a loader finds them; those that do not feed a model's input read nothing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples.model_parallel import read_bytes
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.world import World, data_world
+from gear_offline.distributed.world import World, data_world, joined_world
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from tests.ranks_support import launch
@@ -26,6 +27,40 @@ BATCH, CONTEXT, STEPS = 12, 6, 3
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return make_dataset(tmp_path_factory.mktemp("ranks"), [500] * 40)
+
+
+def test_a_world_is_found_once_for_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of other backends than gloo get one of gloo beside them; later calls cost nothing."""
+    made: list[timedelta] = []
+
+    def new_group(*, backend: str, timeout: timedelta) -> str:
+        assert backend == "gloo"
+        made.append(timeout)
+        return f"group {len(made)}"
+
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(World, "gather", lambda self, value: ["one", "one", "other"])
+    assert joined_world().size == 1
+    for number in (1, 2):
+        dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+        try:
+            world = joined_world(timeout=7)
+            assert joined_world() is world and world.timeout == 7
+            assert (world.rank, world.nodes, world.control) == (1, (0, 0, 1), f"group {number}")
+        finally:
+            dist.destroy_process_group()
+    assert made == [timedelta(seconds=7)] * 2
+
+
+def test_processes_without_a_group_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher has started several, and all of them would read the same batches."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="one of 4 processes") as caught:
+        joined_world()
+    assert caught.value.code == "LOADER_OPTION"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert joined_world().size == 1
 
 
 def idle_world(rank: int = 1) -> World:
@@ -98,6 +133,11 @@ def test_the_first_rank_of_each_group_feeds(
     from torch.distributed.device_mesh import DeviceMesh
 
     asked: list[list[int]] = []
+
+    def new_group(ranks: list[int], *, timeout: timedelta, **_: Any) -> None:
+        assert timeout == timedelta(seconds=7), "the caller's, not torch's 30 minutes"
+        asked.append(ranks)
+
     grid = torch.arange(len(expected)).reshape(shape)
     monkeypatch.setattr(World, "gather", lambda self, value: list(range(self.size)))
     for rank, (place, feeds) in enumerate(expected):
@@ -105,8 +145,8 @@ def test_the_first_rank_of_each_group_feeds(
         try:
             mesh = DeviceMesh("cpu", grid, mesh_dim_names=names)
             with monkeypatch.context() as patch:
-                patch.setattr(dist, "new_group", lambda ranks, **_: asked.append(ranks))
-                world = data_world(mesh, dims)
+                patch.setattr(dist, "new_group", new_group)
+                world = data_world(mesh, dims, timeout=7)
                 with pytest.raises(InputError) as caught:
                     data_world(mesh, "data")
                 assert caught.value.code == "LOADER_OPTION"
