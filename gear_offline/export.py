@@ -20,7 +20,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
-from gear_offline.sources.combine import DatasetSource
+from gear_offline.sources.combine import dataset_source
 
 PIECE_BYTES = 32 << 20  # read and written at a time
 TERMINALS, TIMEOUTS, REWARDS = "terminals", "timeouts", "rewards"
@@ -84,7 +84,7 @@ def export_hdf5(
     path = Path(path)
     with ExitStack() as stack:
         if isinstance(source, Dataset):
-            opened: Source = DatasetSource(source)
+            opened: Source = dataset_source(source)
         elif isinstance(source, (str, Path)):
             opened = stack.enter_context(open_source(source))
         else:

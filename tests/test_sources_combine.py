@@ -354,7 +354,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
     ]:
         assert code(convert, file, tmp_path / "e", columns=bad)[0] in (error, "CONVERT_OPTION")
     for both, said in [
-        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step: they do not make one"),
+        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step: it can be no part"),
         ("act+obs", "obs is a group of 2 columns (column observations)"),
     ]:
         given = [f"observations={both}", "actions=act", "rewards=r", "dones=end"]
@@ -411,7 +411,7 @@ def test_the_part_that_does_not_fit_is_named() -> None:
     for names, said in [
         (["image", "direction"], "observations/image is uint8 (7, 7, 3) a step"),
         (["direction", "image"], "observations/image is uint8 (7, 7, 3) a step"),
-        (["speed", "direction"], "observations/direction is int64 and observations/speed is float"),
+        (["speed", "direction"], "observations/direction is int64 and observations/speed float64"),
     ]:
         wanted = {"observations": tuple(f"observations/{name}" for name in names)}
         assert said in code(with_columns, source, wanted)[1]

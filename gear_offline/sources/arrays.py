@@ -6,54 +6,27 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import BoolArray, ColumnSpec
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
-from gear_offline.sources.base import SourceInfo, legal_names, renaming_warnings
-from gear_offline.sources.combine import Piece, PieceSource
+from gear_offline.sources.base import Piece, PieceSource, SourceInfo, legal_names, warnings_about
 from gear_offline.sources.episode_ends import (
+    FLAGS,
+    SCALARS,
     TERMINAL_FLAGS,
-    TIME_FLAGS,
-    Rule,
-    check_rule,
     default_rule,
-    find_boundaries,
-    terminal_flags,
+    split_episodes,
 )
-
-AnyArray = npt.NDArray[Any]
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
-FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
-_BLOCK_ROWS = 1 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class _Columns:
-    """Arrays by column name, one row a step."""
-
-    values: Mapping[str, AnyArray]
-
-    def read(self, column: str, start: int, stop: int) -> AnyArray:
-        return self.values[column][start:stop]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Episode:
-    """One episode: its columns, and how it ended as far as its flags say."""
-
-    columns: dict[str, AnyArray] = field(default_factory=dict)
-    steps: int
-    terminated: bool
-    truncated: bool
+Columns = dict[str, Array]
 
 
 def from_episodes(
@@ -115,21 +88,18 @@ def from_episodes(
     found = [_episode(number, episode) for number, episode in enumerate(episodes)]
     if not found:
         raise _misfit("there are no episodes", "", "give at least one")
-    for number, episode in enumerate(found):
-        _check_same(number, episode.columns, found[0].columns)
-    columns = [_renamed(episode.columns)[0] for episode in found]
-    warnings = _renamed(found[0].columns)[1]
-    told = {"warnings": warnings} if warnings else {}
+    first = found[0][0]
+    for number, (columns, _) in enumerate(found):
+        _check_same(number, columns, first)
+    names = legal_names(first)
+    ended = np.array([flags for _, flags in found])
     return PieceSource(
-        [
-            Piece(rows=_Columns(arrays), first=0, steps=episode.steps)
-            for arrays, episode in zip(columns, found, strict=True)
-        ],
-        _columns_of(columns[0]),
-        lengths=[e.steps for e in found],
-        terminated=[e.terminated for e in found],
-        truncated=[e.truncated for e in found],
-        info=_info(name, "episodes", environment, {**(attributes or {}), **told}),
+        [_piece(columns, names) for columns, _ in found],
+        _specs(first, names),
+        lengths=[len(next(iter(columns.values()))) for columns, _ in found],
+        terminated=ended[:, 0],
+        truncated=ended[:, 1],
+        info=_info(name, "episodes", environment, attributes, warnings_about(names)),
     )
 
 
@@ -171,25 +141,39 @@ def from_arrays(
         raise _misfit(what, "columns", "give a mapping of column names to arrays")
     named = _named(columns, "")
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
-    arrays = {key: _scalar_flags(key, _array(value, key, "")) for key, value in named.items()}
+    arrays = {key: _array(value, key, "") for key, value in named.items()}
     steps = _steps(arrays, "")
-    told: dict[str, list[str]] = {"warnings": []}
+    warnings: list[str] = []
     if rule is None:
-        rule, told["warnings"] = default_rule(
-            [flag for flag in FLAGS if flag in arrays], where=name
-        )
-    parsed = check_rule(rule, list(arrays), where=name)
-    ends = find_boundaries(parsed, _flag_blocks(arrays, parsed, steps), steps)
-    arrays, renamed = _renamed(arrays)
-    told["warnings"] += renamed
+        rule, warnings = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
+    ends = split_episodes(
+        rule, list(arrays), steps, lambda flag, a, b: arrays[flag][a:b], where=name
+    )
+    names = legal_names(arrays)
+    facts = {**_described(metadata), **(attributes or {})}
     return PieceSource(
-        [Piece(rows=_Columns(arrays), first=0, steps=steps)],
-        _columns_of(arrays),
+        [_piece(arrays, names)],
+        _specs(arrays, names),
         lengths=ends.lengths,
         terminated=ends.terminated,
         truncated=ends.truncated,
-        info=_info(name, rule, environment, {**_described(metadata), **(attributes or {}), **told}),
+        info=_info(name, rule, environment, facts, warnings + warnings_about(names)),
     )
+
+
+def _piece(columns: Columns, names: Mapping[str, str]) -> Piece:
+    renamed = {names[name]: rows for name, rows in columns.items()}
+    return Piece(
+        read=lambda column, start, stop: renamed[column][start:stop],
+        steps=len(next(iter(columns.values()))),
+    )
+
+
+def _specs(columns: Columns, names: Mapping[str, str]) -> list[ColumnSpec]:
+    return [
+        ColumnSpec(name=names[name], dtype=rows.dtype, shape=rows.shape[1:])
+        for name, rows in columns.items()
+    ]
 
 
 def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,43 +186,19 @@ def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {METADATA: found} if found else {}
 
 
-def _flag_blocks(
-    arrays: Mapping[str, AnyArray], rule: Rule, steps: int
-) -> Iterator[tuple[BoolArray, BoolArray]]:
-    """Yield what `find_boundaries` goes through."""
-    terminals = terminal_flags(rule, list(arrays))
-    for start in range(0, steps, _BLOCK_ROWS):
-        stop = min(start + _BLOCK_ROWS, steps)
-        none = np.zeros(stop - start, np.bool_)
-        yield (
-            np.logical_or.reduce([none, *(arrays[n][start:stop] != 0 for n in rule.flags)]),
-            np.logical_or.reduce([none, *(arrays[n][start:stop] != 0 for n in terminals)]),
-        )
-
-
-def _episode(number: int, given: Mapping[str, Any]) -> _Episode:
+def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:
+    """Return an episode's columns, and whether it terminated or was truncated."""
     where = f"episode {number}"
     if not isinstance(given, Mapping):
         what = f"an episode is a {type(given).__name__}"
         raise _misfit(what, where, "give a mapping of column names to arrays for each episode")
-    flags: dict[str, bool] = {}
-    columns: dict[str, AnyArray] = {}
-    for key, value in _named(given, where).items():
-        array = _array(value, key, where)
-        if key in FLAGS and array.ndim == 0:
-            flags[key] = bool(array)
-        else:
-            columns[key] = _scalar_flags(key, array)
-    _split_observations(columns, where)
-    steps = _steps(columns, where)
-    flags |= {key: bool(columns[key][-1]) for key in FLAGS if key in columns}
+    arrays = {key: _array(value, key, where) for key, value in _named(given, where).items()}
+    flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
+    _split_observations(arrays, where)
+    _steps(arrays, where)
+    flags |= {key: arrays[key][-1] for key in FLAGS if key in arrays}
     terminated = any(flags.get(key, False) for key in TERMINAL_FLAGS)
-    return _Episode(
-        columns=columns,
-        steps=steps,
-        terminated=terminated,
-        truncated=bool(flags) and not terminated,
-    )
+    return arrays, (terminated, bool(flags) and not terminated)
 
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -260,7 +220,7 @@ def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def _array(value: Any, column: str, where: str) -> AnyArray:
+def _array(value: Any, column: str, where: str) -> Array:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
@@ -277,17 +237,12 @@ def _array(value: Any, column: str, where: str) -> AnyArray:
         if wide or np.isnan(found).any():
             what = f"a flag of per-step shape {found.shape[1:]}" if wide else "NaN in a flag"
             raise _misfit(what, _place(column, where), "give one true or false for each step")
+    if column in SCALARS and found.ndim == 2 and found.shape[1] == 1:
+        return found[:, 0]
     return found
 
 
-def _scalar_flags(column: str, array: AnyArray) -> AnyArray:
-    """Read rewards and flags of shape (T, 1) as (T,), as the readers of files do."""
-    if column in (REWARDS, *FLAGS) and array.ndim == 2 and array.shape[1] == 1:
-        return array[:, 0]
-    return array
-
-
-def _split_observations(columns: dict[str, AnyArray], where: str) -> None:
+def _split_observations(columns: Columns, where: str) -> None:
     """Make (T + 1) observations into observations and next observations, in place."""
     rewards = columns.get(REWARDS)
     names = [n for n in columns if n == OBSERVATIONS or n.startswith(f"{OBSERVATIONS}/")]
@@ -304,7 +259,7 @@ def _split_observations(columns: dict[str, AnyArray], where: str) -> None:
         columns[NEXT_OBSERVATIONS + name.removeprefix(OBSERVATIONS)] = rows[1:]
 
 
-def _steps(columns: Mapping[str, AnyArray], where: str) -> int:
+def _steps(columns: Columns, where: str) -> int:
     """Return T, the rows that all columns have."""
     flat = next((name for name, rows in columns.items() if rows.ndim == 0), None)
     if flat is not None:
@@ -321,16 +276,7 @@ def _steps(columns: Mapping[str, AnyArray], where: str) -> int:
     return steps
 
 
-def _columns_of(columns: Mapping[str, AnyArray]) -> tuple[ColumnSpec, ...]:
-    return tuple(
-        ColumnSpec(name=name, dtype=rows.dtype, shape=rows.shape[1:])
-        for name, rows in columns.items()
-    )
-
-
-def _check_same(
-    number: int, columns: Mapping[str, AnyArray], wanted: Mapping[str, AnyArray]
-) -> None:
+def _check_same(number: int, columns: Columns, wanted: Columns) -> None:
     where = f"episode {number}"
     differ = sorted(set(columns) ^ set(wanted))
     if differ:
@@ -351,14 +297,12 @@ def _check_same(
             )
 
 
-def _renamed(columns: Mapping[str, AnyArray]) -> tuple[dict[str, AnyArray], list[str]]:
-    """Return columns under legal names, and what to say of those that had others."""
-    names = legal_names(columns)
-    return {names[name]: rows for name, rows in columns.items()}, renaming_warnings(names)
-
-
 def _info(
-    name: str, rule: str, environment: str | None, attributes: Mapping[str, Any] | None
+    name: str,
+    rule: str,
+    environment: str | None,
+    attributes: Mapping[str, Any] | None,
+    warnings: list[str],
 ) -> SourceInfo:
     if environment is not None:
         check_environment_id(environment, where="environment")
@@ -367,7 +311,7 @@ def _info(
         format="arrays",
         rule=rule,
         environment_id=environment,
-        attributes=dict(attributes or {}),
+        attributes={**(attributes or {}), **({"warnings": warnings} if warnings else {})},
     )
 
 

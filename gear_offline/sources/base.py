@@ -10,7 +10,7 @@ Shape legend: N rows (steps), E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from gear_offline.core.files import FileIdentity, open_regular
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, TableSpec, is_column_name
+from gear_offline.core.types import Array, BoolArray
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec, is_column_name
 from gear_offline.errors import InputError
 
 READ_BYTES = 8 << 20  # a read of about this size amortises the call
@@ -88,7 +89,7 @@ class Source(Protocol):
     terminated: BoolArray
     truncated: BoolArray
 
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
         ...
 
@@ -119,17 +120,97 @@ class Source(Protocol):
         )
 
 
-def iter_episodes(source: Source) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
+def iter_episodes(source: Source) -> Iterator[dict[str, Array]]:
     """Yield each episode of `source` as ``{column: (T, *shape)}``, one at a time."""
     offsets = source.episodes.offsets
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         yield {c.name: source.read(c.name, start, stop) for c in source.spec}
 
 
-def check_range(start: int, stop: int, rows: int) -> None:
-    """Refuse rows that a source does not have."""
-    if not 0 <= start <= stop <= rows:
-        raise IndexError(f"rows [{start}, {stop}) of {rows}")
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Rows ``[first, first + steps)`` of what ``read(column, start, stop)`` gives."""
+
+    read: Callable[[str, int, int], Array]
+    first: int = 0
+    steps: int
+
+
+class PieceSource(Source):
+    """A `Source` over pieces: arrays, columns of a file, episodes, other sources.
+
+    Parameters
+    ----------
+    pieces
+        In the order of the table; their steps add up to N.
+    columns
+        Columns that every piece has.
+    lengths, terminated, truncated
+        Of the episodes, (E,).
+    info
+        Provenance.
+    preferred
+        Rows per read by column; others are read about 8 MiB at a time.
+    owned
+        Sources to close.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        columns: Iterable[ColumnSpec],
+        *,
+        lengths: npt.ArrayLike,
+        terminated: npt.ArrayLike,
+        truncated: npt.ArrayLike,
+        info: SourceInfo,
+        preferred: Mapping[str, int] | None = None,
+        owned: Sequence[Source] = (),
+    ) -> None:
+        self._pieces = tuple(pieces)
+        self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
+        self._preferred = preferred or {}
+        self._owned = owned
+        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
+        self.terminated: BoolArray = np.ascontiguousarray(terminated, np.bool_)
+        self.truncated: BoolArray = np.ascontiguousarray(truncated, np.bool_)
+        self.spec = TableSpec(
+            columns=tuple(columns), steps=self.episodes.steps, episodes=self.episodes.episodes
+        )
+        self.info = info
+
+    def read(self, column: str, start: int, stop: int) -> Array:
+        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
+        if not 0 <= start <= stop <= self.spec.steps:
+            raise IndexError(f"rows [{start}, {stop}) of {self.spec.steps}")
+        spec = self.spec[column]
+        index = int(np.searchsorted(self._firsts, start, side="right")) - 1
+        if start < stop <= self._firsts[index + 1]:  # one piece: no copy
+            shift = self._pieces[index].first - int(self._firsts[index])
+            rows = self._pieces[index].read(column, start + shift, stop + shift)
+            return rows.astype(spec.dtype, copy=False)
+        rows = np.empty((stop - start, *spec.shape), spec.dtype)
+        at = start
+        while at < stop:
+            piece, first = self._pieces[index], int(self._firsts[index])
+            end, shift = min(first + piece.steps, stop), piece.first - first
+            rows[at - start : end - start] = piece.read(column, at + shift, end + shift)
+            at, index = end, index + 1
+        return rows
+
+    def preferred_rows(self, column: str) -> int:
+        """Rows per read that suit the storage; at least 1."""
+        return self._preferred.get(column) or super().preferred_rows(column)
+
+    def close(self) -> None:
+        """Close the sources that belong to this one."""
+        for source in self._owned:
+            source.close()
+
+
+def warnings_about(names: Mapping[str, str]) -> list[str]:
+    """Return what a user should know of columns whose names in the source are others."""
+    return [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
 
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:
@@ -149,11 +230,6 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
         taken.add(unique.casefold())
         found[name] = unique
     return found
-
-
-def renaming_warnings(names: Mapping[str, str]) -> list[str]:
-    """Return what a user should know of names that are not those of the source."""
-    return [f"{old!r} is the column {new}" for old, new in names.items() if old != new]
 
 
 def open_file(path: Path) -> int:

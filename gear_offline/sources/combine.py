@@ -1,124 +1,31 @@
 """Sources made of others: several joined, some episodes, other columns, a folder, GEAR shards.
 
-Rows stay where they are: a piece names a run of rows of a source, and a read goes to the pieces
-that it touches.
+Rows stay where they are; a read goes to the sources that it touches.
 
 Shape legend: N rows, E episodes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
-from gear_offline.dataset.schema import (
-    BoolArray,
-    ColumnSpec,
-    EpisodeIndex,
-    TableSpec,
-    chosen_episodes,
-)
+from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
 from gear_offline.dataset.source_facts import left_out_of, warnings_of
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Source, SourceInfo, check_range, legal_names
-from gear_offline.sources.hdf5_table import open_hdf5
+from gear_offline.sources.base import Piece, PieceSource, Source, SourceInfo, legal_names
+from gear_offline.sources.hdf5_table import hdf5_files, open_hdf5
 
 MOST_NAMED = 20  # parts that a joined source describes one by one
-SUFFIXES = (".hdf5", ".h5")
-
-
-class Rows(Protocol):
-    """What a piece reads from: a `Source`, or arrays."""
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """Rows ``[first, first + steps)`` of `rows`."""
-
-    rows: Rows
-    first: int
-    steps: int
-
-
-class PieceSource(Source):
-    """A `Source` over pieces.
-
-    Parameters
-    ----------
-    pieces
-        In the order of the table; their steps add up to N.
-    columns
-        Columns that every piece has.
-    lengths, terminated, truncated
-        Of the episodes, (E,).
-    info
-        Provenance.
-    preferred
-        Rows per read by column; others are read about 8 MiB at a time.
-    owned
-        Sources to close.
-    """
-
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        columns: Iterable[ColumnSpec],
-        *,
-        lengths: npt.ArrayLike,
-        terminated: npt.ArrayLike,
-        truncated: npt.ArrayLike,
-        info: SourceInfo,
-        preferred: Mapping[str, int] | None = None,
-        owned: Sequence[Source] = (),
-    ) -> None:
-        self._pieces = tuple(pieces)
-        self._firsts = np.cumsum([0, *(piece.steps for piece in pieces)], dtype=np.int64)
-        self._preferred = preferred or {}
-        self._owned = owned
-        self.episodes = EpisodeIndex(lengths=np.asarray(lengths, np.int64))
-        self.terminated: BoolArray = np.asarray(terminated, np.bool_)
-        self.truncated: BoolArray = np.asarray(truncated, np.bool_)
-        self.spec = TableSpec(
-            columns=tuple(columns), steps=self.episodes.steps, episodes=self.episodes.episodes
-        )
-        self.info = info
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        check_range(start, stop, self.spec.steps)
-        spec = self.spec[column]
-        rows = np.empty((stop - start, *spec.shape), spec.dtype)
-        index = int(np.searchsorted(self._firsts, start, side="right")) - 1
-        at = start
-        while at < stop:
-            piece, first = self._pieces[index], int(self._firsts[index])
-            end = min(first + piece.steps, stop)
-            shift = piece.first - first
-            rows[at - start : end - start] = piece.rows.read(column, at + shift, end + shift)
-            at, index = end, index + 1
-        return rows
-
-    def preferred_rows(self, column: str) -> int:
-        """Rows per read that suit the storage; at least 1."""
-        return self._preferred.get(column) or super().preferred_rows(column)
-
-    def close(self) -> None:
-        """Close the sources that belong to this one."""
-        for source in self._owned:
-            source.close()
 
 
 def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
@@ -145,7 +52,7 @@ def pick_episodes(source: Source, which: npt.ArrayLike) -> PieceSource:
     pieces = []
     for run in np.split(chosen, breaks):
         first, last = int(offsets[run[0]]), int(offsets[run[-1] + 1])
-        pieces.append(Piece(rows=source, first=first, steps=last - first))
+        pieces.append(Piece(read=source.read, first=first, steps=last - first))
     picked = f"{chosen.size:,} of {count_text(source.episodes.episodes, 'episode')}"
     attributes = {**source.info.attributes, "picked": picked}
     return PieceSource(
@@ -191,7 +98,7 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
     infos = [source.info for source in sources]
     known = all(len(info.opened) == len(info.files) for info in infos)
     return PieceSource(
-        [Piece(rows=source, first=0, steps=source.spec.steps) for source in sources],
+        [Piece(read=source.read, steps=source.spec.steps) for source in sources],
         columns,
         lengths=np.concatenate([source.episodes.lengths for source in sources]),
         terminated=np.concatenate([source.terminated for source in sources]),
@@ -290,11 +197,8 @@ def parse_names(names: Mapping[str, str] | None) -> Parts:
     if names is not None and not (
         isinstance(names, Mapping) and all(isinstance(old, str) for old in names.values())
     ):
-        raise InputError(
-            "COLUMN",
-            f"names={names!r} is not usable",
-            remedy='give a mapping: {"observations": "obs"}',
-        )
+        what, remedy = f"names={names!r} is not usable", 'give a mapping: {"observations": "obs"}'
+        raise InputError("COLUMN", what, remedy=remedy)
     return {
         new: tuple(part.strip() for part in old.split("+")) for new, old in (names or {}).items()
     }
@@ -316,111 +220,76 @@ def names_in_file(parts: Parts) -> tuple[dict[str, str], Parts]:
 def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None = None) -> Source:
     """Return `source` with the columns `parts` in front of those that it does not use up.
 
-    `given` are the names that the user knows, by those that a reader gave instead.  Where the parts
-    do not make columns, the source is closed.
+    A column of several parts has their elements side by side: (N, sum of their widths).  `given`
+    are the names that the user knows, by those that a reader gave instead.  Where the parts do not
+    make columns, the source is closed.
     """
     if not parts:
         return source
+    # The name that the source has for one with a space, say, is its legal form.
+    parts = {
+        new: tuple(old if old in source.spec else legal_names([old])[old] for old in olds)
+        for new, olds in parts.items()
+    }
+    used = {name for olds in parts.values() for name in olds}
+    rest = [c for c in source.spec if c.name not in used and c.name not in parts]
+    all_parts = {c.name: (c.name,) for c in rest} | parts
+
+    def read(column: str, start: int, stop: int) -> Array:
+        rows = [source.read(old, start, stop) for old in all_parts[column]]
+        if len(rows) == 1:
+            return rows[0]
+        return np.concatenate([part.reshape(stop - start, -1) for part in rows], axis=1)
+
     try:
-        return ColumnsSource(source, parts, given or {})
+        made = [_column(source, new, olds, given or {}) for new, olds in parts.items()]
     except BaseException:
         source.close()
         raise
-
-
-class ColumnsSource(Source):
-    """A `Source` over another one with columns that have new names, or are made of several.
-
-    A column of several parts has their elements side by side: (N, sum of their widths).
-    """
-
-    def __init__(self, source: Source, parts: Parts, given: Mapping[str, str]) -> None:
-        self._source = source
-        # The name that the source has for one with a space, say, is its legal form.
-        known = {c.name for c in source.spec}
-        parts = {
-            new: tuple(old if old in known else legal_names([old])[old] for old in olds)
-            for new, olds in parts.items()
-        }
-        used = {name for olds in parts.values() for name in olds}
-        rest = [c for c in source.spec if c.name not in used and c.name not in parts]
-        self._parts = {c.name: (c.name,) for c in rest} | dict(parts)
-        made = [_column(source, new, olds, given) for new, olds in parts.items()]
-        self.spec = TableSpec(
-            columns=(*made, *rest), steps=source.spec.steps, episodes=source.spec.episodes
-        )
-        self.episodes = source.episodes
-        self.terminated, self.truncated = source.terminated, source.truncated
-        made_of = {new: " + ".join(olds) for new, olds in parts.items()}
-        attributes = {**source.info.attributes, "columns_from": made_of}
-        self.info = replace(source.info, attributes=attributes)
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        olds = self._parts[column]
-        if len(olds) == 1:
-            return self._source.read(olds[0], start, stop)
-        rows = [self._source.read(old, start, stop).reshape(stop - start, -1) for old in olds]
-        return np.concatenate(rows, axis=1)
-
-    def preferred_rows(self, column: str) -> int:
-        """Rows per read that suit the storage; at least 1."""
-        return min(self._source.preferred_rows(old) for old in self._parts[column])
-
-    def close(self) -> None:
-        """Close the source."""
-        self._source.close()
+    made_of = {new: " + ".join(olds) for new, olds in parts.items()}
+    return PieceSource(
+        [Piece(read=read, steps=source.spec.steps)],
+        (*made, *rest),
+        lengths=source.episodes.lengths,
+        terminated=source.terminated,
+        truncated=source.truncated,
+        info=replace(source.info, attributes={**source.info.attributes, "columns_from": made_of}),
+        preferred={
+            new: min(source.preferred_rows(old) for old in olds) for new, olds in all_parts.items()
+        },
+        owned=(source,),
+    )
 
 
 def _column(
     source: Source, new: str, olds: tuple[str, ...], given: Mapping[str, str]
 ) -> ColumnSpec:
+    def refuse(what: str, remedy: str) -> InputError:
+        return InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+
     if len(olds) == 1:
         return replace(source.spec[olds[0]], name=new)
     for old in olds:
         below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
         if below and old not in source.spec:
             name = given.get(old, old)
-            raise InputError(
-                "COLUMN",
+            raise refuse(
                 f"{name} is a group of {count_text(len(below), 'column')}",
-                where=f"column {new}",
-                remedy=f"name its parts: {'+'.join(name + part for part in below)}",
+                f"name its parts: {'+'.join(name + part for part in below)}",
             )
     specs = [source.spec[old] for old in olds]
-    wide = next((s for s in specs if len(s.shape) > 1), None)
-    other = next((s for s in specs if s.dtype != specs[0].dtype), None)
-    if wide is not None or other is not None:
-        if wide is not None:
-            why = f"{given.get(wide.name, wide.name)} is {wide.dtype} {wide.shape} a step"
-        else:
-            assert other is not None
-            why = " and ".join(
-                f"{given.get(s.name, s.name)} is {s.dtype}" for s in (other, specs[0])
-            )
-        raise InputError(
-            "COLUMN",
-            f"{why}: they do not make one column",
-            where=f"column {new}",
-            remedy="put vectors and numbers of one dtype together",
-        )
-    width = sum(s.shape[0] if s.shape else 1 for s in specs)
+    names = [given.get(old, old) for old in olds]
+    remedy = "put vectors and numbers of one dtype together"
+    for name, spec in zip(names, specs, strict=True):
+        if len(spec.shape) > 1:
+            what = f"{name} is {spec.dtype} {spec.shape} a step: it can be no part of a column"
+            raise refuse(what, remedy)
+    for name, spec in zip(names, specs, strict=True):
+        if spec.dtype != specs[0].dtype:
+            what = f"{name} is {spec.dtype} and {names[0]} {specs[0].dtype}"
+            raise refuse(f"{what}: they do not make one column", remedy)
+    width = sum(spec.shape[0] if spec.shape else 1 for spec in specs)
     return ColumnSpec(name=new, dtype=specs[0].dtype, shape=(width,))
-
-
-def hdf5_files(path: Path) -> list[Path]:
-    """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
-    found = [
-        p
-        for p in path.iterdir()
-        if p.suffix.lower() in SUFFIXES and p.is_file() and not p.name.startswith(".")
-    ]
-    return sorted(found, key=lambda p: _natural(p.name))
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    parts = re.split(r"([0-9]+)", name)
-    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
 
 
 def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:
@@ -430,33 +299,6 @@ def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> Pi
         for file in hdf5_files(path.absolute())
     ]
     return join_sources(files, uri=path.absolute().name)
-
-
-class DatasetSource(Source):
-    """A `Source` over an opened dataset of GEAR shards."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-        self.spec = dataset.spec
-        self.episodes = dataset.episodes
-        self.terminated = dataset.terminated
-        self.truncated = dataset.truncated
-        before, scores = dataset.manifest.source, dataset.manifest.reference_scores
-        attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
-        attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
-        self.info = SourceInfo(
-            uri=dataset.path.name,
-            format="gear",
-            rule=before.rule,
-            environment_id=dataset.environment_id,
-            reference_name=None if scores is None else str(scores["name"]),
-            files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
-            attributes=attributes,
-        )
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        return self.dataset.read(column, start, stop)
 
 
 def is_dataset(path: Path) -> bool:
@@ -469,7 +311,30 @@ def is_dataset(path: Path) -> bool:
     return (path / shard_name(0)).exists() or not hdf5_files(path)
 
 
-def open_shards(path: Path, *, rule: str | None) -> DatasetSource:
+def dataset_source(dataset: Dataset) -> PieceSource:
+    """Return an opened dataset of GEAR shards as a source."""
+    before, scores = dataset.manifest.source, dataset.manifest.reference_scores
+    attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+    attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
+    return PieceSource(
+        [Piece(read=dataset.read, steps=dataset.spec.steps)],
+        dataset.spec,
+        lengths=dataset.episodes.lengths,
+        terminated=dataset.terminated,
+        truncated=dataset.truncated,
+        info=SourceInfo(
+            uri=dataset.path.name,
+            format="gear",
+            rule=before.rule,
+            environment_id=dataset.environment_id,
+            reference_name=None if scores is None else str(scores["name"]),
+            files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
+            attributes=attributes,
+        ),
+    )
+
+
+def open_shards(path: Path, *, rule: str | None) -> PieceSource:
     """Open the dataset directory at `path`; every digest is compared first."""
     if rule is not None:
         raise InputError(
@@ -478,4 +343,4 @@ def open_shards(path: Path, *, rule: str | None) -> DatasetSource:
             where=str(path),
             remedy="leave the rule out, or convert the first source again",
         )
-    return DatasetSource(open_dataset(path))
+    return dataset_source(open_dataset(path))

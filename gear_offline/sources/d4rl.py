@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
@@ -30,8 +30,7 @@ from gear_offline.dataset.scores import (
     reference_scores,
 )
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.sources.base import Source
-from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS
+from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS, Boundaries
 from gear_offline.sources.hdf5 import Hdf5Dataset
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
@@ -168,7 +167,7 @@ class D4rlFile:
         """What goes into the provenance."""
         return {"family": self.family.name, "family_from": self.evidence}
 
-    def warnings(self, source: Source, tail_steps: int, *, overridden: bool) -> list[str]:
+    def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
         """Return what a user should know of the episodes that the rule gave."""
         family, limit = self.family, self.family.step_limit
         found: list[str] = []
@@ -177,8 +176,8 @@ class D4rlFile:
                 f"taken for {family.name} by its {self.evidence.removeprefix('content: ')}: "
                 f"episodes end by {family.name}'s rule; rule='terminals|timeouts' overrides"
             )
-        lengths = source.episodes.lengths
-        finished = lengths[:-1] if tail_steps else lengths
+        lengths = ends.lengths
+        finished = lengths[:-1] if ends.tail_steps else lengths
         own = "terminals" if family.name == "mujoco" else "timeouts"
         if limit and int(lengths.max()) > limit:
             found.append(
@@ -186,8 +185,8 @@ class D4rlFile:
                 f"steps of {family.name} (the longest has {int(lengths.max())}): flags may be "
                 f"missing; rule='{own}|steps={limit}' would cut them"
             )
-        if family.name == "mujoco" and limit and "timeouts" in source.spec:
-            cut = ~source.terminated[: finished.size] & (finished < limit)
+        if family.name == "mujoco" and limit and "timeouts" in columns:
+            cut = ~ends.terminated[: finished.size] & (finished < limit)
             if cut.any():
                 found.append(
                     f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step "
@@ -196,7 +195,7 @@ class D4rlFile:
                 )
         if overridden:
             return found
-        if not any(flag in source.spec for flag in TIME_FLAGS) or family.name == "kitchen":
+        if not any(flag in columns for flag in TIME_FLAGS) or family.name == "kitchen":
             found.append(_NOTES[family.name.split("-")[0]])
         if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
             found.append(

@@ -6,17 +6,19 @@ Shape legend: N rows, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from gear_offline.dataset.schema import BoolArray, Int64Array
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.errors import InputError
 
 _STEPS = re.compile(r"steps=([1-9][0-9]{0,11})")
 TERMINAL_FLAGS = ("terminals", "terminations", "terminated", "dones", "done")
 TIME_FLAGS = ("timeouts", "truncations", "truncated")
+FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
+SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
 PAIRS = {"terminals": "timeouts", "terminations": "truncations", "terminated": "truncated"}
 ARTIFICIAL = "terminals-as-truncations"
 
@@ -56,31 +58,17 @@ class Rule:
             elif part == ARTIFICIAL and "terminals" not in flags:
                 flags.append("terminals")
                 artificial = True
-            elif part in TERMINAL_FLAGS + TIME_FLAGS and part not in flags:
+            elif part in FLAGS and part not in flags:
                 flags.append(part)
             else:
                 raise InputError(
                     "SOURCE_LAYOUT",
                     f"boundary rule {text!r} is not understood at {part!r}",
                     remedy="join parts with '|': "
-                    + ", ".join((*TERMINAL_FLAGS, *TIME_FLAGS, ARTIFICIAL, "steps=N"))
+                    + ", ".join((*FLAGS, ARTIFICIAL, "steps=N"))
                     + "; or 'none' for one episode",
                 )
         return cls(text=text, flags=tuple(flags), step_limit=limit, artificial=artificial)
-
-
-def check_rule(text: str, columns: Sequence[str], *, where: str) -> Rule:
-    """Read a rule, and refuse one whose flags are not among the columns."""
-    rule = Rule.parse(text)
-    missing = [flag for flag in rule.flags if flag not in columns]
-    if missing:
-        raise InputError(
-            "COLUMN",
-            f"boundary rule {text!r} needs the column {missing[0]!r}",
-            where=where,
-            remedy=f"columns here: {', '.join(columns)}",
-        )
-    return rule
 
 
 def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
@@ -109,19 +97,6 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
     )
 
 
-def terminal_flags(rule: Rule, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns that say whether an episode's last row terminated it.
-
-    They are the rule's own, or else (a rule on timeouts alone) the counterpart of its time flag.
-    """
-    own = tuple(flag for flag in rule.flags if flag in TERMINAL_FLAGS)
-    if own:
-        return own
-    counterparts = {time: terminal for terminal, time in PAIRS.items()}
-    wanted = [counterparts[flag] for flag in rule.flags] or TERMINAL_FLAGS
-    return tuple(flag for flag in wanted if flag in columns)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Boundaries:
     """Episodes found.
@@ -140,6 +115,72 @@ class Boundaries:
     terminated: BoolArray
     truncated: BoolArray
     tail_steps: int
+
+
+def split_episodes(
+    rule: str,
+    columns: Sequence[str],
+    rows: int,
+    read: Callable[[str, int, int], Array],
+    *,
+    where: str,
+    block: int = 1 << 20,
+) -> Boundaries:
+    """Return the episodes of a table by a boundary rule.
+
+    Parameters
+    ----------
+    rule
+        As written; see `Rule`.
+    columns
+        Names of the table's columns.
+    rows
+        N.
+    read
+        ``read(flag, start, stop)`` gives rows of a flag; any number but 0 is true.
+    where
+        Place in messages.
+    block
+        Rows per read.
+    """
+    parsed = Rule.parse(rule)
+    missing = [flag for flag in parsed.flags if flag not in columns]
+    if missing:
+        raise InputError(
+            "COLUMN",
+            f"boundary rule {rule!r} needs the column {missing[0]!r}",
+            where=where,
+            remedy=f"columns here: {', '.join(columns)}",
+        )
+    # What says whether an episode's last row terminated it: the rule's own flags, or else (a rule
+    # on timeouts alone) the counterpart of its time flag.
+    terminals = [flag for flag in parsed.flags if flag in TERMINAL_FLAGS]
+    if not terminals:
+        counterparts = {time: terminal for terminal, time in PAIRS.items()}
+        wanted = [counterparts[flag] for flag in parsed.flags] or TERMINAL_FLAGS
+        terminals = [flag for flag in wanted if flag in columns]
+
+    def flags(names: Iterable[str], start: int, stop: int) -> BoolArray:
+        found = np.zeros(stop - start, np.bool_)
+        for name in names:
+            values = read(name, start, stop)
+            invalid = np.flatnonzero(values != values)
+            if invalid.size:
+                raise InputError(
+                    "SOURCE_LAYOUT",
+                    f"the flag {name} is NaN at row {start + int(invalid[0])}",
+                    where=where,
+                    remedy="give one true or false for each step",
+                )
+            found |= values != 0
+        return found
+
+    blocks = ((start, min(start + block, rows)) for start in range(0, rows, block))
+    return find_boundaries(
+        parsed,
+        ((flags(parsed.flags, *ends), flags(terminals, *ends)) for ends in blocks),
+        rows,
+    )
 
 
 def find_boundaries(

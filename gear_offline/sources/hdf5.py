@@ -29,7 +29,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from gear_offline.core.files import FileIdentity, file_identity, read_at
 from gear_offline.dataset.schema import MAX_DIMENSIONS, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.sources.base import READ_BYTES, changed_error, check_range, open_file
+from gear_offline.sources.base import READ_BYTES, changed_error, open_file
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
@@ -405,7 +405,6 @@ class Hdf5Column:
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
-        check_range(start, stop, self.shape[0])
         rows = np.empty((stop - start, *self._stored_shape[1:]), self._stored_dtype)
         if self._storage.inline is not None:
             rows[...] = self._storage.inline[start:stop]

@@ -1,112 +1,30 @@
 """An HDF5 file as a source: its datasets are columns, one row a step, ends marked by flag columns.
 
 A file is in one of D4RL's layouts, or in the generic one with explicit end flags.
-
-Shape legend: N rows, E episodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import (
-    BoolArray,
-    ColumnSpec,
-    EpisodeIndex,
-    TableSpec,
-    is_step_shape,
-)
+from gear_offline.dataset.schema import ColumnSpec, is_step_shape
 from gear_offline.errors import InputError
-from gear_offline.sources.base import Source, SourceInfo, legal_names, renaming_warnings
+from gear_offline.sources.base import Piece, PieceSource, SourceInfo, legal_names, warnings_about
 from gear_offline.sources.d4rl import D4rlFile, looks_like_d4rl
-from gear_offline.sources.episode_ends import (
-    TERMINAL_FLAGS,
-    TIME_FLAGS,
-    Rule,
-    check_rule,
-    default_rule,
-    find_boundaries,
-    terminal_flags,
-)
-from gear_offline.sources.hdf5 import Hdf5Column, Hdf5File, some_names
+from gear_offline.sources.episode_ends import FLAGS, SCALARS, default_rule, split_episodes
+from gear_offline.sources.hdf5 import Hdf5File, some_names
 
-FLAGS = (*TERMINAL_FLAGS, *TIME_FLAGS)
-SCALARS = ("rewards", *FLAGS)  # (N, 1) is read as one number a step
+SUFFIXES = (".hdf5", ".h5")
 REQUIRED = ("observations", "actions", "rewards")
-_FLAG_ROWS = 1 << 20
-
-
-class Hdf5Source(Source):
-    """A `Source` over the columns of one file, of which nothing is open between reads."""
-
-    def __init__(
-        self,
-        columns: Mapping[str, Hdf5Column],
-        rows: int,
-        rule: Rule,
-        info: SourceInfo,
-    ) -> None:
-        self._columns = columns
-        ends = find_boundaries(rule, self._flag_blocks(rule, rows), rows)
-        self.tail_steps = ends.tail_steps
-        self.episodes = EpisodeIndex(ends.lengths)
-        self.terminated: BoolArray = ends.terminated
-        self.truncated: BoolArray = ends.truncated
-        self.spec = TableSpec(
-            columns=tuple(
-                ColumnSpec(name=name, dtype=column.dtype, shape=column.shape[1:])
-                for name, column in columns.items()
-            ),
-            steps=rows,
-            episodes=self.episodes.episodes,
-        )
-        self.info = info
-
-    def _flag_blocks(self, rule: Rule, rows: int) -> Iterator[tuple[BoolArray, BoolArray]]:
-        """Yield (n,) bool: rows that end an episode, rows that bear the terminal flag."""
-        terminals = terminal_flags(rule, list(self._columns))
-        names = sorted({*rule.flags, *terminals})
-        block = max((self._columns[name].preferred_rows for name in names), default=_FLAG_ROWS)
-        for start in range(0, rows, block):
-            stop = min(start + block, rows)
-            flags = {name: self._read_flag(name, start, stop) for name in names}
-            none = np.zeros(stop - start, np.bool_)
-            yield (
-                np.logical_or.reduce([none, *(flags[n] for n in rule.flags)]),
-                np.logical_or.reduce([none, *(flags[n] for n in terminals)]),
-            )
-
-    def _read_flag(self, name: str, start: int, stop: int) -> BoolArray:
-        """Return rows of a flag column as (n,) bool; any number but 0 is true."""
-        values = self._columns[name].read(start, stop)
-        invalid = np.flatnonzero(values != values)
-        if invalid.size:
-            raise InputError(
-                "SOURCE_LAYOUT",
-                f"the flag {name} is NaN at row {start + int(invalid[0])}",
-                remedy="store one true or false for each step",
-            )
-        return np.asarray(values != 0, np.bool_)
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        return self._columns[column].read(start, stop)
-
-    def preferred_rows(self, column: str) -> int:
-        """Rows per read that suit the storage (a multiple of its chunks); at least 1."""
-        return self._columns[column].preferred_rows
 
 
 def open_hdf5(
     path: Path, *, uri: str, name: str, rule: str | None, names: Mapping[str, str] | None = None
-) -> Hdf5Source:
+) -> PieceSource:
     """Open an HDF5 file of D4RL's or the generic layout.
 
     Parameters
@@ -127,45 +45,58 @@ def open_hdf5(
         flags = [flag for flag in known if flag in file.datasets]
         layout = find_columns(file, ("next_observations", *flags))
         attributes = file.attributes()
-        environment = attributes.get("env_id")
-        d4rl = None
+        d4rl = D4rlFile.detect(name, attributes, file.datasets) if len(known) == 2 else None
         warnings: list[str] = []
-        if looks_like_d4rl(file.datasets):
-            d4rl = D4rlFile.detect(name, attributes, file.datasets)
-            chosen = d4rl.rule if rule is None else rule
-            environment = d4rl.environment
+        environment = d4rl.environment if d4rl else attributes.get("env_id")
+        overridden = rule is not None
+        if rule is None and d4rl:
+            rule = d4rl.rule
         elif rule is None:
-            chosen, warnings = default_rule(flags, where=str(path))
-        else:
-            chosen = rule
-        parsed = check_rule(chosen, layout.columns, where=str(path))
-        renamed = legal_names(layout.columns)
-        columns = {renamed[old]: file.column(old, scalar=old in SCALARS) for old in layout.columns}
-        source = Hdf5Source(
-            columns,
-            layout.rows,
-            parsed,
-            SourceInfo(
-                uri=uri,
-                format="d4rl" if d4rl else "hdf5",
-                rule=chosen,
-                environment_id=environment if isinstance(environment, str) else None,
-                reference_name=d4rl.reference if d4rl else None,
-                files=(file.path,),
-                opened=(file.identity,),
-            ),
-        )
-        if d4rl:
-            warnings = d4rl.warnings(source, source.tail_steps, overridden=rule is not None)
-        facts = {
-            "attributes": attributes,
-            "metadata": file.metadata(),
-            "left_out": layout.left_out,
-            "unfinished_tail_steps": source.tail_steps,
-            "warnings": file.warnings + renaming_warnings(renamed) + warnings,
+            rule, warnings = default_rule(flags, where=str(path))
+        new_names = legal_names(layout.columns)
+        columns = {
+            new_names[old]: file.column(old, scalar=old in SCALARS) for old in layout.columns
         }
-    source.info = replace(source.info, attributes={**(d4rl.attributes if d4rl else {}), **facts})
-    return source
+        facts = {"attributes": attributes, "metadata": file.metadata()}
+
+    preferred = {new: column.preferred_rows for new, column in columns.items()}
+    ends = split_episodes(
+        rule,
+        list(columns),
+        layout.rows,
+        lambda column, start, stop: columns[column].read(start, stop),
+        where=str(path),
+        block=max(preferred[name] for name in [*flags, "rewards"]),
+    )
+    if d4rl:
+        warnings = d4rl.warnings(ends, columns, overridden=overridden)
+        facts |= d4rl.attributes
+    facts |= {
+        "left_out": layout.left_out,
+        "unfinished_tail_steps": ends.tail_steps,
+        "warnings": file.warnings + warnings_about(new_names) + warnings,
+    }
+    return PieceSource(
+        [Piece(read=lambda name, start, stop: columns[name].read(start, stop), steps=layout.rows)],
+        [
+            ColumnSpec(name=new, dtype=column.dtype, shape=column.shape[1:])
+            for new, column in columns.items()
+        ],
+        lengths=ends.lengths,
+        terminated=ends.terminated,
+        truncated=ends.truncated,
+        info=SourceInfo(
+            uri=uri,
+            format="d4rl" if d4rl else "hdf5",
+            rule=rule,
+            environment_id=environment if isinstance(environment, str) else None,
+            reference_name=d4rl.reference if d4rl else None,
+            files=(file.path,),
+            opened=(file.identity,),
+            attributes=facts,
+        ),
+        preferred=preferred,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,3 +152,18 @@ def find_columns(file: Hdf5File, optional: Sequence[str]) -> Layout:
         else:
             chosen.append(name)
     return Layout(columns=tuple(chosen), rows=count, left_out=left_out)
+
+
+def hdf5_files(folder: Path) -> list[Path]:
+    """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
+    found = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
+    ]
+    return sorted(found, key=lambda path: _natural(path.name))
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]

@@ -14,35 +14,37 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.dataset.scores import reference_scores
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources.base import (
-    Source,
+    Piece,
+    PieceSource,
     SourceInfo,
-    check_range,
     legal_names,
     open_file,
-    renaming_warnings,
+    warnings_about,
 )
-from gear_offline.sources.combine import hdf5_files
 from gear_offline.sources.hdf5 import Hdf5File
+from gear_offline.sources.hdf5_table import hdf5_files
 
 MAIN_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 MAX_METADATA_BYTES = 64 << 20
 KEPT_BYTES = 320 << 20  # of decoded episodes: those of a shard are not decoded for each column
-RUN_STEPS = 4096  # decoded in one go: opening the file once per episode would take longer
+RUN_EPISODES = 64  # decoded in one go: opening the file for each would take longer
 DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v[0-9]+")
 RULE = "episodes"
-Episode = dict[str, npt.NDArray[Any]]
+Episode = dict[str, Array]
+Columns = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 
 def find_directory(dataset_id: str) -> Path:
@@ -76,8 +78,8 @@ def data_directory(path: Path) -> Path | None:
     return None
 
 
-def open_minari(path: Path, *, uri: str | None, rule: str | None) -> MinariSource:
-    """Open a Minari dataset's directory, or the ``data`` directory in it.
+def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource:
+    """Open a Minari dataset's directory, or the ``data`` directory in it; reads each episode once.
 
     Without `uri` the dataset's own id is given as what the user asked for.
     """
@@ -91,99 +93,129 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> MinariSourc
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
     metadata = _read_metadata(data)
-    name = f"minari:{metadata['dataset_id']}" if metadata.get("dataset_id") else path.name
-    return MinariSource(data, metadata, uri=uri or str(name))
-
-
-class MinariSource(Source):
-    """A `Source` over a Minari dataset; opening it reads every episode once."""
-
-    def __init__(self, data: Path, metadata: Mapping[str, Any], *, uri: str) -> None:
-        self._data = data
-        files = _data_files(data, metadata)
-        self._storage = _open_storage(data)
-        self._recent: OrderedDict[int, Episode] = OrderedDict()  # decoded
-        self._recent_bytes = 0
-        self._left_out: dict[str, str] = {}
-        total = int(metadata["total_episodes"])
-        lengths: list[int] = []
-        terminated: list[bool] = []
-        numbers: list[int] = []
-        columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        for number, episode in self._decode(range(total)):
-            steps = len(episode["rewards"])
-            if not steps:
-                continue
+    files = _data_files(data, metadata)
+    total = int(metadata["total_episodes"])
+    reader = _Reader(data)
+    lengths: list[int] = []
+    terminated: list[bool] = []
+    columns: Columns = {}
+    for number, episode in reader.decode(range(total)):
+        steps = len(episode["rewards"])
+        if steps:
             found = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
-            if not numbers:
-                columns = found
-            self._compare(columns, found, number)
-            self._keep(number, episode)
-            numbers.append(number)
+            columns = reader.common_columns(columns, found, number) if lengths else found
+            reader.keep(number, episode)
+            reader.numbers.append(number)
             lengths.append(steps)
             terminated.append(bool(episode["terminations"][-1].any()))
-        if not numbers or sum(lengths) != int(metadata.get("total_steps", sum(lengths))):
-            what = f"the data hold {count_text(sum(lengths), 'step')}, the metadata say "
-            raise _layout(data, what + str(metadata.get("total_steps")))
-        self._numbers = numbers
-        self._names = legal_names(columns)
-        self._stored = {new: old for old, new in self._names.items()}
-        self.episodes = EpisodeIndex(np.array(lengths, np.int64))
-        self.terminated: BoolArray = np.array(terminated, np.bool_)
-        self.truncated: BoolArray = ~self.terminated
-        self.spec = TableSpec(
-            columns=tuple(
-                ColumnSpec(name=self._names[name], dtype=dtype, shape=shape)
-                for name, (dtype, shape) in columns.items()
-            ),
-            steps=self.episodes.steps,
-            episodes=self.episodes.episodes,
-        )
-        empty = total - len(numbers)
-        said = [f"{count_text(empty, 'episode')} without steps left out"] if empty else []
-        said += [
-            f"{name} is left out: {why}"
-            for name, why in self._left_out.items()
-            if name.split("/")[0] in ("observations", "actions")
-        ]
-        environment = _environment(metadata)
-        known = environment is not None and reference_scores(environment) is not None
-        self.info = SourceInfo(
-            uri=uri,
+    steps = sum(lengths)
+    if not steps or steps != int(metadata.get("total_steps", steps)):
+        what = f"the data hold {count_text(steps, 'step')}, metadata.json says "
+        raise _layout(data, what + str(metadata.get("total_steps")))
+    names = legal_names(columns)
+    reader.stored = {new: old for old, new in names.items()}
+    notes = warnings_about(names)
+    if total > len(lengths):
+        notes.append(f"{count_text(total - len(lengths), 'episode')} without steps left out")
+    for name, why in reader.left_out.items():
+        if not name.startswith("infos/"):
+            notes.append(f"{name} is left out: {why}")
+    environment = _environment(metadata)
+    own = f"minari:{metadata['dataset_id']}" if metadata.get("dataset_id") else path.name
+    return PieceSource(
+        [
+            Piece(read=partial(reader.read, index), steps=length)
+            for index, length in enumerate(lengths)
+        ],
+        [
+            ColumnSpec(name=names[name], dtype=dtype, shape=shape)
+            for name, (dtype, shape) in columns.items()
+        ],
+        lengths=lengths,
+        terminated=terminated,
+        truncated=~np.array(terminated, np.bool_),
+        info=SourceInfo(
+            uri=uri or own,
             format="minari",
             rule=RULE,
             environment_id=environment,
-            reference_name=environment if known else None,
+            reference_name=environment if environment and reference_scores(environment) else None,
             files=files,
             attributes={
                 "metadata": _facts(metadata),
-                "left_out": self._left_out,
+                "left_out": reader.left_out,
                 "unfinished_tail_steps": 0,
-                "warnings": renaming_warnings(self._names) + said,
+                "warnings": notes,
             },
-        )
+        ),
+    )
 
-    def _compare(
-        self,
-        columns: dict[str, tuple[np.dtype[Any], tuple[int, ...]]],
-        found: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
-        number: int,
-    ) -> None:
-        """Drop infos that an episode lacks; refuse an episode of other columns."""
-        for name in [n for n in {**columns, **found} if columns.get(n) != found.get(n)]:
+
+class _Reader:
+    """Decodes episodes by the minari package, and keeps those that were decoded last.
+
+    Attributes
+    ----------
+    numbers
+        Minari's number of each episode that has steps.
+    stored
+        The name in an episode of each column.
+    left_out
+        What is stored and no column, and why.
+    """
+
+    def __init__(self, data: Path) -> None:
+        self.numbers: list[int] = []
+        self.stored: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self._data, self._storage = data, _open_storage(data)
+        self._recent: OrderedDict[int, Episode] = OrderedDict()
+        self._recent_bytes = 0
+
+    def read(self, index: int, column: str, start: int, stop: int) -> Array:
+        """Return rows of an episode; with one that is not kept the next ones are decoded."""
+        number, name = self.numbers[index], self.stored[column]
+        if number not in self._recent:
+            run: list[tuple[int, Episode]] = []
+            decoded = 0
+            for found in self.decode(self.numbers[index : index + RUN_EPISODES]):
+                run.append(found)
+                decoded += _bytes(found[1])
+                if decoded > KEPT_BYTES // 2:
+                    break
+            for other, episode in reversed(run):  # the one that is asked for is kept in any case
+                self.keep(other, episode)
+        rows = self._recent[number].get(name)
+        if rows is None or len(rows) < stop:
+            raise _layout(self._data, f"{name} is not what it was", where=f"episode {number}")
+        return rows[start:stop]
+
+    def keep(self, number: int, episode: Episode) -> None:
+        """Keep a decoded episode, and no more of those before than have room."""
+        if number in self._recent:
+            return
+        self._recent[number] = episode
+        self._recent_bytes += _bytes(episode)
+        while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
+            self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
+
+    def common_columns(self, columns: Columns, found: Columns, number: int) -> Columns:
+        """Return the columns that all episodes have; only infos may differ."""
+        differ = {name for name in {**columns, **found} if columns.get(name) != found.get(name)}
+        for name in differ - set(self.left_out):
             if not name.startswith("infos/"):
                 what = f"{name} is {found.get(name)}, before it was {columns.get(name)}"
                 raise _layout(self._data, what, where=f"episode {number}")
-            self._left_out[name] = "differs between episodes"
-            columns.pop(name, None)
+            self.left_out[name] = "differs between episodes"
+        return {name: kind for name, kind in columns.items() if name not in differ}
 
-    def _decode(self, numbers: range | list[int]) -> Iterator[tuple[int, Episode]]:
+    def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
+        # Of arrow files minari takes several only if all have the same infos.
+        one_file = (self._data / MAIN_FILE).exists()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # Of arrow files it takes several only if all have the same infos.
-                one_file = (self._data / MAIN_FILE).exists()
                 for run in [numbers] if one_file else [[number] for number in numbers]:
                     for number, raw in zip(run, self._storage.get_episodes(run), strict=True):
                         yield number, self._columns(raw, number)
@@ -206,15 +238,13 @@ class MinariSource(Source):
         found |= self._leaves("actions", raw["actions"])
         found["rewards"] = rewards
         found |= {f"next_{name}": rows[1:] for name, rows in observations.items()}
-        for flag in ("terminations", "truncations"):
-            found[flag] = np.asarray(raw[flag])
+        found |= {flag: np.asarray(raw[flag]) for flag in ("terminations", "truncations")}
         for name, rows in self._leaves("infos", raw["infos"] or {}).items():
             if len(rows) in (steps, steps + 1):
                 found[name] = rows[:steps]
             else:
-                self._left_out[name] = (
-                    f"{count_text(len(rows), 'row')} for {count_text(steps, 'step')}"
-                )
+                has = count_text(len(rows), "row")
+                self.left_out[name] = f"{has} for {count_text(steps, 'step')}"
         for name, rows in found.items():
             if len(rows) != steps:
                 what = f"{count_text(len(rows), 'row')} of {name} for {count_text(steps, 'step')}"
@@ -223,67 +253,17 @@ class MinariSource(Source):
 
     def _leaves(self, name: str, value: Any) -> Episode:
         """Return the arrays below `name`; what is no array of numbers is left out."""
-        found: Episode = {}
         if isinstance(value, Mapping | tuple):
             parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+            found: Episode = {}
             for key, part in parts:
                 found |= self._leaves(f"{name}/{str(key).replace('/', '_')}", part)
             return found
         rows = np.asarray(value)
         if rows.dtype.kind in "biufc" and rows.ndim:
             return {name: rows}
-        self._left_out[name] = "text" if rows.dtype.kind in "SU" else f"no numbers ({rows.dtype})"
+        self.left_out[name] = "text" if rows.dtype.kind in "SU" else f"no numbers ({rows.dtype})"
         return {}
-
-    def _keep(self, number: int, episode: Episode) -> None:
-        self._recent[number] = episode
-        self._recent_bytes += _bytes(episode)
-        while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
-            self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
-
-    def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape), native dtype."""
-        check_range(start, stop, self.spec.steps)
-        spec, stored = self.spec[column], self._stored[column]
-        rows = np.empty((stop - start, *spec.shape), spec.dtype)
-        offsets, at = self.episodes.offsets, start
-        while at < stop:
-            index = int(self.episodes.episode_of(at))
-            begin, end = int(offsets[index]), min(int(offsets[index + 1]), stop)
-            found = self._episode(index).get(stored)
-            if found is None or (found.dtype, found.shape[1:]) != (spec.dtype, spec.shape):
-                raise _layout(self._data, f"{stored} is not what it was", where=f"step {at}")
-            rows[at - start : end - start] = found[at - begin : end - begin]
-            at = end
-        return rows
-
-    def _episode(self, index: int) -> Episode:
-        """Return a decoded episode; with one that is not there the next ones are decoded."""
-        number = self._numbers[index]
-        if number in self._recent:
-            return self._recent[number]
-        limit = int(
-            np.searchsorted(self.episodes.offsets, self.episodes.offsets[index] + RUN_STEPS)
-        )
-        run = list(self._decode_some(self._numbers[index : max(limit, index + 1)]))
-        for found, episode in reversed(run):
-            if found not in self._recent:
-                self._keep(found, episode)
-        return run[0][1]
-
-    def _decode_some(self, numbers: list[int]) -> Iterator[tuple[int, Episode]]:
-        """Yield episodes until they fill a half of what may be kept."""
-        decoded = 0
-        for number, episode in self._decode(numbers):
-            yield number, episode
-            decoded += _bytes(episode)
-            if decoded > KEPT_BYTES // 2:
-                return
-
-    def close(self) -> None:
-        """Drop the decoded episodes; no file is open."""
-        self._recent.clear()
-        self._recent_bytes = 0
 
 
 def _bytes(episode: Episode) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import (
-    hdf5_files,
     is_dataset,
     names_in_file,
     open_folder,
@@ -17,7 +16,7 @@ from gear_offline.sources.combine import (
     with_columns,
 )
 from gear_offline.sources.d4rl import locate
-from gear_offline.sources.hdf5_table import open_hdf5
+from gear_offline.sources.hdf5_table import SUFFIXES, hdf5_files, open_hdf5
 from gear_offline.sources.minari import data_directory, find_directory, open_minari
 
 ACCEPTED = (
@@ -82,7 +81,7 @@ def open_source(
         if hdf5_files(path):
             return with_columns(open_folder(path, rule=rule, names=before), after, before)
         raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
-    if exists or path.suffix.lower() in (".hdf5", ".h5"):
+    if exists or path.suffix.lower() in SUFFIXES:
         found = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
         return with_columns(found, after, before)
     raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
