@@ -28,7 +28,8 @@ from gear_offline.sources import (
     pick_episodes,
 )
 from gear_offline.sources.base import Source
-from gear_offline.sources.combine import hdf5_files, with_columns
+from gear_offline.sources.combine import with_columns
+from gear_offline.sources.hdf5_table import hdf5_files
 from tests.hdf5_files import table, write
 from tests.support import ArraySource, hopper_columns
 

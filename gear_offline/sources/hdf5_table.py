@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gear_offline.core.text import count_text
 from gear_offline.dataset.schema import ColumnSpec, is_step_shape
@@ -57,7 +58,7 @@ def open_hdf5(
         columns = {
             new_names[old]: file.column(old, scalar=old in SCALARS) for old in layout.columns
         }
-        facts = {"attributes": attributes, "metadata": file.metadata()}
+        facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
 
     preferred = {new: column.preferred_rows for new, column in columns.items()}
     ends = split_episodes(
