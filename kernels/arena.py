@@ -41,10 +41,6 @@ class Arena:
         self.pin = pin
         self._free: list[UInt8Array] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: spare memory stays."""
-        return {"pin": self.pin, "_free": []}
-
     def blocks(self, ends: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return bytes ``[begin, end)`` of a block, of unspecified content, for each of `ends`.
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from gear_offline.core.closing import Closing
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import Int64Array
 from gear_offline.dataset.shards import digest
 from gear_offline.distributed.world import World
+from gear_offline.errors import InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
@@ -36,7 +38,6 @@ from gear_offline.loaders.options import (
 from gear_offline.loaders.options import resolve_device as resolve_device
 from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
 from gear_offline.loaders.task_bounds import task_bounds
-from gear_offline.loaders.workers import sendable, worker_batches
 from gear_offline.sampling import Sampler, Segments, check_range
 from gear_offline.sampling.base import plain
 from gear_offline.sampling.stream import Stream
@@ -274,9 +275,13 @@ class GearLoader(Closing, Iterator[Batch]):
             f"{self.device}, next step {self._step:,})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled; see `loaders.workers`."""
-        return sendable(self)
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        raise InputError(
+            "LOADER_OPTION",
+            "a loader cannot be copied into another process",
+            remedy="make it there: its batches follow from dataset, options and step",
+        )
 
     @property
     def step(self) -> int:
@@ -289,11 +294,17 @@ class GearLoader(Closing, Iterator[Batch]):
         return int(self.dataset.episodes.lengths.max())
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself, which goes on where it is; workers: `loaders.workers`."""
-        return worker_batches(self) or self
+        """Return the loader itself, which goes on where it is."""
+        return self
 
     def __next__(self) -> Batch:
         """Return the batch of `step` and advance."""
+        if get_worker_info() is not None:  # each worker's copy would give the same batches
+            raise InputError(
+                "LOADER_OPTION",
+                "a loader gives no batches to worker processes of a DataLoader",
+                remedy="the loader itself is the iterable, of whole batches: for batch in loader",
+            )
         if not self._ready:
             self._ready = self._batches(self._step, self._block_steps, ahead=True)[::-1]
         self._step += 1  # before `pop`, behind which an interruption may come

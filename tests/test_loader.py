@@ -7,16 +7,16 @@ import io
 import itertools
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-import gear_offline.loaders.workers
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.loaders import loader as module
@@ -25,7 +25,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, make_sampler
 from gear_offline.sampling.episodes import UniformSteps
 from tests.segment_oracle import expect, oracle_window, same_bits
-from tests.support import hopper_columns, make_dataset
+from tests.support import failing_code, hopper_columns, make_dataset
 
 LENGTHS = [30, 1, 7, 55, 20, 3]
 FIELDS = (
@@ -401,47 +401,25 @@ def test_masks_take_memory_of_one_window_not_of_all(dataset: Dataset, padding: A
         assert ones.tolist() == list(range(first, first + real))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_workers_of_a_data_loader_share_the_batches(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "seed": 2, "device": "cpu", "start_step": 5}
-    wanted = take(GearLoader(dataset, **options), 9)
-    loader = GearLoader(dataset, **options)
-    streams = []
-    for worker in range(workers):
-        info = SimpleNamespace(id=worker, num_workers=workers)
-        monkeypatch.setattr(gear_offline.loaders.workers, "get_worker_info", lambda i=info: i)
-        streams.append(iter(loader))
-    for step in range(9):  # a DataLoader takes from its workers in turn
-        assert same(next(streams[step % workers]), wanted[step])
-    assert loader.step == 5
-    learns = GearLoader(dataset, batch_size=4, selection="prioritized", device="cpu")
-    with pytest.raises(InputError, match="learns from losses") as caught:
-        iter(learns)
-    assert caught.value.code == "LOADER_OPTION"
+class Wrapped(IterableDataset[Batch]):
+    def __init__(self, loader: GearLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.loader)
 
 
-@pytest.mark.parametrize("options", [{}, {"selection": "prioritized"}])
-def test_a_copy_in_another_process_goes_on(dataset: Dataset, options: dict[str, Any]) -> None:
-    """Batches made ahead are views of one block, which pickle would copy for each of them."""
-    loader = GearLoader(dataset, batch_size=4, context_length=5, device="cpu", **options)
-    next(loader)
-    saved = pickle.dumps(loader)
-    assert len(saved) < 3 << 20, "of which the table of masses takes two"
-    copied = pickle.loads(saved)
-    assert copied.step == 1 and same(next(copied), next(loader))
-
-
-def test_a_loader_bound_to_its_process_is_not_copied(dataset: Dataset) -> None:
-    with (
-        GearLoader(
-            dataset, batch_size=4, device="cpu", placement="disk", host_budget=8 << 20
-        ) as loader,
-        pytest.raises(InputError, match="rows on disk cannot be copied") as caught,
-    ):
-        pickle.dumps(loader)
-    assert caught.value.code == "LOADER_OPTION"
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_of_a_data_loader_are_refused(dataset: Dataset) -> None:
+    """Their copies gave the same batches again in each epoch."""
+    loader = GearLoader(dataset, batch_size=4, device="cpu")
+    first = next(loader)  # more batches are ready
+    workers = DataLoader(Wrapped(loader), batch_size=None, num_workers=2)
+    with pytest.raises(RuntimeError, match="the loader itself is the iterable"):
+        next(iter(workers))
+    alone = DataLoader(Wrapped(loader), batch_size=None)
+    assert same(next(iter(alone)), loader.batch_at(1)) and same(first, loader.batch_at(0))
+    assert failing_code(lambda: pickle.dumps(loader)) == "LOADER_OPTION"
 
 
 class Interrupted(list[Batch]):
