@@ -37,36 +37,18 @@ REFERENCE_BYTES = 48  # of the plan, for each reference of the horizon, at most
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Needs:
-    """Windows of consecutive steps, in the order of use, (n,) int64 each.
-
-    Attributes
-    ----------
-    episode, low, real
-        Its episode, first step of the window in the table, and how many steps it has.
-    chunk
-        The chunk in which it begins; of two windows, the one that begins first has no later chunk.
-    before
-        Steps of the episode in front of the window that are wanted too; for stacks of frames.
-    """
+    """Windows of consecutive steps, in the order of use, (n,) int64 each."""
 
     episode: Int64Array
-    low: Int64Array
-    real: Int64Array
-    chunk: Int64Array
-    before: Int64Array
+    low: Int64Array  # first step of the window in the table
+    real: Int64Array  # steps that the window has
+    chunk: Int64Array  # in which it begins; rises with `low`
+    before: Int64Array  # steps of the episode in front of it that are wanted too, for stacks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Held:
-    """Windows that are here, in the order of use, (n,) int64 each.
-
-    Attributes
-    ----------
-    slots
-        Where.
-    episode, low
-        As `Needs`.
-    """
+    """Windows that are here, in the order of use, (n,) int64 each: their slots, and as `Needs`."""
 
     slots: Int64Array
     episode: Int64Array
@@ -75,15 +57,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """Windows and where they go, in the order of their first steps, (n,) int64 each.
-
-    Attributes
-    ----------
-    low, real, before
-        As `Needs`.
-    slots
-        Where to.
-    """
+    """Windows as `Needs` and their slots, in the order of first steps, (n,) int64 each."""
 
     low: Int64Array
     real: Int64Array
@@ -103,24 +77,12 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """Chunks to read, and the windows to take from them.
+    """Chunks to read, and the windows to take from them."""
 
-    Attributes
-    ----------
-    chunks
-        (c,) int64, their numbers, in the order of need.
-    references
-        (n,) int64, which windows.
-    places
-        Where they go.
-    generation
-        Of the plan that made it.
-    """
-
-    chunks: Int64Array
-    references: Int64Array
+    chunks: Int64Array  # in the order of need
+    references: Int64Array  # which windows, in the order of `places`
     places: Places
-    generation: int
+    generation: int  # of the plan: those before a jump are dropped
 
 
 class Stretch:

@@ -102,10 +102,7 @@ class ShardFiles:
     def opened(self, shards: Iterable[int]) -> Iterator[dict[int, int]]:
         """Give the descriptors of `shards` and `DERIVED`; at the end checks that none has changed.
 
-        Raises
-        ------
-        InputError
-            ``DATASET_CHANGED``; what `gear_offline.dataset.shards.open_member` raises.
+        Raises `InputError` (``DATASET_DAMAGED``), or what `open_member` does.
         """
         handles: dict[int, int] = {}
         try:
@@ -146,7 +143,7 @@ class ShardFiles:
         dataset, index = self._shards[number]
         if file_identity(handle) != dataset.stamps[index]:
             raise InputError(
-                "DATASET_CHANGED",
+                "DATASET_DAMAGED",
                 "a shard changed since it was verified",
                 where=self.names[number],
                 remedy="let nothing write to a dataset in use; open it again, which verifies it",
@@ -172,11 +169,6 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 
     A read may give less than was asked for, on network file systems for one.  It goes on from the
     last whole page, as direct reads must, until `least` bytes are there.
-
-    Raises
-    ------
-    InputError
-        ``FILE_SIZE`` if the file ends before that, ``DATASET_READ`` when the disk fails.
     """
     got = 0
     while got < least:
@@ -187,7 +179,7 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
             raise read_error(error, where) from error
         if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
             raise InputError(
-                "FILE_SIZE",
+                "DATASET_DAMAGED",
                 f"the file ends at byte {begin + got}, more were expected",
                 where=where,
                 remedy=REMEDY_DAMAGED,
@@ -262,11 +254,6 @@ class WindowReader:
             lies around the window's rows, and its history where the column has one, is any.
         buffer
             From `buffer`; used for nothing else meanwhile.
-
-        Raises
-        ------
-        InputError
-            ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
         """
         border = np.flatnonzero(np.diff(self.chunk_of(places.low))) + 1
         cuts = [0, *border[self.chunks - 1 :: self.chunks].tolist(), len(places.low)]
