@@ -40,6 +40,7 @@ from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import Table, plan_groups
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
+    GAP_BYTES,
     DiskColumn,
     Lay,
     ShardFiles,
@@ -50,9 +51,9 @@ from gear_offline.tables.window_reader import (
     pages,
 )
 
-CHUNK_BYTES = 2 << 20  # of all columns together; windows are planned and read by chunks
+CHUNK_BYTES = 2 << 20  # of all columns, at most; windows are planned and read by chunks
 THREADS = 4  # that read: a disk is fast with several reads under way, more wait for the interpreter
-JOB_CHUNKS = 4  # that a thread reads at a time
+JOB_BYTES = 8 << 20  # of the chunks that a thread reads at a time
 BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
@@ -166,9 +167,11 @@ def share_out(
         threads = min(max(room // (own_bytes + 2 * chunk_bytes(read, rows, 1)), 1), THREADS)
         around = own_bytes + chunk_bytes(read, rows, 0)
         chunk = min(CHUNK_BYTES, max(room // threads - around, 0))
+        if rows * sum(read) > GAP_BYTES:  # wide windows are worth a read each
+            chunk = min(chunk, 2 * rows * sum(read))
         chunk_steps = max(min(chunk // sum(read), steps), 1)
         each = chunk_bytes(read, rows, chunk_steps)
-        chunks = min(max((room // threads - own_bytes) // each, 1), JOB_CHUNKS)
+        chunks = max(min(room // threads - own_bytes, JOB_BYTES) // each, 1)
         taken = fixed_bytes + sum(n for n, stays in zip(kept, resident, strict=True) if stays)
         taken += int((OUTPUT_BLOCKS + CONVERSION_FACTOR * converted_share) * output_bytes)
         taken += threads * (own_bytes + chunks * each)
