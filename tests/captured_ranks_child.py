@@ -16,9 +16,9 @@ import torch
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training import rank_gradients
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
 EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")

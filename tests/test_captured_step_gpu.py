@@ -12,8 +12,8 @@ import torch
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.loaders import device_batches
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.support import make_dataset

@@ -19,8 +19,8 @@ from gear_offline.kernels.short_attention import (
     packed_attention_reference,
     supports_packed,
 )
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 from tests.gpu_support import BF16, INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 

@@ -180,7 +180,7 @@ def test_bfloat16_weights_do_not_add_up_micro_batches(recipe: Path) -> None:
 
 def learner(recipe: Recipe) -> Learner:
     from gear_offline.dataset.dataset import open_dataset
-    from gear_offline.runs.preparation import ModelSizes
+    from gear_offline.training.training_model import ModelSizes
 
     dataset = open_dataset(str(recipe.data.path))
     states, actions = (dataset.spec[c].shape[0] for c in ("observations", "actions"))

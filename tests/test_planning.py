@@ -23,8 +23,9 @@ from gear_offline.planning.compute import model_size, step_cost
 from gear_offline.planning.hardware import HARDWARE, hardware_names, load_hardware
 from gear_offline.planning.plan import Cluster, crossing_share, expected_excess, lay_out, plan
 from gear_offline.planning.workload import make_workload
-from gear_offline.runs.preparation import ModelSizes, resolve
+from gear_offline.runs.preparation import resolve
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
 

@@ -30,10 +30,10 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, Field
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 FRAME, STACK, CONTEXT, EPISODE = (84, 84), 4, 30, 1000
 FRAME_BYTES = FRAME[0] * FRAME[1]

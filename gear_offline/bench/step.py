@@ -32,10 +32,10 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.loaders.batch import Batch
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.captured_step import CapturedStep
 from gear_offline.training.learner import Learner
 from gear_offline.training.throughput import FORMULA, peak_tflops
+from gear_offline.training.training_model import ModelSizes
 
 AUTOCAST = ("train.weights=fp32",)
 DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise

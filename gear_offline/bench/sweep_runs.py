@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sweep.track import Track
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 CHUNK = 8  # steps of a run that are launched together
 DEEP = 4  # chunks on their way, at most

@@ -25,8 +25,8 @@ from gear_offline.errors import UnavailableError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.loss import action_loss
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 BATCH = 64
 OURS = {

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
 from gear_offline.planning.hardware import Hardware, Transfer
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.training.parallel import gathered_bytes, has_half_gradients
 from gear_offline.training.throughput import step_flops
@@ -29,7 +28,7 @@ from gear_offline.training.training_memory import (
     shard_bytes,
     state_bytes,
 )
-from gear_offline.training.training_model import recipe_model
+from gear_offline.training.training_model import ModelSizes, recipe_model
 
 # Kernels outside the blocks, and of one block forward and backward; bytes that everything but
 # matrix products moves, for each token, layer and unit of width.

@@ -27,10 +27,10 @@ from gear_offline.distributed.sharding import shard_weights
 from gear_offline.errors import InputError
 from gear_offline.loaders.recipes import open_tasks, recipe_sampler
 from gear_offline.runs.checks import check_selection
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
 from gear_offline.tables.table import plan_groups
+from gear_offline.training.training_model import ModelSizes
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one

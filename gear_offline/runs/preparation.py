@@ -7,7 +7,6 @@ the longest episode.  `resolve` fills these in, so that a run directory speaks f
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from math import isclose, prod
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -28,9 +27,10 @@ from gear_offline.evaluation.environment_ids import check_no_import, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset
+from gear_offline.training.training_model import ModelSizes
 
 if TYPE_CHECKING:
-    from gear_offline.models.multitask import ModelTask
+    pass
 
 
 def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
@@ -142,31 +142,6 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)
     return file
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSizes:
-    """What the model needs to know of states and actions.
-
-    Attributes
-    ----------
-    state_dim
-        Numbers in an observation.
-    frame_shape
-        Of an observation that is a frame, (h, w) or (h, w, colours); otherwise empty.
-    action_dim
-        Numbers in an action, or the number of discrete actions.
-    discrete
-        Whether actions are integers.
-    tasks
-        Of a recipe of several tasks; widths above are those of the widest then.
-    """
-
-    state_dim: int
-    action_dim: int
-    discrete: bool
-    frame_shape: tuple[int, ...] = ()
-    tasks: tuple[ModelTask, ...] = ()
 
 
 def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:

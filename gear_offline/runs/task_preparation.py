@@ -7,8 +7,9 @@ from typing import Any
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import task_recipe
 from gear_offline.models.multitask import ModelTask
-from gear_offline.runs.preparation import ModelSizes, check_memory, resolve
+from gear_offline.runs.preparation import check_memory, resolve
 from gear_offline.tables.joint import JointDataset, has_frames, state_moments
+from gear_offline.training.training_model import ModelSizes
 
 
 def resolve_tasks(

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gear_offline.cli.command import INTERRUPTED_BY_USER
 from gear_offline.core.interruption import StopRequest
 from gear_offline.errors import GearError
 from gear_offline.evaluation.tasks import plays
@@ -30,7 +29,7 @@ LOST = ("RANK_LOST", "RANK_FAILED")
 class TrainingInterrupted(GearError):
     """Ctrl-C or SIGTERM stopped the work; what was done is saved (exit code 130)."""
 
-    exit_code = INTERRUPTED_BY_USER
+    exit_code = 130  # 128 + SIGINT, as shells count
 
 
 class Run:

@@ -29,7 +29,6 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.captured_part import CapturedPart
 from gear_offline.training.captured_step import CapturedStep, start_compilers, why_not_captured
 from gear_offline.training.compilation import is_compiled
@@ -44,7 +43,7 @@ from gear_offline.training.parallel import load_model_tensors, model_tensors
 from gear_offline.training.policy_parts import PolicyParts
 from gear_offline.training.task_policy import task_policy
 from gear_offline.training.throughput import make_meter
-from gear_offline.training.training_model import make_training_model
+from gear_offline.training.training_model import ModelSizes, make_training_model
 
 
 class Learner:

@@ -21,11 +21,11 @@ from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.device_batches import side_by_side
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels, refuse_stack
-from gear_offline.runs.preparation import ModelSizes
 from gear_offline.training.captured_part import capture, warm_up
 from gear_offline.training.compilation import is_compiled
 from gear_offline.training.data_parallel import COMPILE
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import Update

@@ -10,7 +10,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.runs.preparation import ModelSizes
+from gear_offline.models.multitask import ModelTask
 from gear_offline.training.parallel import (
     Parallel,
     choose_parallel,
@@ -19,6 +19,31 @@ from gear_offline.training.parallel import (
     working_copy,
 )
 from gear_offline.training.precision import resolve_precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What the model needs to know of states and actions.
+
+    Attributes
+    ----------
+    state_dim
+        Numbers in an observation.
+    frame_shape
+        Of an observation that is a frame, (h, w) or (h, w, colours); otherwise empty.
+    action_dim
+        Numbers in an action, or the number of discrete actions.
+    discrete
+        Whether actions are integers.
+    tasks
+        Of a recipe of several tasks; widths above are those of the widest then.
+    """
+
+    state_dim: int
+    action_dim: int
+    discrete: bool
+    frame_shape: tuple[int, ...] = ()
+    tasks: tuple[ModelTask, ...] = ()
 
 
 @dataclass(frozen=True)
