@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 import h5py
@@ -33,7 +34,7 @@ from gear_offline.sources.base import READ_BYTES, changed_error, open_file
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
-CACHE_BYTES = 64 << 20  # decoded chunks kept of a column; one chunk in any case
+CACHE_BYTES = 64 << 20  # decoded chunks that are kept; one in any case
 SMALL_CHUNK_BYTES, GATHERED_CHUNKS = 4096, 4096
 MAX_STEP_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 1 << 30
@@ -394,7 +395,6 @@ class Hdf5Column:
         self._stored_dtype, self._stored_shape = dtype, stored_shape
         self._storage, self._chunks, self._fill = storage, storage.chunks, fill
         self._row_bytes = prod(stored_shape[1:]) * dtype.itemsize
-        self._recent: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()  # decoded chunks
 
     @property
     def preferred_rows(self) -> int:
@@ -478,7 +478,11 @@ class Hdf5Column:
         for index in range(start // most, -(-stop // most)):
             first, last = max(start, index * most), min(stop, (index + 1) * most)
             for number, place in enumerate(np.ndindex(*grid[1:])):
-                chunk = self._chunk(file, index * across + number)
+                plain = _DECODED.get(self._storage, index * across + number, file)
+                if plain is None:
+                    chunk = np.broadcast_to(self._fill, self._chunks)
+                else:
+                    chunk = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
                 target: list[slice] = [slice(first - start, last - start)]
                 source: list[slice] = [slice(first - index * most, last - index * most)]
                 for at, width, end in zip(
@@ -488,19 +492,33 @@ class Hdf5Column:
                     source.append(slice(0, min(width, end - at * width)))
                 rows[tuple(target)] = chunk[tuple(source)]
 
-    def _chunk(self, file: int, number: int) -> npt.NDArray[Any]:
-        """Return a decoded chunk; those read last are kept for reads that end inside them."""
-        chunk = self._recent.pop(number, None)
-        if chunk is None:
-            plain = self._storage.chunk(file, number)
-            if plain is None:
-                return np.broadcast_to(self._fill, self._chunks)
-            chunk = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
-            most = CACHE_BYTES // self._storage.chunk_bytes
-            while self._recent and len(self._recent) >= most:
-                self._recent.popitem(last=False)
-        self._recent[number] = chunk
+
+class _DecodedChunks:
+    """The chunks of all files that were decoded last: a read that ends inside one goes on in it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._bytes = most, 0
+        self._chunks: OrderedDict[tuple[_Storage, int], Bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, storage: _Storage, number: int, file: int) -> Bytes | None:
+        """Return a chunk as `_Storage.chunk` does."""
+        key = (storage, number)
+        with self._lock:
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+                return self._chunks[key]
+        chunk = storage.chunk(file, number)
+        with self._lock:
+            if chunk is not None and key not in self._chunks:
+                self._chunks[key] = chunk
+                self._bytes += len(chunk)
+            while self._bytes > self._most and len(self._chunks) > 1:
+                self._bytes -= len(self._chunks.popitem(last=False)[1])
         return chunk
+
+
+_DECODED = _DecodedChunks(CACHE_BYTES)
 
 
 def damaged(path: Path, error: BaseException) -> InputError:

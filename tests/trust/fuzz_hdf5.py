@@ -51,7 +51,7 @@ def try_input(raw: bytes, folder: Path, *, kind: str, scratch: Path) -> tuple[st
 
 def fuzz(runs: int, *, seed: int, finds: Path | None) -> dict[str, Any]:
     """Run the fuzzer; return its figures."""
-    prepare("sources.generic", "sources.minari_hdf5")
+    prepare("sources.uri")
     import numpy.random  # noqa: F401, of h5py and the collections of a child
 
     seeds = {**hdf5_seeds(), "minari": minari_seed()[1]}
