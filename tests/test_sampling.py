@@ -22,9 +22,9 @@ from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.sampling import (
     Sampler,
+    Schedule,
     Segments,
     TaskPart,
-    TaskPoint,
     WeightedEpisodes,
     base,
     make_sampler,
@@ -216,7 +216,7 @@ def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> 
         masses[int(np.argmax(weights))] = WHOLE
     bounds = np.cumsum(masses).tolist()
     asked = [*numbers, 0, WHOLE - 1, *(b - d for b in bounds for d in (0, 1) if 0 <= b - d < WHOLE)]
-    found = choice.find(np.array(asked, dtype=np.uint64)).tolist()
+    found = choice.search.find(np.array(asked, dtype=np.uint64)).tolist()
     assert found == [next(i for i, bound in enumerate(bounds) if n < bound) for n in asked]
     exact = [float(Fraction(int(mass), WHOLE)) for mass in masses]
     np.testing.assert_allclose(choice.probability, exact, rtol=1e-15)
@@ -229,7 +229,7 @@ def test_beyond_float32() -> None:
     weights[-2] = 1e-12
     choice = WeightedChoice(weights)
     edge = int(choice.search.table[-3])
-    found = choice.find(np.array([0, edge - 1, edge, WHOLE - 1], dtype=np.uint64)).tolist()
+    found = choice.search.find(np.array([0, edge - 1, edge, WHOLE - 1], dtype=np.uint64)).tolist()
     assert found == [0, count - 3, count - 2, count - 1]
     assert choice.probability[-2] == pytest.approx(1e-12 / (count - 1), rel=1e-6)
 
@@ -279,9 +279,7 @@ def test_tasks(scheduled: bool) -> None:
         TaskPart(name=str(n), sampler=make(name, more, table), weight=float(n + 1))
         for n, (name, more, table) in enumerate(zip(names, options, lengths, strict=True))
     ]
-    weights = {"0": 1.0, "1": 2.0, "2": 3.0}
-    points = [TaskPoint(step=0, weights=weights)] if scheduled else []
-    joint = mix_tasks(tasks, points)
+    joint = mix_tasks(tasks, Schedule([0], [[1.0, 2.0, 3.0]]) if scheduled else None)
     flat = [n for table in lengths for n in table]
     assert joint.index.lengths.tolist() == flat and joint.name == "tasks"
     drawn, law, first = joint.sample(2, 0, 40, 50), {}, 0
@@ -426,7 +424,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forgotten")
-@pytest.mark.parametrize("way", ["module", "file", "python -m", "nowhere"])
+@pytest.mark.parametrize("way", ["module", "file", "nowhere"])
 def test_strategies_of_ones_own_are_known_in_other_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -440,8 +438,6 @@ def test_strategies_of_ones_own_are_known_in_other_processes(
         main = ModuleType("__main__")
         if way != "nowhere":
             main.__file__ = str(file)
-        if way == "python -m":
-            main.__spec__ = __import__("importlib.util").util.find_spec("sampler_of_mine")
         monkeypatch.setitem(sys.modules, "__main__", main)
         exec(OWN.split("if __name__")[0], main.__dict__)
     origins = base.own_strategies()

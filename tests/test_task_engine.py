@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gear_offline.loaders.device_batches import make_batches
-from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
+from gear_offline.sampling import Sampler, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
@@ -18,10 +18,6 @@ from tests.segment_oracle import cpu_gather
 from tests.task_support import join, make_parts
 
 SPAN, BATCH, STEPS = 5, 9, 12
-POINTS = [
-    TaskPoint(step=2, weights={"hop": 1.0, "walk": 0.0, "point": 0.5}),
-    TaskPoint(step=9, weights={"hop": 0.2, "walk": 1.0, "point": 0.0}),
-]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> JointDataset:
     return join(make_parts(folder))
 
 
-def law_of(joint: JointDataset, points: list[TaskPoint]) -> Sampler:
+def law_of(joint: JointDataset) -> Sampler:
     names = ("uniform_steps", "return_weighted", "uniform_episodes")
     laws = [
         TaskPart(
@@ -45,11 +41,11 @@ def law_of(joint: JointDataset, points: list[TaskPoint]) -> Sampler:
         )
         for task, name, weight in zip(joint.tasks, names, (1.0, 4.0, 0.5), strict=True)
     ]
-    return mix_tasks(laws, points)
+    return mix_tasks(laws)
 
 
 def test_batches_name_the_tasks_of_the_cpus_segments(library: Any, joint: JointDataset) -> None:
-    law = law_of(joint, [])
+    law = law_of(joint)
     table = build_table(joint, context_length=SPAN)
     gather = cpu_gather(table, context_length=SPAN)
     bounds = torch.from_numpy(joint.first_episodes[1:-1].copy())

@@ -12,7 +12,7 @@ import torch
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import TaskPart, TaskPoint, make_sampler, mix_tasks
+from gear_offline.sampling import Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.training.learner import Learner
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.task_support import join, make_discrete, make_learner, make_parts, tasks_recipe
@@ -60,12 +60,7 @@ def test_batches_are_the_cpus(
                 )
                 for task, name, weight in zip(joint.tasks, laws, weights, strict=True)
             ],
-            [
-                TaskPoint(step=0, weights={"hop": 1.0, "walk": 0.0, "point": 0.5}),
-                TaskPoint(step=9, weights={"hop": 0.2, "walk": 1.0, "point": 0.0}),
-            ]
-            if scheduled
-            else (),
+            Schedule([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]]) if scheduled else None,
         )
     options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5, "selection": law}
     gpu = GearLoader(joint, device="cuda", engine="on", placement=placement, **options)

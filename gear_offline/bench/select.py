@@ -66,7 +66,7 @@ def measure(items: int, draws: int, *, rounds: int) -> dict[str, Any]:
     changes = itertools.cycle((masses[::-1].copy(), masses))  # each call changes something
     order = KeyedOrder(items)
     calls: dict[str, Callable[[], object]] = {
-        "weighted": lambda: choice.find(numbers),
+        "weighted": lambda: choice.search.find(numbers),
         "priorities: draw": lambda: tree.find(below),
         "priorities: update": lambda: tree.set(chosen, next(changes)),
         "shuffled": lambda: order(1, 0, epochs, places),

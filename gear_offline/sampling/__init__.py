@@ -20,7 +20,7 @@ from gear_offline.sampling.base import (
 )
 from gear_offline.sampling.episodes import WeightedEpisodes
 from gear_offline.sampling.epochs import ShuffledEpochs
-from gear_offline.sampling.mixture import Mixture, TaskPart, TaskPoint, mix_tasks
+from gear_offline.sampling.mixture import Mixture, Schedule, TaskPart, mix_tasks
 from gear_offline.sampling.presets import D3rlpy, MinDecisionTransformer
 from gear_offline.sampling.prioritized import Prioritized, importance_weights
 
@@ -31,10 +31,10 @@ __all__ = [
     "Mixture",
     "Prioritized",
     "Sampler",
+    "Schedule",
     "Segments",
     "ShuffledEpochs",
     "TaskPart",
-    "TaskPoint",
     "WeightedEpisodes",
     "check_integer",
     "check_number",

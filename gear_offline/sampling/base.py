@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 
 if TYPE_CHECKING:
+    from gear_offline.dataset.dataset import Dataset
     from gear_offline.sampling.prioritized import Prioritized
 
 Float64Array = npt.NDArray[np.float64]
@@ -41,41 +42,14 @@ ROTATION_STREAM = 2  # which stratum a step begins with
 EPOCH_STREAM = 3  # keys of an epoch's order
 
 
-class EpisodeData(Protocol):
-    """What samplers may look at: datasets, and `Facts`."""
-
-    @property
-    def episodes(self) -> EpisodeIndex:
-        """Lengths of the episodes."""
-        ...
-
-    @property
-    def returns(self) -> Float64Array | None:
-        """(E,) undiscounted sum of rewards of each episode."""
-        ...
-
-    @property
-    def terminated(self) -> BoolArray | None:
-        """(E,) whether the environment ended the episode."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """What a sampler may know of the data, and for which windows it is made.
-
-    Attributes
-    ----------
-    episodes, returns, terminated
-        As `EpisodeData`; None where it is not known.
-    context_length
-        K of the loader.
-    """
+    """What a sampler may know of the data, and for which windows it is made; None: not known."""
 
     episodes: EpisodeIndex
-    returns: Float64Array | None = None
-    terminated: BoolArray | None = None
-    context_length: int | None = None
+    returns: Float64Array | None = None  # (E,) undiscounted sum of rewards of each episode
+    terminated: BoolArray | None = None  # (E,) whether the environment ended the episode
+    context_length: int | None = None  # K of the loader
 
     def need(self, name: Literal["returns", "terminated", "context_length"]) -> Any:
         """Return a fact that a sampler cannot do without; raises ``SELECTION`` if it is missing."""
@@ -101,13 +75,6 @@ class Sampler:
     `register` it.  What `sample` must keep: it is a pure function whose row ``i`` is that of
     ``sample(seed, first_step + i, 1, count)``; every start lies inside its episode; `probability`
     is exact, so that importance weights can be computed from it.
-
-    Parameters
-    ----------
-    facts
-        Of the data.
-    options
-        An instance of `Options`; by default one without arguments.
 
     Attributes
     ----------
@@ -149,7 +116,7 @@ class Sampler:
         return f"{type(self).__name__}({inside})"
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of consecutive steps.
+        """Return the segments of consecutive steps, arrays of shape (steps, count).
 
         Parameters
         ----------
@@ -159,11 +126,6 @@ class Sampler:
             Steps ``first_step .. first_step + steps - 1``, below ``2**63``.
         count
             B, slots of a step.
-
-        Returns
-        -------
-        Segments
-            Arrays of shape (steps, B).
         """
         raise NotImplementedError
 
@@ -259,7 +221,7 @@ def _required(field: Any) -> bool:
 
 def make_sampler(
     name: str,
-    data: EpisodeData | EpisodeIndex,
+    data: Dataset | Facts | EpisodeIndex,
     *,
     context_length: int | None = None,
     **options: Any,
@@ -295,14 +257,13 @@ def make_sampler(
     """
     kind, chosen = sampler_class(name), parse_options(name, options)
     if isinstance(data, EpisodeIndex):
-        facts = Facts(episodes=data, context_length=context_length)
-    else:
-        facts = Facts(
-            episodes=data.episodes,
-            returns=data.returns,
-            terminated=data.terminated,
-            context_length=context_length,
-        )
+        data = Facts(episodes=data)
+    facts = Facts(
+        episodes=data.episodes,
+        returns=data.returns,
+        terminated=data.terminated,
+        context_length=context_length,
+    )
     if facts.episodes.episodes == 0:
         raise InputError("SELECTION", "the table has no episodes to select from")
     return kind(facts, chosen)
@@ -312,13 +273,10 @@ def own_strategies() -> list[str]:
     """Return modules, or paths of main files, outside the package that register strategies."""
     origins = []
     for module in sorted({kind.__module__ for kind in _SAMPLERS.values()}):
-        main = sys.modules.get(module)
-        if module == "__main__" and getattr(main, "__spec__", None) is None:
-            file = getattr(main, "__file__", None)
-            origins += [] if file is None else [str(Path(file).resolve())]
-        elif module == "__main__":
-            origins.append(main.__spec__.name)  # type: ignore[union-attr]  # python -m NAME
-        elif not module.startswith("gear_offline."):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" and file is not None:
+            origins.append(str(Path(file).resolve()))
+        elif module != "__main__" and not module.startswith("gear_offline."):
             origins.append(module)
     return origins
 

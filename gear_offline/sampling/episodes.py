@@ -43,12 +43,14 @@ SHORTFALL = 1.0 - 2.0**-51  # keeps rounding from giving out more than there is
 class WeightedEpisodes(Sampler):
     """Episode e with probability w_e / sum(w), then each of its T starts with 1 / T.
 
-    A subclass has `weights`.
+    A subclass has `weights`, or they are given.
     """
 
-    def __init__(self, facts: Facts, options: Any = None) -> None:
+    def __init__(
+        self, facts: Facts, options: Any = None, *, weights: Float64Array | None = None
+    ) -> None:
         super().__init__(facts, options)
-        self._choice = WeightedChoice(self.weights(facts))
+        self._choice = WeightedChoice(self.weights(facts) if weights is None else weights)
 
     def weights(self, facts: Facts) -> Float64Array:
         """Return (E,) weights of the episodes: finite, at least 0, not all 0."""
@@ -56,7 +58,7 @@ class WeightedEpisodes(Sampler):
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         first, second = slot_draws(seed, first_step, steps, count)
-        episodes = self._choice.find(first)
+        episodes = self._choice.search.find(first)
         lengths = self.index.lengths[episodes]
         return Segments(
             episodes=episodes,
@@ -78,20 +80,10 @@ class WeightedEpisodes(Sampler):
 
 
 class WeightedChoice:
-    """A choice among items by weight: item i where ``table[i - 1] <= draw < table[i]``.
+    """A choice among items by (n,) weights, finite, at least 0, not all 0.
 
-    Parameters
-    ----------
-    weights
-        (n,) float64, finite, at least 0, not all 0.
-
-    Attributes
-    ----------
-    search
-        In the (n,) cumulative masses.  From the last item with a mass on they would be ``2**64``
-        and are ``2**64 - 1``; searching ends at that item.
-    probability
-        (n,) float64, mass of each item over ``2**64``.
+    `search` is that in the cumulative masses: from the last item with a mass on they would be
+    ``2**64`` and are ``2**64 - 1``, and searching ends there.  `probability` (n,) is mass / 2**64.
     """
 
     def __init__(self, weights: Float64Array) -> None:
@@ -104,10 +96,6 @@ class WeightedChoice:
         if np.count_nonzero(masses) == 0:  # one item has everything, 2^64
             exact[last] = float(WHOLE)
         self.probability: Float64Array = exact * 2.0**-64
-
-    def find(self, values: UInt64Array) -> Int64Array:
-        """Return the item of each 64-bit draw, same shape, int64."""
-        return self.search.find(values)
 
 
 def masses_of(weights: Float64Array) -> UInt64Array:
@@ -302,7 +290,7 @@ class StratifiedReturn(Sampler):
         episodes = np.empty((steps, count), dtype=np.int64)
         for number, members in enumerate(self._members):
             slots = stratum == number
-            episodes[slots] = members[self._choices[number].find(first[slots])]
+            episodes[slots] = members[self._choices[number].search.find(first[slots])]
         lengths = self.index.lengths[episodes]
         return Segments(
             episodes=episodes,

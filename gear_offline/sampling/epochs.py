@@ -8,8 +8,6 @@ Shape legend: N steps of the table, T steps of one episode, B slots of a batch.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 
 from gear_offline.dataset.schema import Int64Array
@@ -18,6 +16,7 @@ from gear_offline.kernels.philox import UInt64Array, bounded, draws
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import (
     EPOCH_STREAM,
+    Facts,
     Sampler,
     StepLocator,
     check_range,
@@ -30,43 +29,32 @@ MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
 
-class _InOrder(Sampler):
-    """Every step of the table as a start, in an order."""
+@register("fifo")
+class FirstInFirstOut(Sampler):
+    """Every step of the table as a start, in the order of the table, then again.
 
-    @cached_property
-    def _locate(self) -> StepLocator:
-        return StepLocator(self.index)
+    Nothing is random: what a slot takes has probability 1, whatever the seed.
+    """
 
-    def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
-        raise NotImplementedError
+    chance = 1.0
 
-    def _probability(self) -> float:
-        return 1.0
+    def __init__(self, facts: Facts, options: object = None) -> None:
+        super().__init__(facts, options)
+        self._locate = StepLocator(self.index)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         check_range(seed, first_step, steps, count)
         first_epoch, epochs, at = places(first_step, steps, count, size=self.index.steps)
         episodes, starts = self._locate(self._rows(seed, first_epoch, epochs, at))
-        return Segments(
-            episodes=episodes,
-            starts=starts,
-            probability=np.broadcast_to(np.float64(self._probability()), starts.shape),
-        )
-
-
-@register("fifo")
-class FirstInFirstOut(_InOrder):
-    """Starts in the order of the table, oldest first, then again.
-
-    Nothing is random: what a slot takes has probability 1, whatever the seed.
-    """
+        chance = np.broadcast_to(np.float64(self.chance), starts.shape)
+        return Segments(episodes=episodes, starts=starts, probability=chance)
 
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
         return at
 
 
 @register("lifo")
-class LastInFirstOut(_InOrder):
+class LastInFirstOut(FirstInFirstOut):
     """Starts against the order of the table, newest first, then again."""
 
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
@@ -74,17 +62,18 @@ class LastInFirstOut(_InOrder):
 
 
 @register("shuffled_epochs")
-class ShuffledEpochs(_InOrder):
+class ShuffledEpochs(FirstInFirstOut):
     """Every start exactly once an epoch, in an order of its own each epoch.
 
     Each start is equally likely in every slot, 1/N; slots of one epoch exclude each other.
     """
 
+    def __init__(self, facts: Facts, options: object = None) -> None:
+        super().__init__(facts, options)
+        self.chance = 1.0 / self.index.steps
+
     def _rows(self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array) -> Int64Array:
         return KeyedOrder(self.index.steps)(seed, first_epoch, epochs, at)
-
-    def _probability(self) -> float:
-        return 1.0 / self.index.steps
 
     @property
     def gpu(self) -> KeyedPermutation:
@@ -112,12 +101,7 @@ class KeyedOrder:
     it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
     then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
     in every place; the network, whose round function is the 64-bit finaliser of MurmurHash3, makes
-    the order.  A new epoch has new keys.
-
-    Parameters
-    ----------
-    size
-        In ``[1, 2**63)``.
+    the order.  A new epoch has new keys.  `size` is in ``[1, 2**63)``.
     """
 
     def __init__(self, size: int) -> None:
@@ -132,21 +116,10 @@ class KeyedOrder:
     def __call__(
         self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array
     ) -> Int64Array:
-        """Return what lies in each place.
+        """Return what lies in each place: int64 in ``[0, size)``, each once an epoch.
 
-        Parameters
-        ----------
-        seed
-            In ``[0, 2**64)``.
-        first_epoch
-            Epochs are counted from here, modulo ``2**63``.
-        epochs, at
-            int64 of one shape: epoch above `first_epoch`, and place in ``[0, size)``.
-
-        Returns
-        -------
-        ndarray
-            int64, the same shape: in ``[0, size)``, each once an epoch.
+        `epochs` above `first_epoch`, which is taken modulo ``2**63``, and places `at` in
+        ``[0, size)`` are int64 of one shape.
         """
         rows = epochs.reshape(-1)
         keys, second = draws(

@@ -9,7 +9,7 @@ Shape legend: P parts, E episodes, B slots of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,7 +165,7 @@ class Mixture(Sampler):
             for part, share in zip(parts, schedule.shares(), strict=True):
                 assert part.episode_weight is not None
                 weights += share * part.episode_weight
-            self._whole = _Combined(Facts(episodes=self.index), weights)
+            self._whole = WeightedEpisodes(Facts(episodes=self.index), weights=weights)
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
         if self._whole is not None:
@@ -209,17 +209,6 @@ class Mixture(Sampler):
         return None if self._whole is None else self._whole.gpu
 
 
-class _Combined(WeightedEpisodes):
-    """Episodes by given weights."""
-
-    def __init__(self, facts: Facts, weights: Float64Array) -> None:
-        self._given = weights
-        super().__init__(facts)
-
-    def weights(self, facts: Facts) -> Float64Array:
-        return self._given
-
-
 def _part_of(first: UInt64Array, cumulative: Sequence[int]) -> Int64Array:
     """Return the part of each draw: the first whose cumulative mass is above it."""
     part: npt.NDArray[np.int64] = np.zeros(first.shape, dtype=np.int64)
@@ -231,29 +220,11 @@ def _part_of(first: UInt64Array, cumulative: Sequence[int]) -> Int64Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskPart:
-    """One task of a mixture over datasets.
-
-    Attributes
-    ----------
-    name
-        Of the task.
-    sampler
-        Over the task's own episodes.
-    weight
-        Of the task, at least 0; not looked at where there is a schedule.
-    """
+    """One task of a mixture over datasets: a sampler over the task's own episodes."""
 
     name: str
     sampler: Sampler
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskPoint:
-    """Weights of the tasks from a step on; between two points they change linearly."""
-
-    step: int
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 1.0  # at least 0; not looked at where there is a schedule
 
 
 @dataclass(frozen=True)
@@ -261,18 +232,11 @@ class TaskOptions:
     """What identifies a mixture of tasks in a loader's state."""
 
     parts: Sequence[Mapping[str, Any]]
-    schedule: Sequence[Mapping[str, Any]] | None
+    schedule: Schedule | None
 
 
-def mix_tasks(tasks: Sequence[TaskPart], schedule: Sequence[TaskPoint] = ()) -> Sampler:
-    """Return the sampler of a joint table; of one task that task's own.
-
-    Parameters
-    ----------
-    tasks
-        In the order of the joint table.
-    schedule
-        Points of falling or rising weights, in the order of their steps; empty: fixed weights.
+def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sampler:
+    """Return the sampler of a joint table of tasks, in their order; of one task that task's own.
 
     Raises
     ------
@@ -281,15 +245,14 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Sequence[TaskPoint] = ()) -> 
         alike, since a slot that another task takes would be missing from their order; and for those
         that learn from losses, whose weights would undo the tasks'.
     """
-    points = schedule or [TaskPoint(step=0, weights={t.name: t.weight for t in tasks})]
-    for point in points:
-        if not sum(point.weights.values()) > 0:
-            raise InputError(
-                "SELECTION",
-                "the weights of the tasks are all zero",
-                where="data.tasks",
-                remedy="give at least one task a positive weight",
-            )
+    weights = schedule or Schedule([0], [[task.weight for task in tasks]])
+    if not all(sum(row) > 0 for row in weights.weights):
+        raise InputError(
+            "SELECTION",
+            "the weights of the tasks are all zero",
+            where="data.tasks",
+            remedy="give at least one task a positive weight",
+        )
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
@@ -300,7 +263,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Sequence[TaskPoint] = ()) -> 
                 where=f"data.tasks.{task.name}.selection",
                 remedy="use one that treats slots and steps alike, such as uniform_steps",
             )
-    return TaskMixture(tasks, points, scheduled=bool(schedule))
+    return TaskMixture(tasks, weights, scheduled=schedule is not None)
 
 
 class TaskMixture(Mixture):
@@ -308,29 +271,18 @@ class TaskMixture(Mixture):
 
     name = "tasks"
 
-    def __init__(
-        self, tasks: Sequence[TaskPart], points: Sequence[TaskPoint], *, scheduled: bool
-    ) -> None:
+    def __init__(self, tasks: Sequence[TaskPart], weights: Schedule, *, scheduled: bool) -> None:
         index = EpisodeIndex(np.concatenate([task.sampler.index.lengths for task in tasks]))
-        parts = [
-            {
-                "task": task.name,
-                "strategy": task.sampler.name,
-                "options": vars(task.sampler.options),
-                **({} if scheduled else {"weight": task.weight}),
-            }
-            for task in tasks
-        ]
-        steps = (
-            [{"step": p.step, "weights": dict(p.weights)} for p in points] if scheduled else None
-        )
-        Sampler.__init__(self, Facts(episodes=index), TaskOptions(parts, steps))
-        first, joint = 0, []
+        parts, joint, first = [], [], 0
         for task in tasks:
-            joint.append(_OfTask(task.sampler, first=first, index=index))
-            first += task.sampler.index.episodes
-        weights = [[point.weights[task.name] for task in tasks] for point in points]
-        self._mix(joint, Schedule([point.step for point in points], weights))
+            own = task.sampler
+            part = {"task": task.name, "strategy": own.name, "options": asdict(own.options)}
+            parts.append(part if scheduled else part | {"weight": task.weight})
+            joint.append(_OfTask(own, first=first, index=index))
+            first += own.index.episodes
+        options = TaskOptions(parts, weights if scheduled else None)
+        Sampler.__init__(self, Facts(episodes=index), options)
+        self._mix(joint, weights)
 
 
 class _OfTask(Sampler):

@@ -189,19 +189,10 @@ class Prioritized(Sampler):
         return np.asarray(masses / np.float64(total))
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
-        """Take the losses of segments.  Of a segment that is named twice the larger one counts.
+        """Take the (B,) float32 losses of (B, 2) int64 segments: episode, start.
 
-        Parameters
-        ----------
-        segments
-            (B, 2) int64: episode, start.
-        losses
-            (B,) float32, at least 0.
-
-        Raises
-        ------
-        InputError
-            ``SELECTION``; nothing is changed then.
+        Of a segment that is named twice the larger loss counts.  What cannot be used raises
+        ``SELECTION`` before anything is changed.
         """
         segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)
         rows = self._rows(segments)
@@ -280,11 +271,7 @@ class SumTree:
     eights of items, a binary tree over those, and cumulative sums in the place of its upper levels,
     which would cost most of the time.  Memory: 8 bytes an item, and 2 for the sums.
 
-    Parameters
-    ----------
-    masses
-        (n,) uint64, n at least 1; all together below ``2**64``.  Not copied where n is a multiple
-        of 8.
+    The (n,) uint64 masses, all together below ``2**64``, are not copied where n is a multiple of 8.
     """
 
     def __init__(self, masses: UInt64Array) -> None:
@@ -314,15 +301,7 @@ class SumTree:
         return self._masses.nbytes + sum(level.nbytes for level in self._levels)
 
     def set(self, items: Int64Array, masses: UInt64Array) -> None:
-        """Give items new masses.
-
-        Parameters
-        ----------
-        items
-            (m,) int64 in ``[0, n)``, ascending, each named once.
-        masses
-            (m,) uint64.
-        """
+        """Give (m,) ascending items, each named once, new masses."""
         if items.size == 0:
             return
         more = masses - self._masses[items]  # modulo 2^64, as all sums are
@@ -390,14 +369,8 @@ def importance_weights(
 ) -> Float64Array:
     """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
 
-    Parameters
-    ----------
-    probability
-        (B,) float64 of a batch's slots, as samplers return them.
-    segments
-        How many segments a uniform sampler would choose from: the steps of the table.
-    beta
-        1 undoes the preference wholly, 0 not at all.
+    `probability` is (B,) float64 as samplers return it, `segments` how many a uniform sampler would
+    choose from, the steps of the table.  `beta` 1 undoes the preference wholly, 0 not at all.
     """
     weights = (1.0 / (segments * probability)) ** beta
     return np.asarray(weights / weights.max())
