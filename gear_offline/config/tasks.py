@@ -8,12 +8,6 @@ from pathlib import Path
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TaskSettings
 from gear_offline.errors import InputError
-<<<<<<< HEAD
-=======
-from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
-from gear_offline.tables.fields import standard_fields
-from gear_offline.tables.joint import JointDataset, Task, join_datasets
->>>>>>> 7934052 (Samplers in fewer words; the page of strategies says how they draw now)
 
 
 def tasks_in(recipe: Recipe) -> Mapping[str, TaskSettings]:
@@ -71,71 +65,3 @@ def data_key(recipe: Recipe) -> str:
     loader = recipe.loader
     of_tasks = f" {loader.normalize_states} {loader.returns_scale}" if recipe.data.tasks else ""
     return recipe.data.model_dump_json() + of_tasks
-<<<<<<< HEAD
-=======
-
-
-def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
-    """Return the joint table of a recipe's tasks.
-
-    Parameters
-    ----------
-    open_one
-        Opens the dataset of a recipe of one task, making it where that is asked for.
-
-    Raises
-    ------
-    InputError
-        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_KIND``, and what `open_one` raises.
-    """
-    tasks, normalize = [], recipe.loader.normalize_states
-    for name in tasks_in(recipe):
-        single = task_recipe(recipe, name)
-        task = Task(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
-        # refused here first, in a recipe's words
-        standard_fields(task.dataset, normalize_states=normalize, recipe=True)
-        tasks.append(task)
-    return join_datasets(tasks, normalize_states=normalize)
-
-
-def recipe_selection(
-    recipe: Recipe, dataset: Dataset, settings: SelectionSettings | None = None
-) -> Sampler:
-    """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
-
-    Parameters
-    ----------
-    settings
-        For every task; by default, and where it is the recipe's own, each task has its own if it
-        names one, and else the recipe's.
-
-    Raises
-    ------
-    InputError
-        Those of `gear_offline.sampling.make_sampler` and `gear_offline.sampling.mix_tasks`.
-    """
-    span = recipe.loader.context_length
-    if settings == recipe.selection:
-        settings = None
-    if not isinstance(dataset, JointDataset):
-        chosen = settings or recipe.selection
-        return make_sampler(chosen.strategy, dataset, context_length=span, **chosen.options)
-    parts = []
-    for task in dataset.tasks:
-        own = named(recipe, task.name)
-        chosen = settings or own.selection or recipe.selection
-        sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
-        parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
-    points = recipe.data.schedule or ()
-    weights = [[point.weights[part.name] for part in parts] for point in points]
-    schedule = Schedule([point.step for point in points], weights) if points else None
-    return mix_tasks(parts, schedule)
-
-
-def loader_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
-    """Return the options of the loader; a joint table is normalised and scaled already."""
-    options = recipe.loader.model_dump()
-    if isinstance(dataset, JointDataset):
-        options |= {"normalize_states": False, "returns_scale": 1.0}
-    return options
->>>>>>> 7934052 (Samplers in fewer words; the page of strategies says how they draw now)
