@@ -9,7 +9,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.tasks import named, task_recipe, tasks_in
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.sampling import Sampler, TaskPart, TaskPoint, make_sampler, mix_tasks
+from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
 from gear_offline.tables.joint import JointDataset, Task, join_datasets
 
@@ -65,11 +65,10 @@ def recipe_sampler(
         chosen = settings or own.selection or recipe.selection
         sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
         parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))
-    points = [
-        TaskPoint(step=point.step, weights=dict(point.weights))
-        for point in recipe.data.schedule or ()
-    ]
-    return mix_tasks(parts, points)
+    points = recipe.data.schedule or ()
+    weights = [[point.weights[part.name] for part in parts] for point in points]
+    schedule = Schedule([point.step for point in points], weights) if points else None
+    return mix_tasks(parts, schedule)
 
 
 def loader_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
