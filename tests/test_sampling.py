@@ -7,7 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -454,20 +454,5 @@ def test_strategies_of_ones_own_are_known_in_other_processes(
             register("mine")(type(sampler))
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A dataset without what some strategies need."""
-
-    episodes: EpisodeIndex
-    returns: None = None
-    terminated: None = None
-
-
 def test_what_a_sampler_shows() -> None:
     assert repr(make("top_percent", {"percent": 30}, LENGTHS)).startswith("TopPercent(percent=30")
-    assert (
-        failing_code(
-            lambda: make_sampler("top_k", Counted(EpisodeIndex(np.ones(2, np.int64))), k=1)
-        )
-        == "SELECTION"
-    )
