@@ -44,11 +44,11 @@ from benchmarks.parity import (
 )
 from gear_offline.bench import machine
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.files import write_file
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.runs.directory import write_whole
 from gear_offline.runs.trainer import train
 from gear_offline.sweep.sweep import run_sweep
 from gear_offline.training.checkpoint import load_policy_parts
@@ -320,8 +320,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def write(document: dict[str, Any], out: Path) -> None:
     """Write OUT.json and OUT.md, each whole or not at all."""
-    write_whole(out.with_name(f"{out.name}.json"), json.dumps(document, indent=1).encode())
-    write_whole(out.with_name(f"{out.name}.md"), table(document).encode())
+    write_file(out.with_name(f"{out.name}.json"), json.dumps(document, indent=1).encode())
+    write_file(out.with_name(f"{out.name}.md"), table(document).encode())
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from gear_offline.analysis.learning_text import (
 from gear_offline.analysis.page import render
 from gear_offline.analysis.significance import holm, permutation_test
 from gear_offline.analysis.text import short
-from gear_offline.runs.directory import write_whole
+from gear_offline.core.files import write_file
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "studies" / "sampling-on-replay-data.md"
@@ -210,7 +210,7 @@ def fill(page: Path, results: str) -> None:
     """Replace what stands between the marks of a page."""
     before, rest = page.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    write_whole(page, f"{before}{BEGIN}\n\n{results}\n{END}{after}".encode())
+    write_file(page, f"{before}{BEGIN}\n\n{results}\n{END}{after}".encode())
 
 
 def main(words: Sequence[str] | None = None, *, page: Path = PAGE, quality: Path = QUALITY) -> None:
@@ -227,14 +227,14 @@ def main(words: Sequence[str] | None = None, *, page: Path = PAGE, quality: Path
             sections.append(together(documents))
         for name, found in documents.items():
             html = page.with_name(f"{page.stem}-{name}.html")
-            write_whole(html, render(found).encode())
+            write_file(html, render(found).encode())
         fill(page, "\n".join(sections))
         raw = json.dumps(documents, allow_nan=False, separators=(",", ":")) + "\n"
-        write_whole(page.with_suffix(".json"), raw.encode())
+        write_file(page.with_suffix(".json"), raw.encode())
     if options.quality is not None:
         content = options.quality.read_bytes()
         fill(quality, quality_section(json.loads(content)))
-        write_whole(quality.parent / "benchmarks" / "quality.json", content)
+        write_file(quality.parent / "benchmarks" / "quality.json", content)
 
 
 if __name__ == "__main__":

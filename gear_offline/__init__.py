@@ -67,7 +67,7 @@ _IN_MODULES = {
     "collect": "gear_offline.collect",
     "convert": "gear_offline.convert",
     "evaluate": "gear_offline.evaluation.evaluate",
-    "inspect": "gear_offline.dataset.inspection",
+    "inspect": "gear_offline.dataset.inspect",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -2,54 +2,73 @@
 
 The same source and options give the same bytes, for any number of workers: shards are planned
 from episode lengths alone, each is a function of its own rows, and parts are merged in order.
+Three things run at once, each in its own thread: reading, digesting and writing, statistics.
+At most `PIECES` pieces are on their way, whatever the size of source or shard.
+
+Shape legend: N steps, E episodes.
 """
 
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from gear_offline.core.environment_id import check_environment_id
+from gear_offline.core.files import FileIdentity, file_identity, new_directory, open_regular
 from gear_offline.core.interruption import StopRequest
+from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.core.progress import progress, say
-from gear_offline.core.staging import staging
+from gear_offline.core.types import Array, Float64Array
+from gear_offline.dataset.inspect import print_summary
 from gear_offline.dataset.manifest import (
+    MANIFEST_NAME,
     MAX_BLOCK_BYTES,
+    MAX_MANIFEST_BYTES,
     MIN_BLOCK_BYTES,
     Manifest,
+    ShardRecord,
+    SourceFile,
     SourceRecord,
+    is_dataset,
+    shard_name,
 )
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
-from gear_offline.dataset.shards import RESERVED_NAMES, digest, open_directory
+from gear_offline.dataset.scores import ReferenceScores, reference_scores
+from gear_offline.dataset.shard import (
+    DIGEST_CHARS,
+    EPISODE_COLUMNS,
+    RESERVED_NAMES,
+    ShardWriter,
+    digest,
+    plan_tensors,
+    stored_form,
+)
 from gear_offline.dataset.source_facts import small_facts
 from gear_offline.dataset.statistics import Moments, distribution
-from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import unregistered
+from gear_offline.errors import GearError, InputError
+from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, SourceInfo
-from gear_offline.sources.shard_job import (
-    REWARDS,
-    Advance,
-    Settings,
-    ShardJob,
-    ShardResult,
-    write_shard,
-)
-from gear_offline.sources.shard_workers import write_shards
-from gear_offline.sources.source_digests import digested
-
-__all__ = ["convert"]
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
-EPISODE_BYTES = 18  # per-episode tensors: lengths 8, returns 8, two flags
+PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
+PIECES = 3  # read and not yet written or counted
+REWARDS, ACTIONS = "rewards", "actions"
+MOST_CHOICES = 1000  # whole numbers below this in a float column look like numbers of choices
+
+Advance = Callable[[int], None]
 
 
 def convert(
@@ -61,6 +80,7 @@ def convert(
     block_bytes: int = BLOCK_BYTES,
     workers: int = 1,
     columns: Sequence[str] | None = None,
+    discrete: Sequence[str] = (),
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     environment: str | None = None,
@@ -84,18 +104,21 @@ def convert(
     block_bytes
         Bytes per digest.
     workers
-        Processes that write different shards.  More than 1 needs `source` as a path or name.
+        Processes that write different shards.  More than 1 needs `source` as a path or name, and
+        a script that calls it behind ``if __name__ == "__main__"``.
     columns
         Columns to keep, default all; `rewards` is always kept.  ``NEW=OLD`` takes a column, or a
         dataset or group of an HDF5 file, under another name; ``NEW=OLD+OLD`` puts several side by
         side.
+    discrete
+        Columns of whole numbers in a float dtype that are stored as int32: ``["actions"]`` makes
+        numbers of actions discrete actions.
     allow_nonfinite
         Accept NaN and infinities; statistics leave them out.
     overwrite
         Replace an existing dataset once the new one is complete.
     environment, reference
-        Gymnasium id and D4RL name of the reference scores, when the source does not say them.  An
-        id that Gymnasium does not know is warned of: another program may.
+        Gymnasium id and D4RL name of the reference scores, when the source does not say them.
     quiet
         Show no progress, no summary, no warnings.
 
@@ -107,12 +130,11 @@ def convert(
     Raises
     ------
     InputError
-        ``ENVIRONMENT_UNKNOWN``, ``TARGET_EXISTS``, ``TARGET_KIND``, ``TARGET_BUSY``,
-        ``NONFINITE``, ``BOOL_BYTES``, ``REWARDS``, ``COLUMN_MISSING``, ``COLUMN_NAME``,
-        ``EMPTY_SOURCE``, ``CONVERT_OPTION``, ``REFERENCE_UNKNOWN``, ``SOURCE_READ``,
-        ``SOURCE_ENDS``, ``SOURCE_CHANGED``, ``OUTPUT_FOLDER`` and the source's own errors.
+        ``USAGE`` for options; ``COLUMN`` (missing, illegal, NaN, ...), ``SOURCE_LAYOUT``,
+        ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own; ``ENVIRONMENT_UNKNOWN``,
+        ``REFERENCE_UNKNOWN``; ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, ``WORKER_FAILED``.
+        ``OUTPUT_WRITE``; ``SYSTEM`` when a worker process died.
 
     Examples
     --------
@@ -134,27 +156,29 @@ def convert(
         )
     if environment is not None:
         check_environment_id(environment, where="environment")
-        if problem := unregistered(environment):
-            say(f"warning: {problem}", quiet=quiet)
-    _check_options(source, shard_bytes=shard_bytes, block_bytes=block_bytes, workers=workers)
-    columns, names = _split_names(source, columns)
+    is_open = isinstance(source, Source)
+    _check_options(shard_bytes, block_bytes, workers, is_open=is_open)
+    columns, names = _split_names(columns, is_open=is_open)
+    replaceable = is_dataset if overwrite else None
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
-            from gear_offline.sources import open_source
-
             opened = stack.enter_context(open_source(source, rule=rule, names=names))
+            opening = _Opening(source, rule, names)
         else:
             opened = source
-        settings = Settings(
-            columns=_pick_columns(opened, columns),
+        picked = _pick_columns(opened, columns)
+        settings = _Settings(
+            columns=picked,
+            stored=_make_discrete(picked, discrete),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
         )
         scores = _reference_scores(opened.info, environment=environment, reference=reference)
-        jobs = plan_shards(opened.episodes, settings.columns, shard_bytes=shard_bytes)
-        place = stack.enter_context(staging(Path(out), overwrite=overwrite))
-        files = stack.enter_context(digested(opened.info.files, opened.info.opened))
-        total = opened.spec.steps * sum(c.step_bytes for c in settings.columns)
+        jobs = plan_shards(opened.episodes, settings.stored, shard_bytes=shard_bytes)
+        _check_manifest_size(settings, opened.spec, len(jobs))
+        folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
+        files = stack.enter_context(_digested(opened.info.files, opened.info.opened))
+        total = opened.spec.steps * sum(c.step_bytes for c in settings.stored)
         what = f"convert {opened.info.uri}"
         shown = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))
         # An exception of the signal's own handler is lost when it comes while h5py's objects are
@@ -166,212 +190,515 @@ def convert(
                 raise KeyboardInterrupt
             shown(done)
 
-        if isinstance(source, (str, Path)) and workers > 1 and len(jobs) > 1:
-            results = write_shards(
-                (str(source), rule, names), opened, jobs, settings, place.path, workers, advance
-            )
+        if not is_open and workers > 1 and len(jobs) > 1:
+            workers = min(workers, len(jobs))
+            shards = _in_processes(opening, opened, jobs, settings, folder, workers, advance)
         else:
-            results = _write_here(opened, jobs, settings, place.path, advance)
-        manifest = _manifest(opened, settings, results, files(), environment, scores)
-        handle = open_directory(place.path)
-        try:
-            manifest.write(handle)
-        finally:
-            os.close(handle)
-        place.publish()
+            shards = _write_shards(opened, jobs, settings, folder, advance)
+        manifest = _manifest(opened, settings, shards, files(), environment, scores)
+        _write_manifest(manifest, folder / MANIFEST_NAME)
     if not quiet:
-        from gear_offline.dataset.inspection import print_summary
-
         print_summary(manifest)
+        _suggest(manifest, shards, quiet=quiet)
     return manifest
 
 
-def _check_options(
-    source: str | Path | Source, *, shard_bytes: int, block_bytes: int, workers: int
-) -> None:
-    def refuse(option: str, value: object, need: str) -> InputError:
-        return InputError("CONVERT_OPTION", f"{option} is {value!r}", remedy=f"give {need}")
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Which episodes go into which shard: ``[first_episode, last_episode)`` into `index`."""
 
-    options = {"shard_bytes": shard_bytes, "block_bytes": block_bytes, "workers": workers}
-    for option, value in options.items():
-        if type(value) is not int:
-            raise refuse(option, value, "a whole number")
-    if shard_bytes < 1:
-        raise refuse("shard_bytes", shard_bytes, "at least 1")
-    if not MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % MIN_BLOCK_BYTES:
-        need = f"a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
-        raise refuse("block_bytes", block_bytes, need)
-    if workers < 1:
-        raise refuse("workers", workers, "at least 1")
-    if workers > 1 and not isinstance(source, (str, Path)):
-        raise refuse("workers", workers, "1, or the source as a path that workers can open")
+    index: int
+    first_episode: int
+    last_episode: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What is the same for all shards; `stored` are the `columns` of the source as written."""
+
+    columns: tuple[ColumnSpec, ...]
+    stored: tuple[ColumnSpec, ...]
+    block_bytes: int
+    allow_nonfinite: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Shard:
+    """A written shard, its columns' moments, its episodes' returns, (E,) float64.
+
+    `choices`: whether its actions are small whole numbers in a float dtype.
+    """
+
+    record: ShardRecord
+    moments: Mapping[str, Moments]
+    returns: Float64Array
+    choices: bool
+
+
+def plan_shards(
+    episodes: EpisodeIndex, columns: Sequence[ColumnSpec], *, shard_bytes: int
+) -> tuple[_Job, ...]:
+    """Give each shard as many whole episodes as fit `shard_bytes`, at least one."""
+    # Episodes [a, b) take ends[b] - ends[a] bytes.
+    ends = episodes.offsets * sum(c.step_bytes for c in columns)
+    ends = ends + np.arange(ends.size) * sum(c.step_bytes for c in EPISODE_COLUMNS)
+    jobs: list[_Job] = []
+    first = 0
+    while first < episodes.episodes:
+        last = int(np.searchsorted(ends, ends[first] + shard_bytes, side="right")) - 1
+        last = max(last, first + 1)
+        jobs.append(_Job(index=len(jobs), first_episode=first, last_episode=last))
+        first = last
+    return tuple(jobs)
+
+
+def _write_shards(
+    source: Source, jobs: Sequence[_Job], settings: _Settings, folder: Path, advance: Advance
+) -> list[_Shard]:
+    """Write shards one after the other; the disk may be one shard behind the reading."""
+    shards: list[Future[_Shard]] = []
+    writers: list[ShardWriter] = []
+    pending: deque[Future[Any]] = deque()
+    with (
+        ThreadPoolExecutor(max_workers=1) as writing,
+        ThreadPoolExecutor(max_workers=1) as counting,
+    ):
+        try:
+            for job in jobs:
+                first = int(source.episodes.offsets[job.first_episode])
+                last = int(source.episodes.offsets[job.last_episode])
+                episodes = job.last_episode - job.first_episode
+                tensors = plan_tensors(settings.stored, steps=last - first, episodes=episodes)
+                path = folder / shard_name(job.index)
+                writer = ShardWriter(path, tensors, settings.block_bytes)
+                writers.append(writer)
+                counter = _Counter(source, job, settings)
+                for column, stored in zip(settings.columns, settings.stored, strict=True):
+                    for start, stop in _pieces(source, column, first, last):
+                        rows = _read_rows(source, column, stored, start, stop)
+                        pending.append(counting.submit(counter.add, stored, rows, start))
+                        pending.append(writing.submit(writer.append, stored.name, rows))
+                        del rows
+                        advance((stop - start) * stored.step_bytes)
+                        while len(pending) > 2 * PIECES:
+                            pending.popleft().result()
+                counted = counting.submit(lambda: None)
+                shards.append(writing.submit(_finish, source, job, writer, counter, counted))
+                if len(shards) > 1:
+                    shards[-2].result()
+            for future in pending:
+                future.result()
+            return [shard.result() for shard in shards]
+        except BaseException:
+            for pool in (writing, counting):
+                pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            for writer in writers:
+                writer.close()
+
+
+def _finish(
+    source: Source, job: _Job, writer: ShardWriter, counter: _Counter, counted: Future[None]
+) -> _Shard:
+    """Write the per-episode tensors once all rows are counted, and make the file durable."""
+    counted.result()
+    episodes = slice(job.first_episode, job.last_episode)
+    lengths = np.ascontiguousarray(source.episodes.lengths[episodes])
+    writer.append("episode_lengths", lengths)
+    writer.append("episode_returns", counter.returns)
+    writer.append("episode_terminated", np.ascontiguousarray(source.terminated[episodes]))
+    writer.append("episode_truncated", np.ascontiguousarray(source.truncated[episodes]))
+    record = ShardRecord(
+        name=shard_name(job.index),
+        episodes=lengths.size,
+        steps=int(lengths.sum()),
+        bytes=writer.bytes,
+        header_bytes=len(writer.header),
+        header_digest=digest(writer.header),
+        digests=writer.finish(),
+    )
+    return _Shard(
+        record=record,
+        moments=counter.moments,
+        returns=counter.returns,
+        choices=counter.choices,
+    )
+
+
+def _pieces(source: Source, column: ColumnSpec, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cut ``[start, stop)`` at multiples of whole chunks, so that none is read twice."""
+    chunk = max(1, source.preferred_rows(column.name))
+    rows = chunk * max(1, PIECE_BYTES // (chunk * column.step_bytes))
+    while start < stop:
+        end = min(stop, (start // rows + 1) * rows)
+        yield start, end
+        start = end
+
+
+def _read_rows(
+    source: Source, column: ColumnSpec, stored: ColumnSpec, start: int, stop: int
+) -> Array:
+    """Read rows in stored form, (stop - start, *stored shape), C order."""
+    where = f"column {column.name}, steps {start} to {stop - 1}"
+    try:
+        rows = source.read(column.name, start, stop)
+    except GearError:
+        raise
+    except (OSError, RuntimeError) as error:
+        what = f"cannot read the source: {error}"
+        raise InputError("SOURCE_READ", what, where=where, remedy="check the file") from error
+    if rows.shape != (stop - start, *column.shape) or rows.dtype != column.dtype:
+        raise InputError(
+            "SOURCE_READ",
+            f"the source gave {rows.dtype} {rows.shape} where {column.dtype} "
+            f"{(stop - start, *column.shape)} was promised",
+            where=where,
+            remedy="the file may have changed; convert it again",
+        )
+    if stored.dtype != column.dtype:
+        with np.errstate(invalid="ignore"):
+            numbers = rows.astype(stored.dtype)
+        if not np.array_equal(numbers, rows):
+            raise InputError(
+                "COLUMN",
+                "a column named as discrete holds other than whole numbers",
+                where=where,
+                remedy=f"leave {column.name} out of --discrete",
+            )
+        rows = numbers
+    dtype, shape = stored_form(stored)
+    return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *shape)
+
+
+class _Counter:
+    """Statistics of one shard, fed in step order."""
+
+    def __init__(self, source: Source, job: _Job, settings: _Settings) -> None:
+        self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
+        self._first_episode = job.first_episode
+        self._allow_nonfinite = settings.allow_nonfinite
+        self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.stored}
+        self.returns: Float64Array = np.zeros(self._offsets.size - 1)
+        self.choices = any(
+            c.name == ACTIONS and c.dtype.kind == "f" and math.prod(c.shape) == 1
+            for c in settings.stored
+        )
+
+    def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
+        """Add `rows` of `column` whose first is step `start` of the source."""
+        moments = self.moments[column.name]
+        bad = moments.update(rows)
+        if bad is not None and not self._allow_nonfinite:
+            raise self._nonfinite(column, start + bad)
+        if column.dtype == np.bool_ and moments.high.max() > 1:
+            raise InputError(
+                "COLUMN",
+                "a bool column holds bytes other than 0 and 1",
+                where=f"column {column.name}, steps {start} to {start + len(rows) - 1}",
+                remedy="store the column as uint8",
+            )
+        if column.name == ACTIONS and self.choices:
+            small = moments.low.min() >= 0 and moments.high.max() < MOST_CHOICES
+            self.choices = bool(small and np.array_equal(rows, np.rint(rows)))
+        if column.name == REWARDS:
+            self._add_returns(rows.reshape(-1).astype(np.float64), start)
+
+    def _add_returns(self, rewards: Float64Array, start: int) -> None:
+        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self._offsets, start + rewards.size, side="left"))
+        bounds = np.maximum(self._offsets[first:last] - start, 0)
+        with np.errstate(all="ignore"):
+            self.returns[first:last] += np.add.reduceat(rewards, bounds)
+
+    def _nonfinite(self, column: ColumnSpec, step: int) -> InputError:
+        episode = int(np.searchsorted(self._offsets, step, side="right")) - 1
+        inside = step - int(self._offsets[episode])
+        return InputError(
+            "COLUMN",
+            "NaN or infinity in the data",
+            where=f"column {column.name}, step {step}: step {inside} of episode "
+            f"{self._first_episode + episode}",
+            remedy="repair the source, or accept such values (--allow-nonfinite)",
+        )
+
+
+# worker processes ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What a source was opened with."""
+
+    uri: str | Path
+    rule: str | None
+    names: Mapping[str, str]
+
+
+_worker: dict[str, Any] = {}  # of a worker process: its source, settings and folder
+
+
+def _in_processes(
+    opening: _Opening,
+    source: Source,
+    jobs: Sequence[_Job],
+    settings: _Settings,
+    folder: Path,
+    workers: int,
+    advance: Advance,
+) -> list[_Shard]:
+    offsets, step_bytes = source.episodes.offsets, sum(c.step_bytes for c in settings.stored)
+    lengths = digest(source.episodes.lengths.tobytes())
+    with ProcessPoolExecutor(
+        max_workers=workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin_worker,
+        initargs=(os.getpid(), opening, source.spec, lengths, settings, folder),
+    ) as pool:
+        try:
+            with interrupts_kept_from_children():
+                futures = [pool.submit(_in_worker, job) for job in jobs]
+            waiting = dict(zip(futures, jobs, strict=True))
+            while waiting:
+                done, _ = wait(waiting, timeout=0.2, return_when="FIRST_COMPLETED")
+                for future in done:
+                    future.result()
+                    job = waiting.pop(future)
+                    steps = offsets[job.last_episode] - offsets[job.first_episode]
+                    advance(int(steps) * step_bytes)
+                advance(0)
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise GearError(
+                "SYSTEM",
+                "a worker process died",
+                remedy="look above for its message; memory may have run out: use fewer workers",
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(
+    parent: int,
+    opening: _Opening,
+    spec: TableSpec,
+    lengths: str,
+    settings: _Settings,
+    folder: Path,
+) -> None:
+    die_with_parent(parent)
+    _worker.update(opening=opening, spec=spec, lengths=lengths, settings=settings, folder=folder)
+
+
+def _in_worker(job: _Job) -> _Shard:
+    if "source" not in _worker:  # not in the initializer, whose errors nobody sees
+        opening = _worker["opening"]
+        source = open_source(opening.uri, rule=opening.rule, names=opening.names)
+        same = digest(source.episodes.lengths.tobytes()) == _worker["lengths"]
+        if not same or source.spec != _worker["spec"]:
+            raise _changed(str(opening.uri))
+        _worker["source"] = source
+    settings, folder = _worker["settings"], _worker["folder"]
+    return _write_shards(_worker["source"], [job], settings, folder, lambda n: None)[0]
+
+
+# digests of the source -----------------------------------------------------------------------
+
+
+@contextmanager
+def _digested(
+    files: Sequence[Path], opened: Sequence[FileIdentity]
+) -> Iterator[Callable[[], list[SourceFile]]]:
+    """Digest the source files beside the conversion; yields a function that waits for them.
+
+    `opened` are their identities from before they were opened, if those are known.
+    """
+    before = [_identity(path) for path in files]
+    for path, identity, then in zip(files, before, opened or before, strict=True):
+        if identity != then:
+            raise _changed(path.name)
+    stop: list[bool] = []
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        pending = [pool.submit(_file_digest, path, stop) for path in files]
+
+        def finish() -> list[SourceFile]:
+            digests = [future.result() for future in pending]
+            for path, identity in zip(files, before, strict=True):
+                if _identity(path) != identity:
+                    raise _changed(path.name)
+            return [
+                SourceFile(name=path.name, bytes=identity[2], digest=digest)
+                for path, identity, digest in zip(files, before, digests, strict=True)
+            ]
+
+        try:
+            yield finish
+        finally:
+            stop.append(True)
+
+
+def _identity(path: Path) -> FileIdentity:
+    with _reading(path):
+        return file_identity(path)
+
+
+def _file_digest(path: Path, stop: Sequence[bool]) -> str:
+    xxh3, buffer = xxhash.xxh3_128(), bytearray(256 << 10)
+    with _reading(path), open(open_regular(path), "rb", buffering=0) as file:
+        while not stop and (count := file.readinto(buffer)):
+            xxh3.update(memoryview(buffer)[:count])
+    return str(xxh3.hexdigest())
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot read the source: {error.strerror or error}"
+        raise InputError("SOURCE_READ", what, where=path.name, remedy="check the file") from error
+
+
+def _changed(name: str) -> InputError:
+    return InputError(
+        "SOURCE_CHANGED",
+        "the source changed while it was converted",
+        where=name,
+        remedy="convert again once nothing writes to it",
+    )
+
+
+# options and the manifest --------------------------------------------------------------------
+
+
+def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, is_open: bool) -> None:
+    limits = {
+        "shard_bytes": (shard_bytes, shard_bytes >= 1, "at least 1"),
+        "block_bytes": (
+            block_bytes,
+            MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES,
+            f"a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}",
+        ),
+        "workers": (
+            workers,
+            workers >= 1 and (workers == 1 or not is_open),
+            "at least 1, and 1 for a source that is open: workers open it themselves",
+        ),
+    }
+    for option, (value, fits, need) in limits.items():
+        if type(value) is not int or not fits:
+            what = f"{option} is {value!r}"
+            raise InputError("USAGE", what, remedy=f"give a whole number, {need}")
 
 
 def _split_names(
-    source: str | Path | Source, columns: Sequence[str] | None
+    columns: Sequence[str] | None, *, is_open: bool
 ) -> tuple[list[str] | None, dict[str, str]]:
     """Return the columns to keep, and the datasets that get new names."""
     if columns is None:
         return None, {}
     if isinstance(columns, str):
         what = f"columns is the text {columns!r}"
-        raise InputError("CONVERT_OPTION", what, remedy=f"give a list: [{columns!r}]")
+        raise InputError("USAGE", what, remedy=f"give a list: [{columns!r}]")
     pairs = [name.split("=", 1) for name in columns if "=" in name]
     names = {new.strip(): old.strip() for new, old in pairs}
-    if len(names) < len(pairs) or not all(_whole_names(names)):
+    parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
+    if not columns or len(names) < len(pairs) or not all(parts):
         what = f"columns {', '.join(columns)} give a name twice, or none"
-        raise InputError(
-            "CONVERT_OPTION", what, remedy="write it like observations=obs,actions=act"
-        )
-    if names and not isinstance(source, (str, Path)):
+        raise InputError("USAGE", what, remedy="write it like observations=obs,actions=act")
+    if names and is_open:
         what = "columns of an open source cannot be renamed"
-        raise InputError("CONVERT_OPTION", what, remedy="give open_source(..., names={NEW: OLD})")
+        raise InputError("USAGE", what, remedy="give open_source(..., names={NEW: OLD})")
     return [name.split("=", 1)[0].strip() for name in columns], names
 
 
-def _whole_names(names: Mapping[str, str]) -> list[str]:
-    return [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
-
-
 def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:
-    spec = source.spec
+    spec, uri = source.spec, source.info.uri
     if spec.episodes < 1 or spec.steps < 1:
-        raise InputError("EMPTY_SOURCE", "the source has no episodes", where=source.info.uri)
+        raise InputError("SOURCE_LAYOUT", "the source has no episodes", where=uri)
     if (source.terminated & source.truncated).any():
-        raise InputError(
-            "SOURCE_ENDS",
-            "the source says of an episode that it is both terminated and truncated",
-            where=source.info.uri,
-            remedy="report this: a reader lets termination win",
-        )
+        what = "the source says of an episode that it is both terminated and truncated"
+        raise InputError("SOURCE_LAYOUT", what, where=uri, remedy="let termination win")
     if REWARDS not in spec:
-        raise InputError(
-            "REWARDS",
-            f"the source has no column {REWARDS!r}",
-            where=source.info.uri,
-            remedy="add one number per step under that name",
-        )
+        what, remedy = f"the source has no column {REWARDS!r}", "add one number per step"
+        raise InputError("COLUMN", what, where=uri, remedy=remedy)
     rewards = spec[REWARDS]
     if math.prod(rewards.shape) != 1 or rewards.dtype.kind == "c":
-        raise InputError(
-            "REWARDS",
-            f"rewards are {rewards.dtype} of per-step shape {rewards.shape}",
-            where=source.info.uri,
-            remedy="store one real number per step",
-        )
-    if names is not None and not names:
-        raise InputError(
-            "CONVERT_OPTION",
-            "columns names none",
-            where=source.info.uri,
-            remedy="name at least one, or leave the option out to keep all",
-        )
+        what = f"rewards are {rewards.dtype} of per-step shape {rewards.shape}"
+        raise InputError("COLUMN", what, where=uri, remedy="store one real number per step")
     # A name that no column has stands for those below it: observations for observations/camera.
     parts = {n: [c.name for c in spec if c.name.startswith(f"{n}/")] for n in names or ()}
     kept = [[spec[n].name] if n in spec or not below else below for n, below in parts.items()]
-    wanted = {REWARDS, *(name for found in kept for name in found)}
+    wanted = {REWARDS, *(name for group in kept for name in group)}
     picked = tuple(c for c in spec if names is None or c.name in wanted)
-    taken = [c.name for c in picked if c.name.casefold() in RESERVED_NAMES]
-    if taken:
-        raise InputError(
-            "COLUMN_NAME",
-            f"the name {taken[0]!r} is reserved for the shards' own tensors",
-            where=source.info.uri,
-            remedy="rename the column, or leave it out with --columns",
-        )
+    for column in picked:
+        if column.name.casefold() in RESERVED_NAMES:
+            what = f"the name {column.name!r} is reserved for the shards' own tensors"
+            remedy = "rename the column, or leave it out with --columns"
+            raise InputError("COLUMN", what, where=uri, remedy=remedy)
     return picked
 
 
-def plan_shards(
-    episodes: EpisodeIndex, columns: Sequence[ColumnSpec], *, shard_bytes: int
-) -> tuple[ShardJob, ...]:
-    """Give each shard as many whole episodes as fit `shard_bytes`, at least one."""
-    step_bytes = sum(c.step_bytes for c in columns)
-    # Shard of episodes [a, b) has step_bytes * steps + EPISODE_BYTES * (b - a) bytes of data.
-    jobs: list[ShardJob] = []
-    offsets, first = episodes.offsets, 0
-    while first < episodes.episodes:
-        low, high = first + 1, episodes.episodes
-        while low < high:
-            middle = (low + high + 1) // 2
-            size = step_bytes * int(offsets[middle] - offsets[first])
-            if size + EPISODE_BYTES * (middle - first) <= shard_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        jobs.append(ShardJob(index=len(jobs), first_episode=first, last_episode=low))
-        first = low
-    return tuple(jobs)
+def _make_discrete(
+    columns: tuple[ColumnSpec, ...], discrete: Sequence[str]
+) -> tuple[ColumnSpec, ...]:
+    """Return the columns as they are stored: of `discrete` ones int32."""
+    if isinstance(discrete, str):
+        what = f"discrete is the text {discrete!r}"
+        raise InputError("USAGE", what, remedy=f"give a list: [{discrete!r}]")
+    spec = TableSpec(columns=columns, steps=1, episodes=1)
+    floats = [name for name in discrete if spec[name].dtype.kind == "f"]
+    int32 = np.dtype(np.int32)
+    return tuple(replace(c, dtype=int32) if c.name in floats else c for c in columns)
+
+
+def _check_manifest_size(settings: _Settings, spec: TableSpec, shards: int) -> None:
+    """Refuse columns so wide that their statistics would make no manifest, before writing."""
+    widths = {c: math.prod(stored_form(c)[1]) for c in settings.stored}
+    numbers = sum(width * (50 if c.dtype.kind in "biu" else 90) for c, width in widths.items())
+    data = spec.steps * sum(c.step_bytes for c in settings.stored)
+    digests = (data // settings.block_bytes + shards * (len(widths) + 8)) * (DIGEST_CHARS + 10)
+    if numbers + digests > MAX_MANIFEST_BYTES:
+        widest = max(widths, key=lambda c: widths[c])
+        raise InputError(
+            "COLUMN",
+            f"statistics and digests would take about {(numbers + digests) >> 20} MiB, a manifest "
+            f"may have {MAX_MANIFEST_BYTES >> 20}",
+            where=f"column {widest.name}, {widths[widest]:,} numbers a step",
+            remedy="leave out very wide columns, or use larger digest blocks and shards",
+        )
 
 
 def _reference_scores(
     info: SourceInfo, *, environment: str | None, reference: str | None
-) -> Mapping[str, Any] | None:
-    from gear_offline.dataset.scores import reference_scores
-
+) -> ReferenceScores | None:
     if reference is not None and reference_scores(reference) is None:
-        raise InputError(
-            "REFERENCE_UNKNOWN",
-            f"no reference scores under the name {reference!r}",
-            remedy="use a D4RL dataset name such as hopper-medium-v2",
-        )
-    for name in (reference, info.reference_name, environment, info.environment_id):
-        found = reference_scores(name) if name else None
-        if found is not None:
-            return {
-                "name": found.name,
-                "minimum": found.minimum,
-                "maximum": found.maximum,
-                "indicative": found.indicative,
-                "note": found.note,
-            }
-    return None
-
-
-def _write_here(
-    source: Source, jobs: Sequence[ShardJob], settings: Settings, path: Path, advance: Advance
-) -> list[ShardResult]:
-    directory = open_directory(path)
-    pending: deque[Future[ShardResult]] = deque()
-    results: list[ShardResult] = []
-    try:
-        with ThreadPoolExecutor(max_workers=1) as finishing:
-            for job in jobs:
-                finish = write_shard(source, job, settings, directory=directory, advance=advance)
-                pending.append(finishing.submit(finish))
-                if len(pending) > 1:  # at most one shard waits for the disk
-                    results.append(pending.popleft().result())
-            results.extend(future.result() for future in pending)
-    finally:
-        os.close(directory)
-    return results
+        what = f"no reference scores under the name {reference!r}"
+        remedy = "use a D4RL dataset name such as hopper-medium-v2"
+        raise InputError("REFERENCE_UNKNOWN", what, remedy=remedy)
+    names = (reference, info.reference_name, environment, info.environment_id)
+    known = (reference_scores(name) for name in names if name)
+    return next((scores for scores in known if scores is not None), None)
 
 
 def _manifest(
     source: Source,
-    settings: Settings,
-    results: Sequence[ShardResult],
-    files: tuple[Mapping[str, Any], ...],
+    settings: _Settings,
+    shards: Sequence[_Shard],
+    files: list[SourceFile],
     environment: str | None,
-    scores: Mapping[str, Any] | None,
+    scores: ReferenceScores | None,
 ) -> Manifest:
-    info = source.info
-    moments: dict[str, Moments] = {}
-    for result in results:
-        for name, part in result.moments.items():
-            if name in moments:
-                moments[name].merge(part)
-            else:
-                moments[name] = part
-    joined = "".join(str(entry["digest"]) for entry in files).encode("ascii")
+    info, moments = source.info, dict(shards[0].moments)
+    for shard in shards[1:]:
+        for name, part in shard.moments.items():
+            moments[name].merge(part)
     return Manifest(
-        spec=TableSpec(
-            columns=settings.columns, steps=source.spec.steps, episodes=source.spec.episodes
-        ),
+        spec=replace(source.spec, columns=settings.stored),
         block_bytes=settings.block_bytes,
-        shards=tuple(result.record for result in results),
-        statistics={c.name: moments[c.name].result() for c in settings.columns},
-        returns=distribution(np.concatenate([result.returns for result in results])),
+        shards=tuple(shard.record for shard in shards),
+        statistics={c.name: moments[c.name].result() for c in settings.stored},
+        returns=distribution(np.concatenate([shard.returns for shard in shards])),
         lengths=distribution(source.episodes.lengths, whole=True),
         terminated=int(source.terminated.sum()),
         truncated=int(source.truncated.sum()),
@@ -382,7 +709,26 @@ def _manifest(
             format=info.format,
             rule=info.rule,
             files=files,
-            digest=digest(joined) if files else None,
+            digest=digest("".join(file.digest for file in files).encode()) if files else None,
             attributes=small_facts(info.attributes),
         ),
     )
+
+
+def _write_manifest(manifest: Manifest, path: Path) -> None:
+    raw = manifest.encode()
+    assert len(raw) <= MAX_MANIFEST_BYTES
+    with open(path, "xb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _suggest(manifest: Manifest, shards: Sequence[_Shard], *, quiet: bool) -> None:
+    if all(shard.choices for shard in shards):
+        high = float(manifest.statistics[ACTIONS].max.max())
+        say(
+            f"note: all actions are whole numbers from 0 to {high:.0f}; if they are numbers of "
+            "choices, convert with --discrete actions",
+            quiet=quiet,
+        )

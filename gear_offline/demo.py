@@ -25,7 +25,7 @@ from rich.table import Table
 
 from gear_offline.cli import main as cli
 from gear_offline.cli.command import INTERRUPTED_BY_USER, handle_interrupts
-from gear_offline.core.staging import check_new_folder
+from gear_offline.core.files import check_new_folder
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import GearError, InputError
@@ -118,7 +118,7 @@ class Demo:
         Raises
         ------
         InputError
-            ``OUTPUT_FOLDER`` when there can be no such directory.
+            ``OUTPUT_WRITE`` when there can be no such directory.
         GearError
             ``DEMO_STEP`` when a command fails, ``DEMO_CHECK`` when the policy has not learnt.
         """

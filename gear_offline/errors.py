@@ -27,7 +27,7 @@ class GearError(Exception):
     Parameters
     ----------
     code
-        Stable upper-case identifier, e.g. ``"MANIFEST_DIGEST"``.
+        Stable upper-case identifier, e.g. ``"DATASET_DAMAGED"``.
     what
         What was wrong, a clause without a final full stop.
     where
@@ -38,7 +38,7 @@ class GearError(Exception):
 
     exit_code = 1
 
-    def __init__(self, code: str, what: str, *, where: str = "", remedy: str = "") -> None:
+    def __init__(self, code: str, what: str, where: str = "", remedy: str = "") -> None:
         self.code = code
         self.what = what
         self.where = where

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from gear_offline.core.closing import Closing
+from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.schema import Int64Array
-from gear_offline.dataset.shards import digest
+from gear_offline.dataset.shard import digest
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
@@ -184,7 +184,7 @@ class GearLoader(Closing, Iterator[Batch]):
             raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
         self.world = World() if world is None else world
         if isinstance(dataset, (str, Path)):
-            dataset = open_dataset(dataset, verify="on_use" if self.world.feeds else False)
+            dataset = open_dataset(dataset, verify=False)
         self.dataset = dataset
         self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
         self.selection = choose_sampler(selection, self.dataset, context_length, padding)

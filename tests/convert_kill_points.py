@@ -1,8 +1,7 @@
 """Kill a conversion with SIGKILL at every system call that changes the disk; report what is left.
 
-Run as ``python -m tests.convert_kill_points FOLDER MODE``, MODE one of ``new``, ``overwrite`` and
-``overwrite-without-exchange``; prints one JSON document.  It forks, so it runs in a process of its
-own that has no threads.
+Run as ``python -m tests.convert_kill_points FOLDER MODE``, MODE ``new`` or ``overwrite``; prints
+one JSON document.  It forks, so it runs in a process of its own that has no threads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.convert import convert
-from gear_offline.core import staging
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns
@@ -46,7 +44,6 @@ def arm(kill_at: int) -> None:
 
     for name in CALLS:
         setattr(os, name, wrap(getattr(os, name)))
-    staging._exchange = wrap(staging._exchange)
 
 
 def child(work: Callable[[], None]) -> int:
@@ -67,7 +64,7 @@ def state(target: Path) -> str:
     try:
         dataset = open_dataset(target, threads=1)
     except InputError as error:
-        return "absent" if error.code == "DATASET_MISSING" else error.code
+        return "absent" if error.code == "DATASET_NOT_FOUND" else error.code
     found = dataset.column("observations").tobytes()
     for seed in (1, 2):
         if found == hopper_columns(sum(LENGTHS), seed=seed)["observations"].tobytes():
@@ -96,8 +93,6 @@ def try_point(target: Path, kill_at: int, *, overwrite: bool) -> dict[str, Any]:
 
 def main() -> None:
     folder, mode = Path(sys.argv[1]), sys.argv[2]
-    if mode == "overwrite-without-exchange":
-        staging._exchange = lambda first, second: False
     points: list[dict[str, Any]] = []
     while not points or points[-1]["status"] != 0:
         kill_at = len(points) + 1

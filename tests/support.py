@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pytest
 
 from gear_offline.convert import convert
+from gear_offline.core.types import BoolArray
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.schema import BoolArray, ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import GearError
 from gear_offline.sources.base import SourceInfo
 

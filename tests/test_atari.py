@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
-import gear_offline.core.hdf5_writer as writer_module
+import gear_offline.export as writer_module
 from gear_offline.collect import collect
 from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert

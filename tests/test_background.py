@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gear_offline.core.background import Background
+from gear_offline.training.background import Background
 
 
 def test_work_is_done_in_order_and_waited_for() -> None:

@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_error(
 
     save_checkpoint(tmp_path, model, state(5))
     monkeypatch.setattr(f"gear_offline.training.checkpoint_saving.{name}", refuse)
-    assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_SPACE"
+    assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_WRITE"
     assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
 
 

@@ -109,7 +109,7 @@ def test_one_save_at_a_time(writer: CheckpointWriter, slow: threading.Event) -> 
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(errno.ENOSPC, "OUTPUT_SPACE"), (errno.EIO, "OUTPUT_WRITE"), (errno.EROFS, "OUTPUT_WRITE")],
+    [(errno.ENOSPC, "OUTPUT_WRITE"), (errno.EIO, "OUTPUT_WRITE"), (errno.EROFS, "OUTPUT_WRITE")],
 )
 @pytest.mark.parametrize("beside", ["async", "sync"])
 def test_an_error_of_the_writer_ends_the_training(
@@ -193,9 +193,9 @@ def test_the_end_of_a_run_waits_for_the_writer(
 
 def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Path:
-        raise GearError("OUTPUT_SPACE", "no space left")
+        raise GearError("OUTPUT_WRITE", "no space left")
 
     monkeypatch.setattr(checkpoint_writer, "write_checkpoint", refuse)
     recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
     code = failing_code(lambda: train(recipe, out=tmp_path / "run", quiet=True))
-    assert code == "OUTPUT_SPACE" and not (tmp_path / "run" / "summary.json").exists()
+    assert code == "OUTPUT_WRITE" and not (tmp_path / "run" / "summary.json").exists()

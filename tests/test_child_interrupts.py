@@ -14,7 +14,6 @@ from gear_offline.collect.workers import Crew
 from gear_offline.core.processes import interrupts_kept_from_children
 from gear_offline.evaluation import beside as evaluation_beside
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sources import shard_workers
 from gear_offline.sweep import processes as sweep_processes
 
 
@@ -33,10 +32,7 @@ def test_interrupts_are_kept_from_processes_that_are_started_here() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-@pytest.mark.parametrize("what", ["convert", "evaluate"])
-def test_processes_are_started_without_interrupts(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_started_without_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     def start(*_: Any, **__: Any) -> None:
@@ -45,10 +41,7 @@ def test_processes_are_started_without_interrupts(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with pytest.raises((Started, evaluation_beside.WorkerLost)):
-        if what == "convert":
-            shard_workers._processes(1).__enter__()
-        else:
-            evaluation_beside.Worker(threads=1)
+        evaluation_beside.Worker(threads=1)
     assert found == [True] and not is_blocked()
 
 

@@ -22,8 +22,9 @@ from tests.support import failing_code
 
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
-    "convert": "source out shard-size workers columns rule environment reference "
+    "convert": "source out shard-size workers columns discrete rule environment reference "
     "allow-nonfinite overwrite quiet",
+    "export": "dataset out columns overwrite quiet",
     "inspect": "dataset verify json quiet",
     "collect": "environment out policy quality mix steps exact environments action-noise seed "
     "train-steps gate save-policy overwrite json quiet",
@@ -281,7 +282,7 @@ def test_a_full_standard_output_is_one_error(words: str) -> None:
     with open("/dev/full", "w") as full:
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert found.returncode == 1
-    assert found.stderr.startswith("error[OUTPUT_SPACE]: no space left: ")
+    assert found.stderr.startswith("error[OUTPUT_WRITE]: no space left: ")
     assert "standard output" in found.stderr and found.stderr.count("\n") == 1
 
 
@@ -291,7 +292,7 @@ def test_a_full_standard_output_is_one_error(words: str) -> None:
         (MemoryError(), "MEMORY"),
         (MemoryError("Unable to allocate 1 PiB"), "MEMORY"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "MEMORY"),
-        (OSError(errno.ENOSPC, "No space left on device", "file"), "OUTPUT_SPACE"),
+        (OSError(errno.ENOSPC, "No space left on device", "file"), "OUTPUT_WRITE"),
         (PermissionError(errno.EACCES, "Permission denied", "file"), "SYSTEM"),
     ],
 )

@@ -225,7 +225,7 @@ def test_the_policy_is_saved_after_its_data_or_not_at_all(
         patched.setattr(D4rlWriter, "publish", lambda self: Path("/dev/full").write_text("x"))
         with pytest.raises(GearError) as full:
             collect(PUSH, out, save_policy=saved, **options)
-    assert full.value.code == "OUTPUT_SPACE"
+    assert full.value.code == "OUTPUT_WRITE"
     assert list(tmp_path.iterdir()) == []
     saved.write_text("mine")
     with pytest.raises(InputError) as exists:
@@ -267,7 +267,7 @@ def test_an_existing_file_is_refused_before_any_work(tmp_path: Path) -> None:
         ({"policy": "ars", "mix": {"best": 1}}, "COLLECT_MIX"),
         ({"save_policy": "x"}, "COLLECT_OPTION"),
         ({"policy": "ars", "quality": "random", "save_policy": "x"}, "COLLECT_OPTION"),
-        ({"policy": "ars", "save_policy": "/no/such/folder/x"}, "OUTPUT_FOLDER"),
+        ({"policy": "ars", "save_policy": "/no/such/folder/x"}, "OUTPUT_WRITE"),
         ({"policy": "ars", "save_policy": "/"}, "OUTPUT_EXISTS"),
         ({"policy": "ars", "save_policy": "/", "overwrite": True}, "OUTPUT_EXISTS"),
         ({"policy": "no-such-file.safetensors"}, "POLICY_FILE"),

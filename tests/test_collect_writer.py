@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gear_offline.core.hdf5_writer as writer_module
+import gear_offline.export as writer_module
 from gear_offline.collect.rollout import Episode
 from gear_offline.collect.writer import D4rlWriter
 from gear_offline.errors import InputError
@@ -129,7 +129,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 def test_missing_folders_and_folders_as_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         D4rlWriter(tmp_path / "none" / "a.hdf5")
-    assert caught.value.code == "OUTPUT_FOLDER"
+    assert caught.value.code == "OUTPUT_WRITE"
     with pytest.raises(InputError) as caught:
         D4rlWriter(tmp_path, overwrite=True)
     assert caught.value.code == "OUTPUT_EXISTS"
@@ -141,7 +141,7 @@ def test_leftovers_of_a_killed_writer_are_swept_and_those_of_a_living_one_kept(
     code = (
         "import sys, time; from pathlib import Path\n"
         "from gear_offline.collect.writer import D4rlWriter\n"
-        "D4rlWriter(Path(sys.argv[1])); print('ready', flush=True); time.sleep(60)"
+        "writer = D4rlWriter(Path(sys.argv[1])); print('ready', flush=True); time.sleep(60)"
     )
     out = tmp_path / "a.hdf5"
     with subprocess.Popen(
@@ -211,7 +211,7 @@ except GearError as error:
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITES_TOO_MUCH, str(tmp_path / "a.hdf5")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.stdout.startswith("OUTPUT_SPACE "), found.stderr
+    assert found.stdout.startswith("OUTPUT_WRITE "), found.stderr
     assert len(found.stdout) < 300 and found.stdout.count("\n") == 1
     assert found.stderr == "" and names(tmp_path) == []
 

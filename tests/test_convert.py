@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.cli.main import main
 from gear_offline.convert import convert, plan_shards
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.dataset.shards import EPISODE_COLUMNS
+from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
-from gear_offline.sources import shard_job
-from gear_offline.sources.shard_workers import _processes
 from tests.support import ArraySource, contents, failing_code, hopper_columns, write_hdf5
 
 LENGTHS = [4, 3, 5, 1, 7]
@@ -44,7 +41,7 @@ def test_bytes_do_not_depend_on_piece_sizes(tmp_path: Path) -> None:
 
 
 def test_pieces_are_cut_at_storage_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shard_job, "PIECE_BYTES", 1)
+    monkeypatch.setattr("gear_offline.convert.PIECE_BYTES", 1)
     asked: list[tuple[int, int]] = []
 
     class Recording(ArraySource):
@@ -72,7 +69,7 @@ def test_workers_write_the_same_bytes(tmp_path: Path, workers: int) -> None:
     assert len(contents(tmp_path / "1")) > 6
     assert contents(tmp_path / "1") == contents(tmp_path / str(workers))
     record = Manifest.read(tmp_path / "1").source
-    assert record.uri == "x.hdf5" and record.files[0]["bytes"] == path.stat().st_size
+    assert record.uri == "x.hdf5" and record.files[0].bytes == path.stat().st_size
     assert str(tmp_path) not in (tmp_path / "1" / "manifest.json").read_text()
 
 
@@ -82,7 +79,7 @@ def test_an_error_in_a_worker_arrives_whole(tmp_path: Path) -> None:
         file["actions"][617, 1] = np.nan
     with pytest.raises(InputError, match="column actions, step 617: step 17 of episode 24") as one:
         convert(path, tmp_path / "d", shard_bytes=9_000, workers=2, quiet=True)
-    assert one.value.code == "NONFINITE"
+    assert one.value.code == "COLUMN"
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
 
 
@@ -114,9 +111,9 @@ def test_chosen_columns_and_rewards(tmp_path: Path) -> None:
     manifest = convert(source(), tmp_path / "d", columns=["actions"], quiet=True)
     assert [c.name for c in manifest.spec] == ["actions", "rewards"]
     none = lambda: convert(source(), tmp_path / "e", columns=[], quiet=True)  # noqa: E731
-    assert failing_code(none) == "CONVERT_OPTION"
+    assert failing_code(none) == "USAGE"
     call = lambda: convert(source(), tmp_path / "e", columns=["acts"], quiet=True)  # noqa: E731
-    assert failing_code(call) == "COLUMN_MISSING"
+    assert failing_code(call) == "COLUMN"
     assert not (tmp_path / "e").exists()
 
 
@@ -131,8 +128,11 @@ def test_an_environment_that_cannot_be_one_is_refused(
     assert not (tmp_path / "d").exists()
     manifest = convert(source(), tmp_path / "e", environment="my/Own-v0")
     assert manifest.environment_id == "my/Own-v0"
+    capfd.readouterr()
+    path = str(write_hdf5(tmp_path / "x.hdf5"))
+    main(["convert", path, str(tmp_path / "g"), "--environment", "my/Own-v0"])
     assert "warning: Gymnasium has no environment 'my/Own-v0' here" in capfd.readouterr().err
-    convert(source(), tmp_path / "f", environment="Pendulum-v1")
+    main(["convert", path, str(tmp_path / "h"), "--environment", "Pendulum-v1"])
     assert "warning" not in capfd.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_nonfinite_values_are_refused_with_column_and_step(tmp_path: Path) -> No
     columns["rewards"][9] = -np.inf
     with pytest.raises(InputError, match="column rewards, step 9: step 2 of episode 2") as caught:
         convert(ArraySource(columns, LENGTHS), tmp_path / "d", quiet=True)
-    assert caught.value.code == "NONFINITE"
+    assert caught.value.code == "COLUMN"
     manifest = convert(
         ArraySource(columns, LENGTHS), tmp_path / "d", allow_nonfinite=True, quiet=True
     )
@@ -171,11 +171,11 @@ def test_nonfinite_values_are_refused_with_column_and_step(tmp_path: Path) -> No
 
 
 BAD_COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "no rewards": ("REWARDS", lambda c: c.pop("rewards")),
-    "two rewards a step": ("REWARDS", lambda c: c.update(rewards=np.zeros((STEPS, 2)))),
-    "complex rewards": ("REWARDS", lambda c: c.update(rewards=np.zeros(STEPS, "c8"))),
-    "reserved name": ("COLUMN_NAME", lambda c: c.update(Episode_Returns=np.zeros(STEPS))),
-    "bool bytes": ("BOOL_BYTES", lambda c: c.update(f=np.full(STEPS, 2, "u1").view(bool))),
+    "no rewards": ("COLUMN", lambda c: c.pop("rewards")),
+    "two rewards a step": ("COLUMN", lambda c: c.update(rewards=np.zeros((STEPS, 2)))),
+    "complex rewards": ("COLUMN", lambda c: c.update(rewards=np.zeros(STEPS, "c8"))),
+    "reserved name": ("COLUMN", lambda c: c.update(Episode_Returns=np.zeros(STEPS))),
+    "bool bytes": ("COLUMN", lambda c: c.update(f=np.full(STEPS, 2, "u1").view(bool))),
 }
 
 
@@ -201,7 +201,7 @@ def test_bad_columns(tmp_path: Path, name: str) -> None:
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
     call = lambda: convert(source(), tmp_path / "d", quiet=True, **options)  # noqa: E731
-    assert failing_code(call) == "CONVERT_OPTION"
+    assert failing_code(call) == "USAGE"
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -239,12 +239,12 @@ def test_a_source_that_is_replaced_once_it_is_open_is_refused(
 def test_ends_that_contradict_are_refused(tmp_path: Path) -> None:
     ends = [True] * len(LENGTHS)
     both = source(terminated=ends, truncated=ends)
-    assert failing_code(lambda: convert(both, tmp_path / "d", quiet=True)) == "SOURCE_ENDS"
+    assert failing_code(lambda: convert(both, tmp_path / "d", quiet=True)) == "SOURCE_LAYOUT"
 
 
 def test_a_source_without_episodes_is_refused(tmp_path: Path) -> None:
     empty = ArraySource(hopper_columns(0), [], terminated=[], truncated=[])
-    assert failing_code(lambda: convert(empty, tmp_path / "d", quiet=True)) == "EMPTY_SOURCE"
+    assert failing_code(lambda: convert(empty, tmp_path / "d", quiet=True)) == "SOURCE_LAYOUT"
 
 
 @pytest.mark.parametrize("answer", [np.zeros((1, 11), "f4"), np.zeros((STEPS, 11), "f8")])
@@ -256,36 +256,80 @@ def test_a_source_that_breaks_its_promise_is_refused(
     assert failing_code(lambda: convert(broken, tmp_path / "d", quiet=True)) == "SOURCE_READ"
 
 
-def test_what_a_dead_worker_did_not_read_is_no_error() -> None:
-    """It would hide the error that says which worker died."""
-    with _processes(1) as (process,):
-        assert process.stdin is not None
-        process.kill()
-        process.wait()
-        process.stdin.write("a job")  # closing the pipe writes it
+DIES = """
+import multiprocessing, os, signal, sys, threading, time
+from gear_offline.convert import convert
+from gear_offline.errors import GearError
+def kill():
+    while not (children := multiprocessing.active_children()):
+        time.sleep(0.01)
+    os.kill(children[0].pid, signal.SIGKILL)
+threading.Thread(target=kill).start()
+try:
+    convert(sys.argv[1], sys.argv[2], shard_bytes=9_000, workers=2, quiet=True)
+except GearError as error:
+    print(error.code)
+"""
 
 
 def test_a_worker_that_dies_is_one_error(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "x.hdf5", episodes=2_000)
-    codes: list[str] = []
-    thread = threading.Thread(
-        target=lambda: codes.append(
-            failing_code(
-                lambda: convert(path, tmp_path / "d", shard_bytes=9_000, workers=2, quiet=True)
-            )
-        )
-    )
-    thread.start()
-    listing = ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())]
-    victims: list[int] = []
-    while thread.is_alive() and not victims:
-        lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
-        victims = [int(x.split()[0]) for x in lines.splitlines() if "shard_workers" in x]
-    for pid in victims[:1]:
-        os.kill(pid, signal.SIGKILL)
-    thread.join(60)
-    assert codes == ["WORKER_FAILED"]
+    command = [sys.executable, "-c", DIES, str(path), str(tmp_path / "d")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["SYSTEM"], found.stderr
     assert sorted(os.listdir(tmp_path)) == ["x.hdf5"]
+
+
+def test_discrete_actions_are_stored_as_integers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = hopper_columns(STEPS, action_dim=1)
+    columns["actions"] = (np.arange(STEPS) % 7).astype(np.float32)
+    convert(ArraySource(columns, LENGTHS), tmp_path / "a")
+    assert "whole numbers from 0 to 6; if they" in capsys.readouterr().err
+    chosen = {"discrete": ["actions"]}
+    manifest = convert(ArraySource(columns, LENGTHS), tmp_path / "b", **chosen)  # type: ignore[arg-type]
+    assert "whole numbers" not in capsys.readouterr().err
+    assert manifest.spec["actions"].dtype == np.int32
+    stored = open_dataset(tmp_path / "b").column("actions")
+    assert stored.tolist() == columns["actions"].tolist()
+    convert(source(), tmp_path / "c")
+    assert "whole numbers" not in capsys.readouterr().err
+    for options, code in (
+        ({"discrete": ["observations"]}, "COLUMN"),
+        ({"discrete": ["nothing"]}, "COLUMN"),
+        ({"discrete": "actions"}, "USAGE"),
+    ):
+        more: dict[str, Any] = options
+        call = lambda o=more: convert(ArraySource(columns, LENGTHS), tmp_path / "d", **o)  # noqa: E731
+        assert failing_code(call) == code
+    assert not (tmp_path / "d").exists()
+
+
+def test_statistics_too_large_for_a_manifest_are_refused_before_writing(tmp_path: Path) -> None:
+    columns = hopper_columns(STEPS) | {"frames": np.zeros((STEPS, 6_000_000), np.uint8)}
+    wide = ArraySource(columns, LENGTHS)
+    wide.read = lambda *values: pytest.fail("read")  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="column frames, 6,000,000 numbers a step") as caught:
+        convert(wide, tmp_path / "d", quiet=True)
+    assert caught.value.code == "COLUMN" and os.listdir(tmp_path) == []
+
+
+def test_a_source_that_changes_with_its_time_set_back_is_refused(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "x.hdf5")
+
+    class Sneaking(ArraySource):
+        def read(self, column: str, start: int, stop: int) -> npt.NDArray[Any]:
+            before = os.stat(path)
+            time.sleep(0.02)  # the clock of file times ticks every 4 ms or so
+            with open(path, "r+b") as file:
+                file.write(file.read(1))
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            return super().read(column, start, stop)
+
+    sneaking = Sneaking(hopper_columns(STEPS), LENGTHS)
+    object.__setattr__(sneaking.info, "files", (path,))
+    assert failing_code(lambda: convert(sneaking, tmp_path / "d", quiet=True)) == "SOURCE_CHANGED"
 
 
 def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
@@ -294,7 +338,7 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, threading\n"
         "from gear_offline.cli.main import main\n"
-        "import gear_offline.sources.shard_job as job\n"
+        "import gear_offline.convert as job\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "before, calls = job._read_rows, []\n"
         "def slow(*a):\n"

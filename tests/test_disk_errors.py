@@ -49,7 +49,7 @@ def failing(original: Callable[..., Any], number: int, after: int) -> Callable[.
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "mkdir"])
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.ENOSPC, "OUTPUT_SPACE"), (errno.EIO, "OUTPUT_WRITE")]
+    ("number", "code"), [(errno.ENOSPC, "OUTPUT_WRITE"), (errno.EIO, "OUTPUT_WRITE")]
 )
 def test_a_run_on_a_bad_disk_is_one_error_and_goes_on_later(
     data: Path,
@@ -104,7 +104,7 @@ def test_a_real_limit_inside_a_checkpoint(data: Path, tmp_path: Path) -> None:
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000)),
     )
-    assert found.stdout.split() == ["OUTPUT_SPACE"], found.stderr
+    assert found.stdout.split() == ["OUTPUT_WRITE"], found.stderr
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 

@@ -341,7 +341,7 @@ def test_the_result_goes_to_the_file_that_was_asked_for(tmp_path: Path) -> None:
     assert sorted(run.rglob("*")) == before, "the run stays as it is"
     assert failing_code(lambda: evaluate(run, out=out)) == "OUTPUT_EXISTS"
     nowhere = tmp_path / "no" / "where.json"
-    assert failing_code(lambda: evaluate(run, out=nowhere)) == "OUTPUT_FOLDER"
+    assert failing_code(lambda: evaluate(run, out=nowhere)) == "OUTPUT_WRITE"
 
 
 def test_an_asked_for_file_that_cannot_be_written_is_an_error(
@@ -354,7 +354,7 @@ def test_an_asked_for_file_that_cannot_be_written_is_an_error(
 
     monkeypatch.setattr("gear_offline.evaluation.results.EvaluationReport.write", refuse)
     call = lambda: evaluate(run, episodes=1, out=tmp_path / "a.json", quiet=True)  # noqa: E731
-    assert failing_code(call) == "OUTPUT_SPACE"
+    assert failing_code(call) == "OUTPUT_WRITE"
     assert "asked return" in capfd.readouterr().err, "what was played is shown"
 
 

@@ -44,9 +44,10 @@ def test_a_round_trip_keeps_bytes_and_episodes(
         for column in dataset.spec:
             stored = file[column.name][()]
             assert stored.dtype == column.dtype
-            if column.name != "timeouts":
+            if column.name not in ("terminals", "timeouts"):
                 assert stored.tobytes() == dataset.column(column.name).tobytes()
         assert np.flatnonzero(file["timeouts"][()]).tolist() == last[~np.array(ENDS)].tolist()
+        assert np.flatnonzero(file["terminals"][()]).tolist() == last[np.array(ENDS)].tolist()
 
 
 def test_episodes_of_a_step_limit_survive(tmp_path: Path) -> None:
@@ -74,6 +75,23 @@ def test_timeouts_inside_episodes_go_and_terminals_stay(tmp_path: Path) -> None:
         assert file["terminals"][()].tolist() == columns["terminals"].tolist()
 
 
+@pytest.mark.parametrize("name", ["kitchen-mini", "maze2d-umaze-v1", "mine"])
+@pytest.mark.parametrize("again", ["kitchen-again", "maze2d-large-v1", "mine"])
+def test_truncated_episodes_stay_truncated(tmp_path: Path, name: str, again: str) -> None:
+    """Of kitchen and maze2d D4RL's files mark with terminals what is cut."""
+    columns = hopper_columns(20, state_dim=60 if "kitchen" in name else 4, action_dim=9)
+    columns |= {"terminals": np.isin(np.arange(20), [9, 19]).astype(np.float32)}
+    columns |= {"infos": np.repeat([0, 1], 10)}
+    del columns["timeouts"]
+    (tmp_path / "out").mkdir()
+    with open_source(write(tmp_path / f"{name}.hdf5", columns)) as source:
+        path = export_hdf5(source, tmp_path / "out" / f"{again}.hdf5", quiet=True)
+        with h5py.File(path) as file, open_source(path) as found:
+            assert not (file["terminals"][()].astype(bool) & file["timeouts"][()]).any()
+            assert found.episodes.lengths.tolist() == source.episodes.lengths.tolist()
+            assert found.terminated.tolist() == source.terminated.tolist()
+
+
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_episodes_survive_terminals_inside_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
@@ -98,7 +116,7 @@ def test_choices_and_paths(dataset: Dataset, tmp_path: Path) -> None:
         assert sorted(file) == ["observations", "rewards", "terminals", "timeouts"]
         assert np.array_equal(file["observations"], dataset.read("observations", 5, 12))
     export_hdf5(str(dataset.path), str(tmp_path / "all.hdf5"), quiet=True)
-    for options, code in [({}, "OUTPUT_EXISTS"), ({"columns": ["x"]}, "COLUMN_MISSING")]:
+    for options, code in [({}, "OUTPUT_EXISTS"), ({"columns": ["x"]}, "COLUMN")]:
         more: dict[str, Any] = options
         with pytest.raises(InputError) as caught:
             export_hdf5(dataset, tmp_path / "all.hdf5", **more)
@@ -120,5 +138,5 @@ def test_a_column_beside_parts_of_its_name_is_refused(tmp_path: Path) -> None:
     source = from_episodes([columns | {"observations/goal": np.zeros((5, 2))}])
     with pytest.raises(InputError, match="both observations and observations/goal") as caught:
         export_hdf5(source, tmp_path / "x.hdf5", quiet=True)
-    assert caught.value.code == "COLUMN_NAME" and list(tmp_path.iterdir()) == []
+    assert caught.value.code == "COLUMN" and list(tmp_path.iterdir()) == []
     export_hdf5(source, tmp_path / "x.hdf5", columns=["observations", "actions"], quiet=True)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import DecisionTransformerConfig
 
-from gear_offline.core.config_text import config_text
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.scores import normalized_score, reference_scores
 from gear_offline.errors import InputError
@@ -31,6 +30,7 @@ from gear_offline.models.checks import beyond_tanh
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
+from gear_offline.training.config_text import config_text
 from tests.model_support import TOLERANCE, released_twin
 from tests.support import hopper_columns, make_dataset
 

@@ -48,7 +48,7 @@ def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Datase
         np.testing.assert_array_equal(found.reshape(len(found), -1), wanted)
         np.testing.assert_array_equal(joint.read(column, 33, 71), found[33:71])
         assert joint.read(column, 5, 5).shape == (0, *joint.spec[column].shape)
-    assert failing_code(lambda: joint.read("rewards", 3, 10_000)) == "STEP_RANGE"
+    assert failing_code(lambda: joint.read("rewards", 3, 10_000)) == "SELECTION"
 
 
 def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str, Dataset]) -> None:
@@ -254,7 +254,7 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     joint = join(parts)
     for other in (joint, str(parts["hop"].path)):  # scales within a joint one were lost
         tasks = [Task(name="a", dataset=other)]  # type: ignore[arg-type]
-        assert failing_code(partial(join_datasets, tasks)) == "DATASET_KIND"
+        assert failing_code(partial(join_datasets, tasks)) == "DATASET_NOT_FOUND"
     numpy_ = [Task(name="a", dataset=parts["hop"], returns_scale=np.float32(4))]  # type: ignore[arg-type]
     assert join_datasets(numpy_).returns_scales[0] == 4
     for scale in (0.0, -3.0, float("nan"), "ten"):

@@ -330,7 +330,7 @@ def test_context_longer_than_every_episode(dataset: Dataset) -> None:
         ({"seed": -1}, "SELECTION"),
         ({"start_step": -1}, "SELECTION"),
         ({"extra_columns": ["rewards"]}, "EXTRA_COLUMN"),
-        ({"extra_columns": ["nothing"]}, "COLUMN_MISSING"),
+        ({"extra_columns": ["nothing"]}, "COLUMN"),
     ],
 )
 def test_options_are_checked(dataset: Dataset, options: dict[str, Any], code: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
-from gear_offline.dataset.shards import digest
+from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns, make_dataset
 
@@ -83,23 +83,23 @@ def test_every_flipped_bit_is_found(raw: bytes) -> None:
             damaged = bytearray(raw)
             damaged[position] ^= 1 << bit
             code = refused(bytes(damaged))
-            assert code in ("MANIFEST_DIGEST", "FORMAT_VERSION"), (position, bit, code)
+            assert code in ("DATASET_DAMAGED", "DATASET_VERSION"), (position, bit, code)
 
 
 def test_whitespace_and_length_changes_are_found(raw: bytes) -> None:
     for changed in (raw + b"\n", raw[:-1], b" " + raw, raw.replace(b": ", b":", 1), b"", b"{}"):
-        assert refused(changed) == "MANIFEST_DIGEST"
+        assert refused(changed) == "DATASET_DAMAGED"
     for cut in range(0, len(raw), 97):
-        assert refused(raw[:cut]) == "MANIFEST_DIGEST"
+        assert refused(raw[:cut]) == "DATASET_DAMAGED"
 
 
 def test_newer_version_is_refused_in_one_line(raw: bytes) -> None:
     document = json.loads(raw)
     document["format_version"] = 2
     document["news"] = {"anything": 1}
-    assert refused(seal(document)) == "FORMAT_VERSION"
+    assert refused(seal(document)) == "DATASET_VERSION"
     # A later version may seal its manifest otherwise: the version is seen all the same.
-    assert refused(seal(document)[:-20]) == "FORMAT_VERSION"
+    assert refused(seal(document)[:-20]) == "DATASET_VERSION"
 
 
 Edit = Callable[[Document], Any]
@@ -173,6 +173,15 @@ EDITS: dict[str, Edit] = {
     "too large a float": lambda d: d["returns"].update(mean=10**400),
     "episodes is NaN": key("episodes", math.nan),
     "deep attributes": key("source.attributes", []),
+    "negative deviation": lambda d: d["statistics"]["rewards"].update(std=-1.0),
+    "infinite mean": lambda d: d["statistics"]["rewards"].update(mean="inf"),
+    "negative spread of returns": lambda d: d["returns"].update(std=-1.0),
+    "edges are null": lambda d: d["lengths"]["histogram"].update(edges=[None, None], counts=[3]),
+    "counts without edges": lambda d: d["lengths"]["histogram"].update(edges=[]),
+    "too many bins": lambda d: d["lengths"].update(
+        histogram={"edges": list(range(1002)), "counts": [0] * 1001}
+    ),
+    "other digest of the header": shard(0, header_digest="a" * 32),
 }
 
 
@@ -183,15 +192,15 @@ def test_sealed_nonsense_is_refused(raw: bytes, name: str) -> None:
     EDITS[name](document)
     # NaN is unequal to itself: what counts is that the edit did something.
     assert json.dumps(document) != json.dumps(before)
-    assert refused(seal(document)) == "MANIFEST_FORMAT"
+    assert refused(seal(document)) == "DATASET_DAMAGED"
 
 
-def test_repeated_keys_and_deep_nesting_are_refused(raw: bytes) -> None:
+def test_deep_nesting_and_numbers_that_are_none_are_refused(raw: bytes) -> None:
     body = raw[: raw.rindex(b',\n"digest"')]
-    for extra in (b',\n"steps": 9', b',\n"x": ' + b"[" * 100_000):
+    for extra in (b',\n"x": ' + b"[" * 100_000, b',\n"x": 1e999', b',\n"x": NaN'):
         changed = body + extra
         sealed = changed + f',\n"digest": "xxh3-128:{digest(changed)}"\n}}\n'.encode()
-        assert refused(sealed) == "MANIFEST_FORMAT"
+        assert refused(sealed) == "DATASET_DAMAGED"
 
 
 PATHS = st.sampled_from(
@@ -221,7 +230,7 @@ def test_random_values_are_refused_or_harmless(
     try:
         found = Manifest.decode(sealed)
     except InputError as error:
-        assert error.code == "MANIFEST_FORMAT"
+        assert error.code == "DATASET_DAMAGED"
     else:
         assert Manifest.decode(found.encode()).to_json() == found.to_json()
 
@@ -232,14 +241,14 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (dataset.path / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError) as caught:
         Manifest.read(dataset.path)
-    assert caught.value.code == "FILE_KIND"
+    assert caught.value.code == "DATASET_DAMAGED"
 
 
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.convert.MAX_MANIFEST_BYTES", 1_000)
     with pytest.raises(InputError) as caught:
         make_dataset(tmp_path, [3])
-    assert caught.value.code == "MANIFEST_SIZE"
+    assert caught.value.code == "COLUMN"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,4 +257,4 @@ def test_a_manifest_too_large_to_be_ours_is_not_read(tmp_path: Path, monkeypatch
     monkeypatch.setattr("gear_offline.dataset.manifest.MAX_MANIFEST_BYTES", 1_000)
     with pytest.raises(InputError) as caught:
         Manifest.read(path)
-    assert caught.value.code == "MANIFEST_FORMAT"
+    assert caught.value.code == "DATASET_DAMAGED"

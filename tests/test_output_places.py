@@ -16,17 +16,17 @@ from tests.support import failing_code
 from tests.training_support import tiny_recipe
 
 COMMANDS = {  # and their codes
-    "convert {source} {out}": "OUTPUT_FOLDER",
-    "collect CartPole-v1 {out} --steps 20": "OUTPUT_FOLDER",
-    "collect CartPole-v1 new.hdf5 --policy ars --save-policy {out}": "OUTPUT_FOLDER",
-    "collect CartPole-v1 new.hdf5 --policy ars --overwrite --save-policy {out}": "OUTPUT_FOLDER",
+    "convert {source} {out}": "OUTPUT_WRITE",
+    "collect CartPole-v1 {out} --steps 20": "OUTPUT_WRITE",
+    "collect CartPole-v1 new.hdf5 --policy ars --save-policy {out}": "OUTPUT_WRITE",
+    "collect CartPole-v1 new.hdf5 --policy ars --overwrite --save-policy {out}": "OUTPUT_WRITE",
     "train {recipe} --out {out}": "RUN_DIRECTORY",
-    "train {recipe} data.path={out} data.source={source}": "OUTPUT_FOLDER",
-    "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_FOLDER",
+    "train {recipe} data.path={out} data.source={source}": "OUTPUT_WRITE",
+    "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_WRITE",
     "sweep {recipe} --seeds 2 --out {out}": "SWEEP_DIRECTORY",
-    "strategies {recipe} --out {out}": "OUTPUT_FOLDER",
-    "strategies {recipe} --train --out {out}": "OUTPUT_FOLDER",
-    "recipes cp paper {out}": "OUTPUT_FOLDER",
+    "strategies {recipe} --out {out}": "OUTPUT_WRITE",
+    "strategies {recipe} --train --out {out}": "OUTPUT_WRITE",
+    "recipes cp paper {out}": "OUTPUT_WRITE",
 }
 
 
@@ -82,16 +82,16 @@ def test_an_export_and_the_demo_say_so_too(
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file is a file, not a folder") as caught:
         gear_offline.export_hdf5(data, tmp_path / "file" / "x.hdf5", quiet=True)
-    assert caught.value.code == "OUTPUT_FOLDER"
+    assert caught.value.code == "OUTPUT_WRITE"
     assert demo(["--out", str(tmp_path / "file" / "x")]) == 2
-    assert capsys.readouterr().err.startswith("error[OUTPUT_FOLDER]: ")
+    assert capsys.readouterr().err.startswith("error[OUTPUT_WRITE]: ")
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_folder_that_is_not_there_is_still_asked_for(data: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"folder does not exist .*; make it") as caught:
         gear_offline.export_hdf5(data, tmp_path / "new" / "x.hdf5", quiet=True)
-    assert caught.value.code == "OUTPUT_FOLDER"
+    assert caught.value.code == "OUTPUT_WRITE"
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
         (["--columns", FRAMES], "PLAN"),
         (["--columns", "observations", "--data", "1TB"], "PLAN"),
         (["--columns", "observations=float33", "--data", "1TB"], "PLAN"),
-        (["--columns", "observations=float32", "--data", "1TB"], "COLUMN_MISSING"),
+        (["--columns", "observations=float32", "--data", "1TB"], "COLUMN"),
         (["--episode-length", "50"], "USAGE"),
         (["model.hidden_size=8192", "model.layers=64"], "PLAN"),
         (["--data", "lots"], "SIZE"),

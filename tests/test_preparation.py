@@ -147,7 +147,7 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
             said = "1 value NaN or inf" if not np.isfinite(value) else "so large"
             with pytest.raises(InputError, match=said) as caught:
                 resolve(recipe, open_dataset(out))
-            assert caught.value.code == "NONFINITE"
+            assert caught.value.code == "COLUMN"
             assert ("pick_episodes" in caught.value.remedy) == (not np.isfinite(value))
     for number, actions in enumerate((np.full(7, -1), np.zeros((7, 2), np.int64))):
         columns = hopper_columns(7) | {"actions": actions}

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from gear_offline.config.recipe import load_recipe
+from gear_offline.core.files import write_file
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import RunDirectory, default_run_path, write_whole
+from gear_offline.runs.directory import RunDirectory, default_run_path
 
 
 def code_of(path: Path, *, resume: bool) -> str:
@@ -135,7 +136,7 @@ def test_a_lock_whose_file_has_gone_is_taken_anew(
 
 def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f.json"
-    write_whole(path, b"old")
+    write_file(path, b"old")
 
     def fail(*_: object) -> None:
         raise OSError("power loss")
@@ -143,9 +144,9 @@ def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
         with pytest.raises(OSError, match="power loss"):
-            write_whole(path, b"new")
+            write_file(path, b"new")
     assert path.read_bytes() == b"old"
-    write_whole(path, b"new")
+    write_file(path, b"new")
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["f.json"]
 
@@ -156,7 +157,7 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) ->
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
         with pytest.raises(OSError, match="File too large") as caught:
-            write_whole(path, b"x")
+            write_file(path, b"x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(path)

@@ -77,7 +77,7 @@ def lose_gpu(patch: pytest.MonkeyPatch) -> None:
         (RuntimeError("\nbackend failed:\nlong"), "RUN_FAILED", "RuntimeError: backend failed:"),
         (OutOfResources("shared memory"), "RUN_FAILED", "OutOfResources: shared memory"),
         (ILLEGAL, "RUN_FAILED", "AcceleratorError: CUDA error: an illegal memory access"),
-        (OSError(28, "No space left on device"), "OUTPUT_SPACE", "(folder)"),
+        (OSError(28, "No space left on device"), "OUTPUT_WRITE", "(folder)"),
     ],
 )
 def test_what_ends_one_run_is_its_error(error: Exception, code: str, words: str) -> None:

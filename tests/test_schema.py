@@ -16,18 +16,11 @@ NUMERIC = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64
 NUMERIC += ["float16", "float32", "float64", "complex64", "complex128"]
 
 
-@pytest.mark.parametrize("dtype", NUMERIC)
-def test_column_round_trips_through_json(dtype: str) -> None:
-    column = ColumnSpec(name="infos/qpos", dtype=np.dtype(dtype), shape=(3, 2))
-    assert ColumnSpec.from_json(column.to_json()) == column
-    assert column.step_bytes == np.dtype(dtype).itemsize * 6
-
-
 @pytest.mark.parametrize("dtype", ["O", "S5", "U3", "M8[s]", "m8[s]", [("a", "f4")], "g", "V4"])
 def test_column_refuses_other_dtypes(dtype: Any) -> None:
     with pytest.raises(InputError) as caught:
         ColumnSpec(name="x", dtype=np.dtype(dtype))
-    assert caught.value.code == "COLUMN_DTYPE"
+    assert caught.value.code == "COLUMN"
 
 
 def test_big_endian_becomes_native() -> None:
@@ -38,31 +31,14 @@ def test_big_endian_becomes_native() -> None:
 def test_column_refuses_odd_names(name: str) -> None:
     with pytest.raises(InputError) as caught:
         ColumnSpec(name=name, dtype=np.dtype("f4"))
-    assert caught.value.code == "COLUMN_NAME"
+    assert caught.value.code == "COLUMN"
 
 
 @pytest.mark.parametrize("shape", [(0,), (-1,), (1,) * 9, (1 << 40,)])
 def test_column_refuses_absurd_shapes(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as caught:
         ColumnSpec(name="x", dtype=np.dtype("f4"), shape=shape)
-    assert caught.value.code == "COLUMN_SHAPE"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"name": "x", "dtype": "nonsense", "shape": []},
-        {"name": "x", "dtype": "float32", "shape": 3},
-        {"name": "x", "dtype": "float32", "shape": ["3"]},
-        {"name": "x", "dtype": "float32", "shape": [True]},
-        {"name": 3, "dtype": "float32", "shape": []},
-    ],
-)
-def test_column_description_is_checked(value: dict[str, Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        ColumnSpec.from_json(value)
-    assert caught.value.code == "COLUMN_SPEC"
+    assert caught.value.code == "COLUMN"
 
 
 def test_table_refuses_names_that_differ_by_case_only() -> None:
@@ -98,7 +74,7 @@ def test_episode_index_holds_more_than_32_bits() -> None:
 def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
     with pytest.raises(InputError) as caught:
         EpisodeIndex(np.array(lengths))
-    assert caught.value.code == "EPISODE_LENGTHS"
+    assert caught.value.code == "SOURCE_LAYOUT"
 
 
 def test_an_index_of_many_episodes_is_shown_in_a_line() -> None:

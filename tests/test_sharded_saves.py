@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import DecisionTransformerModel
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.core.config_text import config_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
@@ -34,6 +33,7 @@ from gear_offline.training.checkpoint import (
 )
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.training.config_text import config_text
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.shard_index import INDEX, read_index
 from gear_offline.training.sharded_checkpoint import Piece, Shard
@@ -285,7 +285,7 @@ def test_a_full_disk_of_another_rank_ends_the_save(
         ranks.save_first(10)
         ranks.first.wait()
 
-    assert failing_code(second) == "OUTPUT_SPACE"
+    assert failing_code(second) == "OUTPUT_WRITE"
     with pytest.raises(GearError, match=r"rank 1 could not save .*No space left") as caught:
         first()
     assert caught.value.code == "RANK_FAILED"
@@ -299,7 +299,7 @@ def test_a_full_disk_of_the_first_rank(
 ) -> None:
     full_disk(monkeypatch, SHARDS[0])
     ranks.save_first(10)
-    assert failing_code(ranks.first.wait) == "OUTPUT_SPACE"
+    assert failing_code(ranks.first.wait) == "OUTPUT_WRITE"
     assert os.listdir(tmp_path) == []
 
     def vanish(path: Path, *_: Any, **__: Any) -> Any:

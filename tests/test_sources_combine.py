@@ -353,7 +353,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
         (["x=act+obs/cam", "actions=act", *wanted[::2], "dones=end"], "COLUMN"),
         ("actions", "COLUMN"),
     ]:
-        assert code(convert, file, tmp_path / "e", columns=bad)[0] in (error, "CONVERT_OPTION")
+        assert code(convert, file, tmp_path / "e", columns=bad)[0] in (error, "USAGE")
     for both, said in [
         ("act+obs/cam", "obs/cam is uint8 (2, 2) a step: it can be no part"),
         ("act+obs", "obs is a group of 2 columns (column observations)"),
@@ -362,7 +362,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
         assert said in code(convert, file, tmp_path / "e", columns=given)[1]
     assert code(convert, from_episodes([hopper_columns(3)]), tmp_path / "e", columns=["x=rewards"])[
         0
-    ] in ("COLUMN", "CONVERT_OPTION")
+    ] in ("COLUMN", "USAGE")
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gear_offline.core.split_table import SplitTable
 from gear_offline.dataset.scores import reference_scores
 from gear_offline.evaluation.evaluate import print_report
 from gear_offline.evaluation.results import EvaluationReport, TargetResult
+from gear_offline.evaluation.split_table import SplitTable
 
 WORDS = st.text("abcdefgh[]", min_size=1, max_size=9)
 HEADINGS = st.lists(WORDS, min_size=1, max_size=3).map(" ".join)

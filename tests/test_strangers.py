@@ -98,7 +98,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "said"), [("read", 0, "FILE_SIZE"), ("mmap", -signal.SIGBUS, "")]
+    ("mode", "status", "said"), [("read", 0, "DATASET_DAMAGED"), ("mmap", -signal.SIGBUS, "")]
 )
 def test_a_file_cut_short_under_a_reader(tmp_path: Path, mode: str, status: int, said: str) -> None:
     """Tables in memory get an error.  Mapped files cannot: docs/reliability.md says so."""

@@ -156,7 +156,7 @@ def test_returns_that_are_not_finite_are_refused_in_words(tmp_path: Path) -> Non
     convert(ArraySource(columns, [3, 3, 3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
     with pytest.raises(InputError) as caught:
         compare(recipe_of(open_dataset(tmp_path / "d")), strategies="fifo", quiet=True)
-    assert caught.value.code == "NONFINITE" and "2 episodes" in caught.value.what
+    assert caught.value.code == "COLUMN" and "2 episodes" in caught.value.what
 
 
 def test_candidates() -> None:
@@ -289,7 +289,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
         for place in ("file", "file/below"):
             assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
             error = capsys.readouterr().err
-            said = f"error[OUTPUT_FOLDER]: {tmp_path / 'file'} is a file, not a folder"
+            said = f"error[OUTPUT_WRITE]: {tmp_path / 'file'} is a file, not a folder"
             assert error.startswith(said)
     with pytest.raises(GearError) as caught:
         write_comparison(

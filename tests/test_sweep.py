@@ -16,7 +16,6 @@ import torch
 
 from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.torch_threads import torch_threads
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.runs.trainer import train
 from gear_offline.runs.training_run import TrainingInterrupted
@@ -28,6 +27,7 @@ from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.sweep import run_sweep
 from gear_offline.sweep.turns import Turns
 from gear_offline.training.learner import Learner
+from gear_offline.training.torch_threads import torch_threads
 from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 

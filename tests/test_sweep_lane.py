@@ -170,7 +170,7 @@ class FailedSaves:
     """Of a run whose checkpoint could not be written."""
 
     def wait(self) -> None:
-        raise GearError("OUTPUT_SPACE", "the disk is full", remedy="make room")
+        raise GearError("OUTPUT_WRITE", "the disk is full", remedy="make room")
 
 
 def turns_of(*lanes: Any) -> Any:
@@ -224,7 +224,7 @@ def test_an_interruption_goes_on_past_a_run_that_cannot_be_saved(lane: Lane) -> 
     with pytest.raises(TrainingInterrupted):
         turns._interrupt()
     assert looked == ["counted", "other", "counted"], "of a run without steps nothing is saved"
-    assert [code for _, code in turns.told] == ["OUTPUT_SPACE"]
+    assert [code for _, code in turns.told] == ["OUTPUT_WRITE"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler

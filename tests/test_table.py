@@ -171,8 +171,8 @@ def test_refusals() -> None:
         return caught.value.code
 
     good = columns()
-    assert code({k: v for k, v in good.items() if k != "rewards"}) == "COLUMN_MISSING"
-    assert code(good, extra_columns=["nothing"]) == "COLUMN_MISSING"
+    assert code({k: v for k, v in good.items() if k != "rewards"}) == "COLUMN"
+    assert code(good, extra_columns=["nothing"]) == "COLUMN"
     assert code(good, extra_columns=["rewards"]) == "EXTRA_COLUMN"
     assert code(good, extra_columns=["a", "a"]) == "EXTRA_COLUMN"
     assert code({**good, "rewards": np.ones((13, 2))}) == "COLUMN_KIND"

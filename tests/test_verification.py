@@ -6,20 +6,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.convert import convert
-from gear_offline.dataset.dataset import Dataset, open_dataset, verify_dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
-from gear_offline.dataset.shards import digest
+from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
-from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables.table import build_table
-from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
+from tests.support import ArraySource, hopper_columns, make_dataset
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +32,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damaged_code(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        verify_dataset(path, threads=1)
+        open_dataset(path, threads=1)
     assert "\n" not in str(caught.value)
     return caught.value.code
 
 
 def test_a_flipped_bit_in_any_byte_is_found(tiny: Path) -> None:
-    verify_dataset(tiny)
+    open_dataset(tiny)
     manifest = Manifest.read(tiny)
     assert len(manifest.shards) == 2
     for shard in manifest.shards:
@@ -53,11 +51,11 @@ def test_a_flipped_bit_in_any_byte_is_found(tiny: Path) -> None:
                 original = os.pread(handle, 1, position)[0]
                 for bit in range(8) if position in borders else (position % 8,):
                     os.pwrite(handle, bytes([original ^ 1 << bit]), position)
-                    assert damaged_code(tiny) == "SHARD_DIGEST", (shard.name, position, bit)
+                    assert damaged_code(tiny) == "DATASET_DAMAGED", (shard.name, position, bit)
                 os.pwrite(handle, bytes([original]), position)
         finally:
             os.close(handle)
-    verify_dataset(tiny)
+    open_dataset(tiny)
 
 
 @settings(deadline=None, max_examples=200)
@@ -71,7 +69,7 @@ def test_random_flips_are_found(tiny: Path, data: st.DataObject) -> None:
         damaged[flip_at // 8] ^= 1 << flip_at % 8
     try:
         (tiny / shard.name).write_bytes(damaged)
-        assert damaged_code(tiny) == "SHARD_DIGEST"
+        assert damaged_code(tiny) == "DATASET_DAMAGED"
     finally:
         (tiny / shard.name).write_bytes(raw)
 
@@ -93,10 +91,9 @@ def test_the_message_names_file_tensor_and_block(copy: Path) -> None:
     shard = manifest.shards[1]
     observations = next(t for t in manifest.tensors(shard) if t.name == "observations")
     flip(copy / shard.name, shard.header_bytes + observations.start)
-    for check in (lambda: verify_dataset(copy), lambda: open_dataset(copy)):
-        with pytest.raises(InputError) as caught:
-            check()
-        assert "shard-00001.safetensors, tensor observations, block 0" in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        open_dataset(copy)
+    assert "shard-00001.safetensors, tensor observations, block 0" in str(caught.value)
 
 
 def test_without_verification_columns_are_not_read_but_the_rest_is(copy: Path) -> None:
@@ -106,52 +103,42 @@ def test_without_verification_columns_are_not_read_but_the_rest_is(copy: Path) -
     flip(copy / shard.name, shard.header_bytes + tensors["actions"].start)
     dataset = open_dataset(copy, verify=False)
     assert not dataset.verified
-    assert dataset.read("rewards", 0, 6, check=True).shape == (6,)
+    assert dataset.column("rewards").shape == (6,)
     with pytest.raises(InputError, match="tensor actions, block 0"):
-        dataset.read("actions", 0, 1, check=True)
+        dataset.column("actions")
     flip(copy / shard.name, shard.header_bytes + tensors["episode_returns"].start)
     with pytest.raises(InputError, match="episode_returns"):
         open_dataset(copy, verify=False)
 
 
-@pytest.mark.parametrize("way", ["table", "mapped", "disk", "read", "verify"])
-def test_compared_on_use_damage_is_found_before_anything_is_handed_out(
-    copy: Path, way: str
-) -> None:
+@pytest.mark.parametrize("way", ["table", "column", "verify"])
+def test_damage_is_found_by_whatever_reads_whole_columns(copy: Path, way: str) -> None:
     manifest = Manifest.read(copy)
     shard = manifest.shards[1]
     tensors = {t.name: t for t in manifest.tensors(shard)}
     uses: dict[str, Callable[[Dataset], object]] = {
         "table": lambda d: build_table(d, context_length=2),
-        "disk": lambda d: GearLoader(
-            d, batch_size=2, context_length=2, device="cpu", placement="disk", host_budget=4 << 20
-        ).close(),
-        "read": lambda d: [d.read(c, 4, 5) for c in ("observations", "actions", "rewards")],
+        "column": lambda d: [d.column(c) for c in ("observations", "actions", "rewards")],
         "verify": lambda d: d.verify(),
     }
-    uses[way](open_dataset(copy, verify="on_use"))
+    uses[way](open_dataset(copy, verify=False))
     for column in ("observations", "actions", "rewards"):
         place = shard.header_bytes + tensors[column].stop - 1
         flip(copy / shard.name, place)
-        dataset = open_dataset(copy, verify="on_use")  # reads no column
-        assert dataset.checked and not dataset.verified
+        dataset = open_dataset(copy, verify=False)  # reads no column
+        assert not dataset.verified
         with pytest.raises(InputError, match=f"shard-00001.*tensor {column}, block") as caught:
             uses[way](dataset)
-        assert caught.value.code == "SHARD_DIGEST"
+        assert caught.value.code == "DATASET_DAMAGED"
         flip(copy / shard.name, place)
     for part in ("episode_returns", "header"):
         place = shard.header_bytes + tensors[part].start if part in tensors else 30
         flip(copy / shard.name, place)
         with pytest.raises(InputError, match=part):
-            open_dataset(copy, verify="on_use")
+            open_dataset(copy, verify=False)
         flip(copy / shard.name, place)
-    verified = open_dataset(copy, verify="on_use").verify()
-    assert verified.verified and not verified.on_use and verified.verify() is verified
-
-
-def test_how_to_verify_is_spelled_out(copy: Path) -> None:
-    wrong: Any = "on-use"
-    assert failing_code(lambda: open_dataset(copy, verify=wrong)) == "DATASET_OPTION"
+    verified = open_dataset(copy, verify=False).verify()
+    assert verified.verified and verified.verify() is verified
 
 
 def test_bytes_that_change_after_opening_do_not_reach_a_column(copy: Path) -> None:
@@ -171,7 +158,7 @@ def test_bytes_that_change_after_opening_do_not_reach_a_column(copy: Path) -> No
             dataset.column(column.name)
         except InputError as error:
             seen.append(error.code)
-    assert "SHARD_DIGEST" in seen
+    assert "DATASET_DAMAGED" in seen
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, -1])
@@ -181,29 +168,29 @@ def test_a_truncated_shard_is_an_error_not_a_signal(copy: Path, keep: int) -> No
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
     calls = (
         lambda: dataset.column("observations"),
-        lambda: dataset.column("observations", mode="mmap"),
+        lambda: dataset.read("observations", 0, 1),
         lambda: open_dataset(copy),
         lambda: open_dataset(copy, verify=False),
     )
     for call in calls:
         with pytest.raises(InputError) as caught:
             call()
-        assert caught.value.code == "FILE_SIZE"
+        assert caught.value.code == "DATASET_DAMAGED"
 
 
 def test_links_directories_and_missing_shards(copy: Path) -> None:
     path = copy / "shard-00000.safetensors"
     aside = copy.parent / "aside"
     path.rename(aside)
-    assert damaged_code(copy) == "FILE_MISSING"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
     path.symlink_to(aside)
-    assert damaged_code(copy) == "FILE_KIND"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
     path.unlink()
     path.mkdir()
-    assert damaged_code(copy) == "FILE_KIND"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
     path.rmdir()
     os.mkfifo(path)
-    assert damaged_code(copy) == "FILE_KIND"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
 
 
 def test_shards_that_changed_places_are_refused(copy: Path) -> None:
@@ -211,7 +198,7 @@ def test_shards_that_changed_places_are_refused(copy: Path) -> None:
     a.rename(copy / "x")
     b.rename(a)
     (copy / "x").rename(b)
-    assert damaged_code(copy) in ("FILE_SIZE", "SHARD_DIGEST")
+    assert damaged_code(copy) == "DATASET_DAMAGED"
 
 
 def test_a_replaced_dataset_is_noticed(copy: Path, tmp_path: Path) -> None:
@@ -220,7 +207,7 @@ def test_a_replaced_dataset_is_noticed(copy: Path, tmp_path: Path) -> None:
     make_dataset(tmp_path, [4, 2], state_dim=2, action_dim=1).path.rename(copy)
     with pytest.raises(InputError) as caught:
         dataset.read("rewards", 0, 1)
-    assert caught.value.code == "DATASET_CHANGED"
+    assert caught.value.code == "DATASET_DAMAGED"
 
 
 def reseal(path: Path, raw: bytes) -> None:
@@ -260,10 +247,9 @@ def test_per_episode_tensors_that_contradict_are_refused(
     copy: Path, name: str, data: bytes
 ) -> None:
     forge(copy, name, data)
-    verify_dataset(copy)
     with pytest.raises(InputError) as caught:
         open_dataset(copy)
-    assert caught.value.code == "DATASET_CONTENT"
+    assert caught.value.code == "DATASET_DAMAGED"
 
 
 def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
@@ -278,14 +264,11 @@ def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
         copy / MANIFEST_NAME,
         text.replace(shard.header_digest.encode(), digest(header).encode()),
     )
-    assert damaged_code(copy) == "SHARD_HEADER"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
 
 
-def test_progress_and_report_count_every_byte(tiny: Path) -> None:
+def test_progress_counts_every_byte(tiny: Path) -> None:
     done: list[int] = []
     manifest = Manifest.read(tiny)
-    report = verify_dataset(tiny, threads=2, on_progress=done.append)
-    assert sum(done) == report.bytes == manifest.total_bytes
-    assert report.shards == len(manifest.shards) == 2
-    digests = [d for s in manifest.shards for d in s.digests.values()]
-    assert report.blocks == sum(len(d) for d in digests)
+    open_dataset(tiny, verify=False).verify(threads=2, on_progress=done.append)
+    assert sum(done) == sum(shard.bytes - shard.header_bytes for shard in manifest.shards)

@@ -27,10 +27,10 @@ from typing import Any
 
 from gear_offline.analysis.plan import Point, TrainingPlan
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.files import write_file
 from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
-from gear_offline.runs.directory import write_whole
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import JsonLines, finite, read_records
 
@@ -82,7 +82,7 @@ def write_probes(recipe: Recipe, dataset: Dataset, path: Path) -> Probes:
             tensors[f"{name}/{field}"] = tensor
     content = save(tensors)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
+    write_file(path, content)
     return Probes(path=path, digest=sha256(content).hexdigest()[:16])
 
 

@@ -22,11 +22,11 @@ from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import progress, say
 from gear_offline.core.text import count_text, strategies_text
+from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.schema import Int64Array
-from gear_offline.dataset.statistics import histogram_edges
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.runs.plots import histogram_edges
 from gear_offline.runs.preparation import prepare_dataset
 from gear_offline.sampling import Sampler, Segments
 
@@ -65,7 +65,7 @@ def compare(
     Raises
     ------
     InputError
-        ``SELECTION``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``NONFINITE`` for returns
+        ``SELECTION``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``COLUMN`` for returns
         that are NaN or infinite; those of preparing the recipe's data.
     """
     from gear_offline.bench import machine
@@ -115,7 +115,7 @@ def _refuse_nonfinite(dataset: Dataset) -> None:
     bad = int((~np.isfinite(dataset.returns)).sum())
     if bad:
         raise InputError(
-            "NONFINITE",
+            "COLUMN",
             f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
             where=str(dataset.path),
             remedy="repair the source and convert it again without --allow-nonfinite, or leave "
@@ -313,20 +313,19 @@ def write_comparison(document: Mapping[str, Any], out: Path) -> Sequence[Path]:
     Raises
     ------
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+        ``OUTPUT_WRITE``.
     """
     import json
 
     from gear_offline.analysis.page import render
-    from gear_offline.core.staging import write_error
-    from gear_offline.runs.directory import write_whole
+    from gear_offline.core.files import write_error, write_file
 
     data, page = out / "strategies.json", out / "strategies.html"
     text, picture = json.dumps(document, indent=1, allow_nan=False) + "\n", render(document)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(data, text.encode())
-        write_whole(page, picture.encode())
+        write_file(data, text.encode())
+        write_file(page, picture.encode())
     except OSError as error:
         raise write_error(error, str(out)) from error
     return data, page

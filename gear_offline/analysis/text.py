@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from gear_offline.core.split_table import SplitTable
 from gear_offline.core.text import count_text
+from gear_offline.evaluation.split_table import SplitTable
 
 Row = Mapping[str, Any]
 LABEL_WIDTH = 26

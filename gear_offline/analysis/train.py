@@ -28,12 +28,12 @@ from gear_offline.analysis.plan import (
 )
 from gear_offline.analysis.significance import LEAST_PAIRS, limits_text
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.held_directory import HeldDirectory
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import say
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.errors import InputError
+from gear_offline.runs.held_directory import HeldDirectory
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.training_run import TrainingInterrupted
 
@@ -86,7 +86,7 @@ def hold_comparison(out: Path) -> HeldDirectory:
     Raises
     ------
     InputError
-        ``STRATEGIES_LOCKED`` when another process holds it, ``OUTPUT_FOLDER`` when it cannot be
+        ``STRATEGIES_LOCKED`` when another process holds it, ``OUTPUT_WRITE`` when it cannot be
         made.
     """
     taken = InputError(
@@ -95,7 +95,7 @@ def hold_comparison(out: Path) -> HeldDirectory:
         where=str(out),
         remedy="wait for it, or give another folder with --out",
     )
-    return HeldDirectory(out, unusable="OUTPUT_FOLDER", taken=taken)
+    return HeldDirectory(out, unusable="OUTPUT_WRITE", taken=taken)
 
 
 def train_strategies(

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from gear_offline.cli.command import INTERRUPTED_BY_USER
 from gear_offline.config.strict_yaml import whole_number
-from gear_offline.core.split_table import SplitTable
 from gear_offline.core.system import usable_cores
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.split_table import SplitTable
 
 BENCHES = {
     "step": "training steps of 1 M to 1.2 B parameters: TFLOP/s, memory, stalls (needs CUDA)",

@@ -41,7 +41,7 @@ from gear_offline.bench.convert import make_file
 from gear_offline.convert import convert
 from gear_offline.core.system import usable_cores
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.shards import read_into
+from gear_offline.dataset.shard import read_exactly
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.host_memory import HostBlock, write_through
 from gear_offline.tables.host_table import host_table
@@ -76,7 +76,7 @@ def read_raw(dataset: Dataset, threads: int, *, through: bool = False) -> npt.ND
             for at in range(0, size, PIECE_BYTES):
                 piece = target[places[number] + at :][: min(PIECE_BYTES, size - at)]
                 taken = buffer[: len(piece)] if through else piece
-                read_into(handle, taken.data, begin + at, where=name)
+                read_exactly(handle, taken.data, begin + at, where=name)
                 if through:
                     write_through(block, piece, taken)
         finally:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.core.config_text import config_text
 from gear_offline.core.progress import progress
 from gear_offline.core.text import size_text
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.training.checkpoint_saving import TrainingState
 from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
+from gear_offline.training.config_text import config_text
 
 CONTEXT, STATE_DIM, ACTION_DIM = 20, 11, 3
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # options, batch, turns

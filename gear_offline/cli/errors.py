@@ -73,7 +73,7 @@ def _tell_system_error(error: OSError) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"{error.strerror or error} ({place})"
     if error.errno in NO_SPACE:
-        show("OUTPUT_SPACE", f"no space left: {reason}; free space or choose another place")
+        show("OUTPUT_WRITE", f"no space left: {reason}; free space or choose another place")
     else:
         show("SYSTEM", f"the system says: {reason}; check the place and its permissions")
 

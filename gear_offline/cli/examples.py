@@ -19,6 +19,9 @@ gear-offline convert d4rl:hopper-medium-v2 data/hopper
 gear-offline convert mine.hdf5 data/renamed --columns \
   observations=obs,actions=act,rewards=r,dones=end
 """,
+    "export": """
+gear-offline export data/mine mine.hdf5
+""",
     "inspect": """
 gear-offline inspect data/mine
 gear-offline inspect data/mine --no-verify --json

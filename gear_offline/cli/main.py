@@ -89,6 +89,10 @@ def convert(
         str | None,
         typer.Option(help="Columns to keep, comma-separated, NEW=OLD renames; default all."),
     ] = None,
+    discrete: Annotated[
+        str | None,
+        typer.Option(help="Float columns of whole numbers to store as integers, e.g. actions."),
+    ] = None,
     rule: Annotated[
         str | None, typer.Option(help="Episode boundary rule, if the detected one is wrong.")
     ] = None,
@@ -106,6 +110,8 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
+    from gear_offline.core.progress import say
+    from gear_offline.evaluation.environment_ids import unregistered
 
     run(
         source,
@@ -114,13 +120,33 @@ def convert(
         shard_bytes=parse_size(shard_size),
         workers=workers,
         columns=parse_list(columns, "observations,actions"),
+        discrete=parse_list(discrete, "actions") or (),
         allow_nonfinite=allow_nonfinite,
         overwrite=overwrite,
         environment=environment,
         reference=reference,
         quiet=quiet,
     )
+    if environment is not None and (problem := unregistered(environment)):
+        say(f"warning: {problem}", quiet=quiet)
     print(out)
+
+
+@app.command(epilog=examples("export"))
+def export(
+    dataset: Annotated[Path, typer.Argument(help="Directory of GEAR shards.")],
+    out: Annotated[Path, typer.Argument(help="HDF5 file to write, in D4RL's layout.")],
+    columns: Annotated[
+        str | None, typer.Option(help="Columns to keep, comma-separated; default all.")
+    ] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a dataset as one HDF5 file in D4RL's layout."""
+    from gear_offline.export import export_hdf5
+
+    picked = parse_list(columns, "observations,actions")
+    print(export_hdf5(dataset, out, columns=picked, overwrite=overwrite, quiet=quiet))
 
 
 @app.command(short_help="Show columns, statistics and digests.", epilog=examples("inspect"))
@@ -133,8 +159,8 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Show columns, statistics, histograms and digest state of a dataset."""
-    from gear_offline.dataset.inspection import inspect as run
-    from gear_offline.dataset.inspection import print_inspection
+    from gear_offline.dataset.inspect import inspect as run
+    from gear_offline.dataset.inspect import print_inspection
 
     document = run(dataset, verify=verify, quiet=quiet or as_json)
     if as_json:

@@ -52,7 +52,7 @@ def strategies(
     from gear_offline.analysis.text import print_comparison
     from gear_offline.analysis.train import check_request, hold_comparison, train_strategies
     from gear_offline.config.recipe import load_recipe
-    from gear_offline.core.staging import check_new_folder
+    from gear_offline.core.files import check_new_folder
     from gear_offline.errors import InputError
 
     given = {"--seeds": seeds, "--threshold": threshold, "--jobs": jobs}

@@ -158,11 +158,11 @@ def collect(
     InputError
         ``COLLECT_OPTION``, ``COLLECT_POLICY``, ``COLLECT_MIX``, ``COLLECT_ENVIRONMENT``,
         ``ENVIRONMENT_UNKNOWN``, ``POLICY_FILE``, ``POLICY_ENVIRONMENT``, ``OUTPUT_EXISTS``,
-        ``OUTPUT_FOLDER``.
+        ``OUTPUT_WRITE``.
     UnavailableError
         ``ENVIRONMENT_PACKAGE``, ``COLLECT_LIBRARY``.
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; ``COLLECT_GATE`` when no maker is good enough,
+        ``OUTPUT_WRITE``; ``COLLECT_GATE`` when no maker is good enough,
         ``COLLECT_WORKER``.
     """
     request = check_request(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.collect.environment import EnvironmentFacts
-from gear_offline.core.staging import write_error
+from gear_offline.core.files import write_error
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environment_ids import versioned_id
 
@@ -126,7 +126,7 @@ def save_linear_policy(policy: LinearPolicy, path: Path, *, environment_id: str)
     Raises
     ------
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+        ``OUTPUT_WRITE``.
     """
     from safetensors.numpy import save
 

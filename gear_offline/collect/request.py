@@ -10,7 +10,7 @@ from typing import Any
 
 from gear_offline.collect import stable_baselines
 from gear_offline.collect.makers import QUALITIES, check_mix
-from gear_offline.core.staging import check_folder_of, check_new_file
+from gear_offline.core.files import check_folder_of, check_new_file
 from gear_offline.core.system import usable_cores
 from gear_offline.errors import InputError
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from gear_offline.collect.rollout import Episode
-from gear_offline.core.hdf5_writer import AnyArray, Hdf5Writer
+from gear_offline.core.types import Array
 from gear_offline.errors import GearError
+from gear_offline.export import Hdf5Writer
 
 METADATA = "metadata"
 
@@ -52,7 +53,7 @@ class D4rlWriter(Hdf5Writer):
     def finish(
         self,
         attributes: Mapping[str, Any],
-        metadata: Mapping[str, AnyArray | str],
+        metadata: Mapping[str, Array | str],
     ) -> None:
         """Complete the file and give it its name.
 
@@ -68,16 +69,14 @@ class D4rlWriter(Hdf5Writer):
         InputError
             ``OUTPUT_EXISTS`` when `path` has appeared meanwhile.
         GearError
-            ``OUTPUT_SPACE``, ``OUTPUT_WRITE``.
+            ``OUTPUT_WRITE``.
         """
-        details: dict[str, AnyArray | str] = {
+        details: dict[str, Array | str] = {
             "episode_maker": np.array(self.makers, dtype=np.int32),
             "episode_reset_seed": np.array(self.seeds, dtype=np.int64),
             **metadata,
         }
-        with self.writing():
-            self.complete(attributes, {f"{METADATA}/{k}": v for k, v in details.items()})
-            self.publish()
+        self.publish(attributes, {f"{METADATA}/{k}": v for k, v in details.items()})
 
     @property
     def mean_return(self) -> float:

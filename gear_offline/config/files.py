@@ -65,10 +65,10 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
     Raises
     ------
     InputError
-        ``RECIPE_NOT_FOUND``; ``RECIPE_EXISTS`` rather than overwrite a file; ``OUTPUT_FOLDER`` when
+        ``RECIPE_NOT_FOUND``; ``RECIPE_EXISTS`` rather than overwrite a file; ``OUTPUT_WRITE`` when
         the path leads through a file, ``RECIPE_WRITE``.
     """
-    from gear_offline.core.staging import check_path  # which loads NumPy: recipes are read without
+    from gear_offline.core.files import check_path  # which loads NumPy: recipes are read without
 
     source = _find(name)
     target = Path(destination) if destination is not None else Path(f"{source.stem}.yaml")

@@ -53,7 +53,13 @@ def open_regular(
 
 def read_regular(path: Path, *, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes; raises OSError, ValueError."""
-    with open(open_regular(path), "rb") as file:
+    try:
+        handle = open_regular(path)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise ValueError("not a regular file") from error
+        raise
+    with open(handle, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{size} bytes long, more than {most}")
@@ -126,7 +132,7 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_folder_of(path)
     _check_free(path, overwrite=overwrite)
-    with _writing(path):
+    with writing(path):
         _remove_leftovers(path)
         part = _hidden(path)
         lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -164,7 +170,7 @@ def new_directory(path: Path, *, replaceable: Callable[[Path], bool] | None) -> 
     """
     check_path(path.parent, output=path)
     path = path.resolve()
-    with _writing(path):
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
         _check_replaceable(path, replaceable)
@@ -282,7 +288,8 @@ def _check_replaceable(path: Path, replaceable: Callable[[Path], bool] | None) -
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Raise each `OSError` of the body as ``OUTPUT_WRITE``."""
     try:
         yield
     except OSError as error:

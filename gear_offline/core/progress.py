@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from gear_offline.core.text import count_text, size_text
+from gear_offline.core.text import count_text, printable, size_text
 
 PLAIN_INTERVAL_SECONDS = 10.0
 
@@ -30,7 +30,8 @@ PLAIN_INTERVAL_SECONDS = 10.0
 def say(message: str, *, quiet: bool = False) -> None:
     """Print one line of information to stderr unless `quiet`."""
     if not quiet:
-        print(message, file=sys.stderr, flush=True)
+        lines = map(printable, message.split("\n"))  # names of files are others' text
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def progress(
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
-            task = bar.add_task(description, total=total)
+            task = bar.add_task(printable(description), total=total)
             yield lambda n: bar.update(task, advance=n)
     else:
         yield from _plain_lines(total, description, unit)

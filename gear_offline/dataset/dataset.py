@@ -1,65 +1,59 @@
-"""Open a dataset of GEAR shards: verify it, know its episodes, read rows across shards.
+"""Open a dataset of GEAR shards, verify it, know its episodes, read rows across shards.
 
-Shape legend: N steps, E episodes.
+Shape legend: N steps, E episodes, T steps of an episode.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import index
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.files import FileIdentity, file_identity
+from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
-from gear_offline.dataset.dataset_episodes import HasEpisodeArrays
-from gear_offline.dataset.dataset_facts import ManifestFacts
-from gear_offline.dataset.episode_tensors import check_episodes, read_episodes
-from gear_offline.dataset.manifest import Manifest, ShardRecord
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
-from gear_offline.dataset.shard_reader import ShardReader
-from gear_offline.dataset.shards import (
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
+from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord, open_directory
+from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
+from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
     TensorLayout,
     byte_view,
-    file_stamp,
-    open_directory,
-    read_into,
+    damaged,
+    encode_header,
+    open_member,
+    read_exactly,
     stored_form,
+    stream_tensor,
 )
-from gear_offline.dataset.statistics import Float64Array
-from gear_offline.dataset.verification import VerificationReport as VerificationReport
-from gear_offline.dataset.verification import (
-    read_checked,
-    read_header,
-    shard_file,
-    thread_count,
-    verify_shards,
-)
-from gear_offline.dataset.verification import verify_dataset as verify_dataset
+from gear_offline.dataset.shard_reader import ShardReader
+from gear_offline.dataset.statistics import ColumnStatistics
 from gear_offline.errors import InputError, given_path
 
-PARALLEL_BYTES = 8 << 20  # smaller reads are not worth waking threads
-
 STREAM_BYTES = 8 << 20  # of a column that are read at a time
+RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
+MAX_THREADS = 8
 
-MAPPED_BYTES = 1 << 20  # of a column that is compared before it is mapped, at a time
-
-Verify = bool | Literal["on_use"]
+Columns = dict[str, Array]
+OnProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
-class Dataset(ManifestFacts, HasEpisodeArrays):
+class Dataset:
     """A dataset on disk.  Holds no open file: it can be sent to other processes.
 
     ``dataset[3]`` is an episode, column name to (T, *shape); ``len(dataset)`` counts episodes, and
-    a loop goes over them.  See also what it inherits.
+    a loop goes over them.
 
     Attributes
     ----------
@@ -76,10 +70,8 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
         (E,) float64, undiscounted sum of `rewards` of each episode.
     verified
         Whether every block of every shard matched its digest when the dataset was opened.
-    on_use
-        Whether each block is compared with its digest before anything of it is handed out.
-    stamps
-        Size and times of each shard's file, from before both.
+    identities
+        Of each shard's file, from before anything of it was read.
     """
 
     path: Path
@@ -89,9 +81,7 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
     truncated: BoolArray
     returns: Float64Array
     verified: bool
-    stamps: tuple[tuple[int, ...], ...] = field(repr=False)
-    _identity: tuple[int, int] = field(repr=False)
-    on_use: bool = False
+    identities: tuple[FileIdentity, ...] = field(repr=False)
 
     def __repr__(self) -> str:
         return (
@@ -102,51 +92,43 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
         )
 
     @property
-    def checked(self) -> bool:
-        """Whether digests are compared when whole columns are read."""
-        return self.verified or self.on_use
+    def spec(self) -> TableSpec:
+        """Columns, steps and episodes."""
+        return self.manifest.spec
 
-    def verify(self, *, threads: int | None = None) -> Dataset:
-        """Return the dataset with every block of every shard compared with its digest.
+    @property
+    def statistics(self) -> Mapping[str, ColumnStatistics]:
+        """Per column: count, mean, std, min and max over all steps."""
+        return self.manifest.statistics
 
-        For what reads parts of blocks, which it cannot compare.  Does nothing if that was done.
+    @property
+    def environment_id(self) -> str | None:
+        """Gymnasium id of the environment, ``None`` when unknown."""
+        return self.manifest.environment_id
 
-        Parameters
-        ----------
-        threads
-            As `open_dataset`.
-
-        Raises
-        ------
-        InputError
-            ``SHARD_DIGEST``, ``SHARD_HEADER``, ``FILE_*``, ``DATASET_CHANGED``.
-        """
-        if self.verified:
-            return self
-        with self.opened() as directory:
-            verify_shards(directory, self.manifest, self.path, threads=threads)
-        return replace(self, verified=True, on_use=False)
+    @property
+    def reference_scores(self) -> ReferenceScores | None:
+        """Scores of a random and an expert policy, ``None`` when unknown."""
+        return self.manifest.reference_scores
 
     @cached_property
     def first_steps(self) -> Int64Array:
-        """(shards + 1,) int64: first global step of each shard, and N at the end."""
-        found = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
-        found.setflags(write=False)
-        return found
+        """(shards + 1,) int64: first step of each shard in the dataset, and N at the end."""
+        firsts = np.cumsum([0, *(s.steps for s in self.manifest.shards)], dtype=np.int64)
+        firsts.setflags(write=False)
+        return firsts
 
-    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column` in memory of their own.
+    # whole columns ---------------------------------------------------------------------------
+
+    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array:
+        """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.
 
         Parameters
         ----------
         column
             A column of the source.
         start, stop
-            Global steps, ``0 <= start <= stop <= N``.
-        check
-            Read whole blocks and compare their digests: bytes that changed since the dataset was
-            opened are refused.  Costs reading up to a block more on either side.  Always done
-            if the dataset was opened with ``verify="on_use"``.
+            Steps of the whole dataset, ``0 <= start <= stop <= N``.
 
         Returns
         -------
@@ -156,116 +138,33 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
         Raises
         ------
         InputError
-            ``COLUMN_MISSING``, ``STEP_RANGE``, ``DATASET_CHANGED``, ``SHARD_DIGEST``,
-            ``FILE_MISSING``, ``FILE_KIND``, ``FILE_SIZE``, ``DATASET_READ``.
+            ``COLUMN``; ``SELECTION`` for other steps; ``DATASET_DAMAGED``.
         """
         spec = self.spec[column]
         if not 0 <= start <= stop <= self.spec.steps:
             raise InputError(
-                "STEP_RANGE",
+                "SELECTION",
                 f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
                 where=f"column {column}",
             )
-        check = check or self.on_use
         dtype, shape = stored_form(spec)
-        found = np.empty((stop - start, *shape), dtype)
-        firsts = self.first_steps
-        first = int(np.searchsorted(firsts, start, side="right")) - 1
-        parts: list[tuple[int, int, npt.NDArray[Any]]] = []
-        with self.opened() as directory:
-            for index in range(max(first, 0), len(self.manifest.shards)):
-                low, high = max(start, int(firsts[index])), min(stop, int(firsts[index + 1]))
-                if low >= high:
-                    break
-                target = found[low - start : high - start]
-                parts.append((index, low - int(firsts[index]), target))
-            if found.nbytes < PARALLEL_BYTES:
-                for part in parts:
-                    self._read_rows(directory, part, column, check)
-            else:
-                # Reading and digesting release the interpreter lock; shards are independent.
-                with ThreadPoolExecutor(max_workers=thread_count(None)) as pool:
-                    jobs = [
-                        pool.submit(self._read_rows, directory, part, column, check)
-                        for part in parts
-                    ]
-                for job in jobs:
-                    job.result()
-        return found.view(spec.dtype).reshape(stop - start, *spec.shape)
-
-    @overload
-    def column(self, name: str, *, mode: Literal["read"] = "read") -> npt.NDArray[Any]: ...
-    @overload
-    def column(self, name: str, *, mode: Literal["mmap"]) -> list[npt.NDArray[Any]]: ...
-
-    def column(
-        self, name: str, *, mode: Literal["read", "mmap"] = "read"
-    ) -> npt.NDArray[Any] | list[npt.NDArray[Any]]:
-        """Return a whole column.
-
-        Parameters
-        ----------
-        name
-            As in the specification, e.g. ``"observations"``.
-        mode
-            ``"read"``: one array (N, *shape) in memory of its own.  Digests are compared on the way
-            unless the dataset was opened with ``verify=False``, so that a file that changed since
-            is refused.  ``"mmap"``: one read-only memory map per shard, (steps, *shape); memory
-            is used as pages are touched.  A file that another process cuts short while it is
-            mapped ends this process with SIGBUS: map only files that nothing writes to.  With
-            ``verify="on_use"`` the column is read and compared first.
-        """
-        if mode == "read":
-            return self.read(name, 0, self.spec.steps, check=self.checked)
-        if self.on_use:
-            self._compare(name)
-        spec = self.spec[name]
-        found = []
-        with self.opened() as directory:
-            for index, shard in enumerate(self.manifest.shards):
-                tensor = self._tensor(index, name)
-                with (
-                    shard_file(directory, shard, self.path) as handle,
-                    os.fdopen(os.dup(handle), "rb") as file,
-                ):
-                    flat = np.memmap(
-                        file,
-                        dtype=np.uint8,
-                        mode="r",
-                        offset=shard.header_bytes + tensor.start,
-                        shape=(tensor.bytes,),
-                    )
-                found.append(flat.view(spec.dtype).reshape(shard.steps, *spec.shape))
-        return found
-
-    @contextmanager
-    def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[ShardReader]:
-        """Open shard `index` to read columns of it from their first row to their last.
-
-        Parameters
-        ----------
-        index
-            Number of the shard.
-        columns
-            Names of those that will be read.
-        check
-            Compare the header's digest, and that of each block once its last row was read.
-
-        Raises
-        ------
-        InputError
-            As `read`.
-        """
-        shard = self.manifest.shards[index]
-        with self.opened() as directory, shard_file(directory, shard, self.path) as handle:
-            if check:
-                # Opening has compared what it says: now only whether it is still the same.
-                read_header(handle, shard, self.path)
-            yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
+        rows = np.empty((stop - start, *shape), dtype)
+        firsts = self.first_steps.tolist()
+        for shard in range(len(self.manifest.shards)):
+            low, high = max(start, firsts[shard]), min(stop, firsts[shard + 1])
+            if low >= high:
+                continue
+            tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
+            data = byte_view(rows[low - start : high - start])
+            offset = tensor.start + (low - firsts[shard]) * spec.step_bytes
+            with self._opened(shard) as handle:
+                where = self.path / record.name
+                read_exactly(handle, data, record.header_bytes + offset, where=where)
+        return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
 
     def stream(
         self, shard: int, column: str, *, chunk_bytes: int = STREAM_BYTES
-    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    ) -> Iterator[tuple[int, Array]]:
         """Iterate over the rows of one column in one shard, in order, and compare its digests.
 
         Parameters
@@ -289,83 +188,207 @@ class Dataset(ManifestFacts, HasEpisodeArrays):
         InputError
             ``DATASET_DAMAGED`` once a block does not match its digest.
         """
-        spec, record = self.spec[column], self.manifest.shards[shard]
-        dtype, shape = stored_form(spec)
-        rows = min(max(1, chunk_bytes // spec.step_bytes), record.steps)
-        buffer = np.empty((rows, *shape), dtype)
-        first = int(self.first_steps[shard])
-        with self.reader(shard, [column], check=True) as reader:
-            for begin in range(0, record.steps, rows):
-                part = buffer[: record.steps - begin]
-                try:
-                    reader.read(column, part)
-                except InputError as error:
-                    raise InputError(
-                        "DATASET_DAMAGED", error.what, where=error.where, remedy=error.remedy
-                    ) from error
-                yield first + begin, part.view(spec.dtype).reshape(len(part), *spec.shape)
+        spec, tensor = self.spec[column], self._tensor(shard, column)
+        step = int(self.first_steps[shard])
+        rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
+        buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
+        with self._opened(shard) as handle:
+            for count in self._stream(handle, shard, tensor, buffer):
+                yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
+                step += count
 
-    def _compare(self, name: str) -> None:
-        """Read a column once, a piece at a time, and compare its digests."""
-        for index, shard in enumerate(self.manifest.shards):
-            nbytes = self._tensor(index, name).bytes
-            rows = max(MAPPED_BYTES * shard.steps // max(nbytes, 1), 1)
-            dtype, shape = stored_form(self.spec[name])
-            buffer = np.empty((min(rows, shard.steps), *shape), dtype)
-            with self.reader(index, [name], check=True) as reader:
-                for begin in range(0, shard.steps, len(buffer)):
-                    reader.read(name, buffer[: shard.steps - begin])
-
-    def _tensor(self, index: int, name: str) -> TensorLayout:
-        tensors = self.manifest.tensors(self.manifest.shards[index])
-        return next(t for t in tensors if t.name == name)
+    @property
+    def checked(self) -> bool:
+        return True
 
     @contextmanager
-    def opened(self) -> Iterator[int]:
-        """Give a descriptor of the dataset directory.
+    def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[ShardReader]:
+        """Open a shard to read columns of it from their first row to their last."""
+        shard = self.manifest.shards[index]
+        with self._opened(index) as handle:
+            yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
+
+    def column(self, name: str) -> Array:
+        """Return a whole column, (N, *shape), in memory of its own; its digests are compared."""
+        spec = self.spec[name]
+        whole = np.empty((self.spec.steps, *spec.shape), spec.dtype)
+        for shard in range(len(self.manifest.shards)):
+            for step, rows in self.stream(shard, name):
+                whole[step : step + len(rows)] = rows
+        return whole
+
+    # episodes --------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return E, the number of episodes."""
+        return self.episodes.episodes
+
+    def __getitem__(self, number: SupportsIndex) -> Columns:
+        """Return an episode as `episode` does; a negative number counts from the end.
+
+        Raises
+        ------
+        IndexError
+            If there is no such episode.
+        """
+        try:
+            episode = index(number)
+        except TypeError as error:
+            what = f"episodes have numbers, not {number!r}; whole columns: column(name)"
+            raise TypeError(what) from error
+        episode += len(self) if episode < 0 else 0
+        if not 0 <= episode < len(self):
+            raise IndexError(f"episode {number} of {len(self)}")
+        return self.episode(episode)
+
+    def __iter__(self) -> Iterator[Columns]:
+        """Iterate over all episodes as `iter_episodes` does."""
+        return self.iter_episodes()
+
+    def episode(self, number: int, *, columns: Sequence[str] | None = None) -> Columns:
+        """Return one episode, ``0 <= number < E``, as `iter_episodes` does."""
+        return next(self.iter_episodes([number], columns=columns))
+
+    def iter_episodes(
+        self, which: npt.ArrayLike | None = None, *, columns: Sequence[str] | None = None
+    ) -> Iterator[Columns]:
+        """Iterate over episodes, each in memory of its own: column name to (T, *shape).
+
+        Parameters
+        ----------
+        which
+            Numbers of episodes, each at most once, or (E,) bool; default all.
+        columns
+            Columns to read, default all.
 
         Raises
         ------
         InputError
-            ``DATASET_CHANGED`` if another directory is there now.
+            ``SELECTION`` if there is no such episode, and those of `read`.
         """
-        directory = open_directory(self.path)
+        if isinstance(columns, str):
+            what = f"columns is the text {columns!r}"
+            raise InputError("COLUMN", what, remedy=f"give a list: [{columns!r}]")
+        chosen = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
+        names = [c.name for c in self.spec] if columns is None else list(columns)
+        widest = max((self.spec[name].step_bytes for name in names), default=1)
+        return self._read_runs(chosen, names, max(1, RUN_BYTES // widest))
+
+    def _read_runs(self, chosen: Int64Array, names: Sequence[str], most: int) -> Iterator[Columns]:
+        """Yield episodes; those that follow each other are read together, up to `most` steps."""
+        offsets, at = self.episodes.offsets, 0
+        while at < chosen.size:
+            first, count = int(chosen[at]), 1
+            low = int(offsets[first])
+            while (
+                at + count < chosen.size
+                and chosen[at + count] == first + count
+                and offsets[first + count + 1] - low <= most
+            ):
+                count += 1
+            rows = {name: self.read(name, low, int(offsets[first + count])) for name in names}
+            for number in range(first, first + count):
+                begin, end = int(offsets[number]) - low, int(offsets[number + 1]) - low
+                # Copies, so that holding one episode does not hold all that were read with it.
+                yield {name: run[begin:end].copy() for name, run in rows.items()}
+            at += count
+
+    # verification ----------------------------------------------------------------------------
+
+    def verify(
+        self, *, threads: int | None = None, on_progress: OnProgress = lambda n: None
+    ) -> Dataset:
+        """Return the dataset with every block of every shard compared with its digest.
+
+        For what reads parts of blocks, which it cannot compare.  Does nothing if that was done.
+
+        Parameters
+        ----------
+        threads
+            Shards checked at once, default one per core up to 8.
+        on_progress
+            Called with the number of bytes checked, from several threads.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_DAMAGED`` at the first damage: names file, tensor and block.
+        """
+        if self.verified:
+            return self
+        failed: list[int] = []
+
+        def check(shard: int) -> None:
+            buffer = np.empty(1 << 20, np.uint8)
+            with self._opened(shard) as handle:
+                for tensor in self.manifest.tensors(self.manifest.shards[shard]):
+                    for count in self._stream(handle, shard, tensor, buffer):
+                        if failed:
+                            return
+                        on_progress(count)
+
+        with ThreadPoolExecutor(max_workers=threads or min(MAX_THREADS, usable_cores())) as pool:
+            jobs = [pool.submit(check, shard) for shard in range(len(self.manifest.shards))]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                failed.append(1)
+                pool.shutdown(cancel_futures=True)
+                raise
+        return replace(self, verified=True)
+
+    # files -----------------------------------------------------------------------------------
+
+    def open_shard(self, shard: int) -> int:
+        """Return a descriptor of a shard's file, which is the one that the dataset was opened with.
+
+        Raises
+        ------
+        InputError
+            ``DATASET_DAMAGED`` if the directory or the file is another one, or has changed.
+        """
+        record = self.manifest.shards[shard]
+        folder = open_directory(self.path)
         try:
-            if _identity(directory) != self._identity:
-                raise InputError(
-                    "DATASET_CHANGED",
-                    "the dataset was replaced since it was opened",
-                    where=str(self.path),
-                    remedy="open it again",
-                )
-            yield directory
+            handle = open_member(folder, record.name, where=self.path / record.name)
         finally:
-            os.close(directory)
+            os.close(folder)
+        if file_identity(handle) != self.identities[shard]:
+            os.close(handle)
+            what = "a shard has changed since the dataset was opened"
+            raise damaged(what, self.path / record.name)
+        return handle
 
-    def _read_rows(
-        self, directory: int, part: tuple[int, int, npt.NDArray[Any]], column: str, check: bool
-    ) -> None:
-        """Fill an array from a shard's tensor; `part` is (shard, first row in it, array)."""
-        index, row, target = part
-        shard = self.manifest.shards[index]
-        tensor = self._tensor(index, column)
-        data = byte_view(target)
-        start = tensor.start + row * (len(data) // len(target))
-        with shard_file(directory, shard, self.path) as handle:
-            if check:
-                block_bytes = self.manifest.block_bytes
-                read_checked(handle, shard, tensor, block_bytes, self.path, start, data)
-            else:
-                where = str(self.path / shard.name)
-                read_into(handle, data, shard.header_bytes + start, where=where)
+    @contextmanager
+    def _opened(self, shard: int) -> Iterator[int]:
+        handle = self.open_shard(shard)
+        try:
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _tensor(self, shard: int, name: str) -> TensorLayout:
+        self.spec[name]  # refuses another column
+        tensors = self.manifest.tensors(self.manifest.shards[shard])
+        return next(t for t in tensors if t.name == name)
+
+    def _stream(
+        self, handle: int, shard: int, tensor: TensorLayout, buffer: Array
+    ) -> Iterator[int]:
+        record = self.manifest.shards[shard]
+        return stream_tensor(
+            handle,
+            tensor,
+            buffer,
+            header_bytes=record.header_bytes,
+            block_bytes=self.manifest.block_bytes,
+            digests=record.digests[tensor.name],
+            where=self.path / record.name,
+        )
 
 
-def _identity(directory: int) -> tuple[int, int]:
-    found = os.fstat(directory)
-    return found.st_dev, found.st_ino
-
-
-def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None = None) -> Dataset:
+def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
     """Open the dataset directory at `path`.
 
     Parameters
@@ -373,19 +396,17 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
     path
         Directory that `gear_offline.convert.convert` made.
     verify
-        ``True``: compare every block of every shard with its digest now.  ``"on_use"``: compare
-        each block when it is read, before anything of it is handed out; what is loaded whole is
-        then read once and not twice.  ``False``: never.  The manifest, the sizes and headers of
-        the shards and the per-episode tensors are checked in any case.
+        Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
+        and headers of the shards and the per-episode tensors are checked; what is loaded whole
+        (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
     threads
         Shards checked at once, default one per core up to 8.
 
     Raises
     ------
     InputError
-        ``DATASET_*``; ``MANIFEST_*``, ``FORMAT_VERSION``, ``FILE_*``, ``SHARD_HEADER``,
-        ``SHARD_DIGEST`` (names file, tensor and block) at the first damage; ``DATASET_CONTENT``
-        when per-episode tensors contradict the manifest.
+        ``DATASET_NOT_FOUND``, ``DATASET_VERSION``; ``DATASET_DAMAGED`` at the first damage, with
+        file, tensor and block.
 
     Examples
     --------
@@ -400,44 +421,71 @@ def open_dataset(path: str | Path, *, verify: Verify = True, threads: int | None
     >>> dataset.column("rewards").dtype, dataset.statistics["observations"].mean.tolist()
     (dtype('float32'), [6.5, -4.5, 1.0])
     """
-    if verify not in (True, False, "on_use"):
-        raise InputError(
-            "DATASET_OPTION",
-            f"verify={verify!r} is not usable",
-            remedy="use True, False or 'on_use'",
-        )
-    path = given_path(path, "DATASET_KIND", where="path")
-    directory = open_directory(path)
+    path = given_path(path, "DATASET_NOT_FOUND", where="path")
+    folder = open_directory(path)
     try:
-        manifest = Manifest.read_from(directory, path)
-        stamps = tuple(_stamp(directory, shard, path) for shard in manifest.shards)
-        if verify is True:
-            verify_shards(directory, manifest, path, threads=threads)
-        parts: dict[str, list[npt.NDArray[Any]]] = {c.name: [] for c in EPISODE_COLUMNS}
+        manifest = Manifest.read_from(folder, path)
+        identities: list[FileIdentity] = []
+        parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}
         for shard in manifest.shards:
-            for name, part in read_episodes(directory, manifest, shard, path).items():
-                parts[name].append(part)
-        identity = _identity(directory)
+            where = path / shard.name
+            handle = open_member(folder, shard.name, where=where, size=shard.bytes)
+            try:
+                identities.append(file_identity(handle))
+                for name, part in _read_episodes(handle, manifest, shard, where).items():
+                    parts[name].append(part)
+            finally:
+                os.close(handle)
     finally:
-        os.close(directory)
-    values = {name: np.concatenate(found) for name, found in parts.items()}
+        os.close(folder)
+    values = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     for array in values.values():
         array.setflags(write=False)
-    check_episodes(manifest, values, path)
-    return Dataset(
+    for key in ("terminated", "truncated"):
+        if int(values[f"episode_{key}"].sum()) != getattr(manifest, key):
+            raise damaged(f"{key} episodes are counted otherwise", path / MANIFEST_NAME)
+    dataset = Dataset(
         path=path,
         manifest=manifest,
         episodes=EpisodeIndex(lengths=values["episode_lengths"]),
         terminated=values["episode_terminated"],
         truncated=values["episode_truncated"],
         returns=values["episode_returns"],
-        verified=verify is True,
-        stamps=stamps,
-        _identity=identity,
-        on_use=verify == "on_use",
+        verified=False,
+        identities=tuple(identities),
     )
+    return dataset.verify(threads=threads) if verify else dataset
 
 
-def _stamp(directory: int, shard: ShardRecord, path: Path) -> tuple[int, ...]:
-    with shard_file(directory, shard, path) as handle:
-        return file_stamp(handle)
+def _read_episodes(
+    handle: int, manifest: Manifest, shard: ShardRecord, where: Path
+) -> dict[str, Array]:
+    """Check a shard's header and read its per-episode tensors, compared with their digests."""
+    tensors = manifest.tensors(shard)
+    header = bytearray(shard.header_bytes)
+    read_exactly(handle, memoryview(header), 0, where=where)
+    if header != encode_header(tensors):
+        raise damaged("the shard's header is not the one that the manifest implies", where)
+    values: dict[str, Array] = {}
+    for column in EPISODE_COLUMNS:
+        tensor = next(t for t in tensors if t.name == column.name)
+        raw = np.empty(tensor.bytes, np.uint8)
+        for _ in stream_tensor(
+            handle,
+            tensor,
+            raw,
+            header_bytes=shard.header_bytes,
+            block_bytes=manifest.block_bytes,
+            digests=shard.digests[tensor.name],
+            where=where,
+        ):
+            pass
+        if tensor.dtype == np.bool_ and raw.max() > 1:
+            raise damaged(f"{column.name} is not 0 or 1 everywhere", where)
+        values[column.name] = raw.view(tensor.dtype)
+    if (values["episode_terminated"] & values["episode_truncated"]).any():
+        raise damaged("an episode is both terminated and truncated", where)
+    lengths = values["episode_lengths"]
+    if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
+        raise damaged(f"lengths do not add up to {shard.steps} steps", where)
+    return values

@@ -1,7 +1,8 @@
 """The manifest: what a dataset holds, and the digests that let any damage be found.
 
 docs/format.md specifies the bytes.  The file is JSON; its last line carries a digest of every
-byte before that line, so that a changed space is found as surely as a changed number.
+byte before that line, so that a changed space is found as surely as a changed number.  What the
+JSON may hold is said by the pydantic models below.
 
 Shape legend: E episodes, N steps.
 """
@@ -9,72 +10,61 @@ Shape legend: E episodes, N steps.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from types import NoneType
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from gear_offline.core.text import count_text
-from gear_offline.dataset.manifest_fields import (
-    as_count,
-    as_digests,
-    as_list,
-    as_object,
-    as_text,
-    bad_format,
-    column_from_json,
-    column_to_json,
-    distribution_from_json,
-    distribution_to_json,
-    fields,
-    no_constant,
-    scores_from_json,
-    statistics_from_json,
-    statistics_to_json,
-)
-from gear_offline.dataset.schema import TableSpec
-from gear_offline.dataset.shards import (
-    DIGEST_BYTES,
-    MAX_HEADER_BYTES,
-    REMEDY_DAMAGED,
+from gear_offline.dataset.schema import ColumnSpec, TableSpec
+from gear_offline.dataset.scores import ReferenceScores
+from gear_offline.dataset.shard import (
+    CODES,
+    DIGEST_CHARS,
+    RESERVED_NAMES,
     TensorLayout,
+    damaged,
     digest,
-    open_directory,
+    encode_header,
     open_member,
     plan_tensors,
-    read_into,
-    unique_keys,
+    read_exactly,
+    stored_form,
 )
 from gear_offline.dataset.statistics import ColumnStatistics, Distribution
 from gear_offline.errors import InputError, given_path
-
-__all__ = ["Manifest", "ShardRecord", "SourceRecord"]
 
 FORMAT, FORMAT_VERSION = "gear-offline", 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES = 64, 1 << 30
+MAX_BINS = 1000
 
-_SHARD_NAME = re.compile(r"shard-[0-9]{5,9}\.safetensors")
+_SHARD_NAME = r"shard-[0-9]{5,9}\.safetensors"
 _SEAL = re.compile(rb',\n"digest": "xxh3-128:([0-9a-f]{32})"\n}\n')
-_SEAL_BYTES = len(b',\n"digest": "xxh3-128:') + 2 * DIGEST_BYTES + len(b'"\n}\n')
-_VERSION = re.compile(rb'\A{\n"format": "gear-offline",\n"format_version": ([0-9]{1,9})\b')
+_SEAL_BYTES = len(b',\n"digest": "xxh3-128:') + DIGEST_CHARS + len(b'"\n}\n')
+_BEGIN = b'{\n"format": "gear-offline",\n"format_version": '
+_PARTS = ("mean", "std", "min", "max")
 
 
-def shard_name(index: int) -> str:
-    """Return the file name of shard `index`."""
-    return f"shard-{index:05d}.safetensors"
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def is_member_name(name: str) -> bool:
-    """Return whether a dataset directory may hold a file of this name."""
-    return name == MANIFEST_NAME or _SHARD_NAME.fullmatch(name) is not None
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+Deviation = Annotated[FiniteFloat, Field(ge=0)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardRecord:
+class ShardRecord(_Model):
     """One shard file.
 
     Attributes
@@ -86,44 +76,27 @@ class ShardRecord:
     header_bytes, header_digest
         Size and digest of everything before the tensor data.
     digests
-        Tensor name to the digests of its blocks, in order.
+        Tensor name to the digests of its blocks in order, joined.
     """
 
+    name: Annotated[str, Field(pattern=f"^{_SHARD_NAME}$")]
+    episodes: Positive
+    steps: Positive
+    bytes: Positive
+    header_bytes: Positive
+    header_digest: Digest
+    digests: dict[str, Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")]] = Field(repr=False)
+
+
+class SourceFile(_Model):
+    """A file of the source, with the xxh3-128 digest of all its bytes."""
+
     name: str
-    episodes: int
-    steps: int
-    bytes: int
-    header_bytes: int
-    header_digest: str
-    digests: Mapping[str, tuple[str, ...]] = field(repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the manifest's form of it."""
-        joined = {name: "".join(parts) for name, parts in self.digests.items()}
-        return {**vars(self), "digests": joined}
-
-    @classmethod
-    def from_json(cls, value: Any) -> ShardRecord:
-        """Build from `to_json`'s form; raises ValueError or TypeError on anything odd."""
-        keys = ("name", "episodes", "steps", "bytes", "header_bytes", "header_digest", "digests")
-        name, episodes, steps, size, header, header_digest, digests = fields(value, keys)
-        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
-            raise ValueError(f"shard name {name!r} is not allowed")
-        if as_count(header) > MAX_HEADER_BYTES + 8:
-            raise ValueError(f"{name}: header_bytes {header} is too large")
-        return cls(
-            name=name,
-            episodes=as_count(episodes, least=1),
-            steps=as_count(steps, least=1),
-            bytes=as_count(size),
-            header_bytes=as_count(header),
-            header_digest=as_digests(header_digest, count=1)[0],
-            digests={str(k): as_digests(v) for k, v in as_object(digests).items()},
-        )
+    bytes: Count
+    digest: Digest
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceRecord:
+class SourceRecord(_Model):
     """Where the data came from.
 
     Attributes
@@ -131,7 +104,7 @@ class SourceRecord:
     uri, format, rule
         As `gear_offline.sources.base.SourceInfo` says; `uri` names a file without its folders.
     files
-        Name, bytes and xxh3-128 digest of each source file, in order.
+        In order.
     digest
         xxh3-128 over the digests of all files; ``None`` when the source has no files.
     attributes
@@ -141,32 +114,81 @@ class SourceRecord:
     uri: str
     format: str
     rule: str
-    files: tuple[Mapping[str, Any], ...] = ()
-    digest: str | None = None
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    files: list[SourceFile] = []
+    digest: Digest | None = None
+    attributes: dict[str, Any] = {}
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the manifest's form of it."""
-        return {**vars(self), "files": list(self.files), "attributes": dict(self.attributes)}
 
-    @classmethod
-    def from_json(cls, value: Any) -> SourceRecord:
-        """Build from `to_json`'s form; raises ValueError or TypeError on anything odd."""
-        keys = ("uri", "format", "rule", "files", "digest", "attributes")
-        uri, kind, rule, files, found, attributes = fields(value, keys)
-        if found is not None:
-            as_digests(found, count=1)
-        for entry in as_list(files):
-            name, size, file_digest = fields(entry, ("name", "bytes", "digest"))
-            as_text(name), as_count(size), as_digests(file_digest, count=1)
-        return cls(
-            uri=as_text(uri),
-            format=as_text(kind),
-            rule=as_text(rule),
-            files=tuple(files),
-            digest=found,
-            attributes=as_object(attributes),
-        )
+class _Stored(_Model):
+    dtype: str
+    shape: list[Positive]
+
+
+class _Column(_Model):
+    name: str
+    dtype: str
+    shape: list[Positive]
+    stored: _Stored
+
+
+class _Statistics(_Model):
+    count: Count
+    nonfinite: Count
+    mean: Any  # numbers, nested as deep as the column's shape; null for NaN
+    std: Any
+    min: Any
+    max: Any
+
+
+class _Histogram(_Model):
+    edges: Annotated[list[FiniteFloat], Field(max_length=MAX_BINS + 1)]
+    counts: Annotated[list[Count], Field(max_length=MAX_BINS)]
+
+
+class _Distribution(_Model):
+    count: Count
+    mean: FiniteFloat | None
+    std: Deviation | None
+    min: FiniteFloat | None
+    max: FiniteFloat | None
+    histogram: _Histogram
+
+
+class _Endings(_Model):
+    terminated: Count
+    truncated: Count
+
+
+class _Scores(_Model):
+    name: str
+    minimum: FiniteFloat
+    maximum: FiniteFloat
+    indicative: bool
+    note: str
+
+
+class _Environment(_Model):
+    id: str | None
+    reference_scores: _Scores | None
+
+
+class _Document(_Model):
+    """The keys of the file."""
+
+    format: Literal["gear-offline"]
+    format_version: Literal[1]
+    episodes: Positive
+    steps: Positive
+    block_bytes: Annotated[int, Field(ge=MIN_BLOCK_BYTES, le=MAX_BLOCK_BYTES)]
+    columns: list[_Column]
+    statistics: dict[str, _Statistics]
+    returns: _Distribution
+    lengths: _Distribution
+    endings: _Endings
+    environment: _Environment
+    source: SourceRecord
+    shards: list[ShardRecord]
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,25 +212,22 @@ class Manifest:
     environment_id
         Gymnasium id, ``None`` when unknown.
     reference_scores
-        ``{"name", "minimum", "maximum", "indicative"}`` or ``None``.
+        Of a random and an expert policy, ``None`` when unknown.
     source
         Provenance.
-    format_version
-        Version of the format.
     """
 
     spec: TableSpec
     block_bytes: int
-    shards: tuple[ShardRecord, ...]
+    shards: tuple[ShardRecord, ...] = field(repr=False)
     statistics: Mapping[str, ColumnStatistics]
     returns: Distribution
     lengths: Distribution
     terminated: int
     truncated: int
     environment_id: str | None
-    reference_scores: Mapping[str, Any] | None
+    reference_scores: ReferenceScores | None
     source: SourceRecord
-    format_version: int = FORMAT_VERSION
 
     def __repr__(self) -> str:
         counts = (self.spec.episodes, self.spec.steps, len(self.shards))
@@ -227,20 +246,24 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return the document, without its digest."""
+        scores = self.reference_scores
         return {
             "format": FORMAT,
-            "format_version": self.format_version,
+            "format_version": FORMAT_VERSION,
             "episodes": self.spec.episodes,
             "steps": self.spec.steps,
             "block_bytes": self.block_bytes,
-            "columns": [column_to_json(c) for c in self.spec],
-            "statistics": {k: statistics_to_json(v) for k, v in self.statistics.items()},
-            "returns": distribution_to_json(self.returns),
-            "lengths": distribution_to_json(self.lengths),
+            "columns": [_column_json(c) for c in self.spec],
+            "statistics": {name: _statistics_json(s) for name, s in self.statistics.items()},
+            "returns": _distribution_json(self.returns),
+            "lengths": _distribution_json(self.lengths),
             "endings": {"terminated": self.terminated, "truncated": self.truncated},
-            "environment": {"id": self.environment_id, "reference_scores": self.reference_scores},
-            "source": self.source.to_json(),
-            "shards": [shard.to_json() for shard in self.shards],
+            "environment": {
+                "id": self.environment_id,
+                "reference_scores": None if scores is None else vars(scores),
+            },
+            "source": self.source.model_dump(),
+            "shards": [shard.model_dump() for shard in self.shards],
         }
 
     def encode(self) -> bytes:
@@ -255,28 +278,6 @@ class Manifest:
         body = ("{\n" + ",\n".join(lines)).encode("ascii")
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
-    def write(self, directory: int) -> None:
-        """Write and fsync the file in the directory of descriptor `directory`.
-
-        Raises
-        ------
-        InputError
-            ``MANIFEST_SIZE`` when the file would be too large to be read back.
-        """
-        raw = self.encode()
-        if len(raw) > MAX_MANIFEST_BYTES:
-            raise InputError(
-                "MANIFEST_SIZE",
-                f"the manifest would have {len(raw)} bytes, more than {MAX_MANIFEST_BYTES}",
-                remedy="leave out very wide columns, or convert with larger digest blocks",
-            )
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        handle = os.open(MANIFEST_NAME, flags, 0o666, dir_fd=directory)
-        with os.fdopen(handle, "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(handle)
-
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read and check the manifest of the dataset at `path`.
@@ -284,10 +285,9 @@ class Manifest:
         Raises
         ------
         InputError
-            ``DATASET_MISSING``, ``DATASET_KIND``, ``FILE_MISSING``, ``FILE_KIND``,
-            ``MANIFEST_DIGEST`` (any changed bit), ``MANIFEST_FORMAT``, ``FORMAT_VERSION``.
+            ``DATASET_NOT_FOUND``, ``DATASET_DAMAGED`` (any changed bit), ``DATASET_VERSION``.
         """
-        path = given_path(path, "DATASET_KIND", where="path")
+        path = given_path(path, "DATASET_NOT_FOUND", where="path")
         directory = open_directory(path)
         try:
             return cls.read_from(directory, path)
@@ -297,103 +297,190 @@ class Manifest:
     @classmethod
     def read_from(cls, directory: int, path: Path) -> Self:
         """Read the manifest in the open `directory`, `path` in errors; as `read` otherwise."""
-        where = str(path / MANIFEST_NAME)
+        where = path / MANIFEST_NAME
+        if MANIFEST_NAME not in os.listdir(directory):
+            raise InputError(
+                "DATASET_NOT_FOUND",
+                "the directory is not a dataset: it has no manifest",
+                where=str(where),
+                remedy="make one with `gear-offline convert SOURCE OUT`",
+            )
         handle = open_member(directory, MANIFEST_NAME, where=where)
         try:
             size = os.fstat(handle).st_size
             if size > MAX_MANIFEST_BYTES:
-                raise bad_format(where, f"{size} bytes, more than {MAX_MANIFEST_BYTES}")
+                raise damaged(f"{size} bytes, more than {MAX_MANIFEST_BYTES}", where)
             raw = bytearray(size)
-            read_into(handle, memoryview(raw), 0, where=where)
+            read_exactly(handle, memoryview(raw), 0, where=where)
         finally:
             os.close(handle)
-        return cls.decode(bytes(raw), where=where)
+        return cls.decode(bytes(raw), where=str(where))
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str = MANIFEST_NAME) -> Self:
         """Check and parse the file's bytes, `raw`; errors as `read` lists, of `where`."""
-        body = raw[:-_SEAL_BYTES]
-        seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
-        version = _VERSION.match(raw)
-        if version and int(version[1]) > FORMAT_VERSION:
+        version = re.match(rb"[0-9]{1,9}", raw[len(_BEGIN) :]) if raw.startswith(_BEGIN) else None
+        if version and int(version[0]) > FORMAT_VERSION:
             raise InputError(
-                "FORMAT_VERSION",
-                f"the dataset has format version {int(version[1])}, this program reads "
+                "DATASET_VERSION",
+                f"the dataset has format version {int(version[0])}, this program reads "
                 f"up to {FORMAT_VERSION}",
                 where=where,
                 remedy="install a newer gear-offline, or convert the source again",
             )
-        if seal is None or digest(body) != seal[1].decode("ascii"):
-            raise InputError(
-                "MANIFEST_DIGEST",
-                "the manifest does not match its own digest",
-                where=where,
-                remedy=REMEDY_DAMAGED,
-            )
+        seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
+        if seal is None or digest(raw[:-_SEAL_BYTES]) != seal[1].decode("ascii"):
+            raise damaged("the manifest does not match its own digest", where)
         try:
-            document = json.loads(
-                raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=no_constant
-            )
-            return cls._from_json(document)
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise bad_format(where, str(error)[:300]) from error
+            # Of 1e999, too, Python would make an infinity.
+            found = json.loads(raw, parse_constant=_finite, parse_float=_finite)
+            return cls._from_document(_Document.model_validate(found))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise damaged(f"manifest is not usable: {place}: {first['msg']}", where) from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise damaged(f"manifest is not usable: {str(error)[:300]}", where) from error
 
     @classmethod
-    def _from_json(cls, value: Any) -> Self:
-        keys = (
-            *("format", "format_version", "episodes", "steps", "block_bytes", "columns"),
-            *("statistics", "returns", "lengths", "endings", "environment", "source", "shards"),
+    def _from_document(cls, document: _Document) -> Self:
+        columns = tuple(_column(c) for c in document.columns)
+        scores = document.environment.reference_scores
+        if document.statistics.keys() != {c.name for c in columns}:
+            raise ValueError("statistics are not those of the columns")
+        manifest = cls(
+            spec=TableSpec(columns=columns, steps=document.steps, episodes=document.episodes),
+            block_bytes=document.block_bytes,
+            shards=tuple(document.shards),
+            statistics={c.name: _statistics(document.statistics[c.name], c) for c in columns},
+            returns=_distribution(document.returns),
+            lengths=_distribution(document.lengths),
+            terminated=document.endings.terminated,
+            truncated=document.endings.truncated,
+            environment_id=document.environment.id,
+            reference_scores=None if scores is None else ReferenceScores(**scores.model_dump()),
+            source=document.source,
         )
-        values = dict(zip(keys, fields(value, (*keys, "digest")), strict=False))
-        if (values["format"], values["format_version"]) != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format is {values['format']!r} {values['format_version']!r}")
-        columns = tuple(column_from_json(c) for c in as_list(values["columns"]))
-        spec = TableSpec(
-            columns=columns,
-            steps=as_count(values["steps"], least=1),
-            episodes=as_count(values["episodes"], least=1),
-        )
-        terminated, truncated = fields(values["endings"], ("terminated", "truncated"))
-        environment_id, scores = fields(values["environment"], ("id", "reference_scores"))
-        statistics = as_object(values["statistics"])
-        found = cls(
-            spec=spec,
-            block_bytes=as_count(values["block_bytes"], least=MIN_BLOCK_BYTES),
-            shards=tuple(ShardRecord.from_json(s) for s in as_list(values["shards"])),
-            statistics={
-                c.name: statistics_from_json(statistics.pop(c.name, None), c) for c in columns
-            },
-            returns=distribution_from_json(values["returns"]),
-            lengths=distribution_from_json(values["lengths"]),
-            terminated=as_count(terminated),
-            truncated=as_count(truncated),
-            environment_id=None if environment_id is None else as_text(environment_id),
-            reference_scores=scores_from_json(scores),
-            source=SourceRecord.from_json(values["source"]),
-        )
-        if statistics:
-            raise ValueError(f"statistics of unknown columns {sorted(statistics)[:3]}")
-        _check_shards(found)
-        return found
+        _check_shards(manifest)
+        return manifest
+
+
+def shard_name(index: int) -> str:
+    """Return the file name of shard `index`."""
+    return f"shard-{index:05d}.safetensors"
+
+
+def is_dataset(path: Path) -> bool:
+    """Return whether a directory is a dataset, perhaps a damaged one, and holds nothing else."""
+    names = os.listdir(path) if path.is_dir() else []
+    ours = all(name == MANIFEST_NAME or re.fullmatch(_SHARD_NAME, name) for name in names)
+    if MANIFEST_NAME not in names or not ours or (path / MANIFEST_NAME).is_symlink():
+        return False
+    with open(path / MANIFEST_NAME, "rb") as file:
+        return file.read(len(_BEGIN)) == _BEGIN
+
+
+def open_directory(path: Path) -> int:
+    """Open a dataset directory and return its descriptor (``DATASET_NOT_FOUND``)."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        what, remedy = f"cannot open the dataset: {error.strerror}", "check the path"
+        if isinstance(error, NotADirectoryError):
+            what = "a dataset is a directory, this is a file"
+            remedy = "give the directory, or run `gear-offline convert` on the file first"
+        raise InputError("DATASET_NOT_FOUND", what, where=str(path), remedy=remedy) from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def _check_shards(manifest: Manifest) -> None:
     """Check the shard list against the columns: names, counts, sizes, numbers of digests."""
     shards, spec = manifest.shards, manifest.spec
-    if manifest.block_bytes > MAX_BLOCK_BYTES:
-        raise ValueError(f"block_bytes {manifest.block_bytes} is too large")
     if [s.name for s in shards] != [shard_name(i) for i in range(len(shards))]:
         raise ValueError("shard names are not shard-00000, shard-00001, ... in order")
-    for what in ("episodes", "steps"):
-        total = sum(getattr(s, what) for s in shards)
-        if total != getattr(spec, what):
-            raise ValueError(f"the shards have {total} {what}, the dataset {getattr(spec, what)}")
+    if (
+        sum(s.episodes for s in shards) != spec.episodes
+        or sum(s.steps for s in shards) != spec.steps
+    ):
+        raise ValueError("the shards have other numbers of episodes or steps than the dataset")
     if manifest.terminated + manifest.truncated > spec.episodes:
         raise ValueError("more episode ends than episodes")
     for shard in shards:
         tensors = manifest.tensors(shard)
-        if shard.bytes != shard.header_bytes + tensors[-1].stop:
+        header = encode_header(tensors)
+        if (shard.header_bytes, shard.bytes) != (len(header), len(header) + tensors[-1].stop):
             raise ValueError(f"{shard.name}: bytes do not fit its columns and steps")
-        expected = {t.name: -(-t.bytes // manifest.block_bytes) for t in tensors}
-        if {name: len(parts) for name, parts in shard.digests.items()} != expected:
+        if shard.header_digest != digest(header):
+            raise ValueError(f"{shard.name}: the header's digest is not that of its columns")
+        lengths = {t.name: -(-t.bytes // manifest.block_bytes) * DIGEST_CHARS for t in tensors}
+        if {name: len(joined) for name, joined in shard.digests.items()} != lengths:
             raise ValueError(f"{shard.name}: digests do not fit its tensors")
+
+
+def _column_json(column: ColumnSpec) -> dict[str, Any]:
+    """Describe a column and, under ``stored``, the form its tensors have in the shards."""
+    dtype, shape = stored_form(column)
+    return {
+        "name": column.name,
+        "dtype": column.dtype.name,
+        "shape": list(column.shape),
+        "stored": {"dtype": CODES[dtype], "shape": list(shape)},
+    }
+
+
+def _column(record: _Column) -> ColumnSpec:
+    column = ColumnSpec(name=record.name, dtype=np.dtype(record.dtype), shape=tuple(record.shape))
+    if column.name in RESERVED_NAMES or _column_json(column) != record.model_dump():
+        raise ValueError(f"column {column.name!r} is not described as version 1 does")
+    return column
+
+
+def _plain(value: Any) -> Any:
+    """Turn (nested lists of) floats into JSON: null stands for NaN and infinities."""
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return value if math.isfinite(value) else None
+
+
+def _statistics_json(value: ColumnStatistics) -> dict[str, Any]:
+    parts = {name: _plain(getattr(value, name).tolist()) for name in _PARTS}
+    return {"count": value.count, "nonfinite": value.nonfinite, **parts}
+
+
+def _statistics(record: _Statistics, column: ColumnSpec) -> ColumnStatistics:
+    shape, arrays = stored_form(column)[1], {}
+    for name in _PARTS:
+        values = np.array(getattr(record, name), object)
+        if values.shape != shape or not {type(v) for v in values.flat} <= {int, float, NoneType}:
+            raise ValueError(f"{name} of {column.name!r} is not numbers of shape {shape}")
+        array = values.astype(np.float64)  # null becomes NaN
+        array.setflags(write=False)
+        arrays[name] = array
+    if (arrays["std"] < 0).any():
+        raise ValueError(f"std of {column.name!r} is negative")
+    return ColumnStatistics(count=record.count, nonfinite=record.nonfinite, **arrays)
+
+
+def _distribution_json(value: Distribution) -> dict[str, Any]:
+    parts = {name: _plain(getattr(value, name)) for name in _PARTS}
+    histogram = {"edges": list(value.edges), "counts": list(value.counts)}
+    return {"count": value.count, **parts, "histogram": histogram}
+
+
+def _distribution(record: _Distribution) -> Distribution:
+    edges, counts = record.histogram.edges, record.histogram.counts
+    if len(edges) != (len(counts) + 1 if counts else 0):
+        raise ValueError("a histogram needs one edge more than counts")
+    parts = {name: getattr(record, name) for name in _PARTS}
+    return Distribution(
+        count=record.count,
+        **{name: math.nan if part is None else part for name, part in parts.items()},
+        edges=tuple(edges),
+        counts=tuple(counts),
+    )

@@ -6,7 +6,7 @@ Shape legend: N steps of a table, E episodes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,14 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
-
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
-MAX_STEP_BYTES = 1 << 30  # one step of one column; larger is a damaged or hostile shape
+MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
 
 
 def is_column_name(name: str) -> bool:
@@ -45,12 +43,12 @@ def check_dtype(dtype: npt.DTypeLike, *, where: str) -> np.dtype[Any]:
     Raises
     ------
     InputError
-        ``COLUMN_DTYPE`` for object, string, structured, datetime and extended-precision dtypes.
+        ``COLUMN`` for object, string, structured, datetime and extended-precision dtypes.
     """
     found = np.dtype(dtype)
     if found.kind not in "biufc" or found.itemsize > 16 or found.char in "gG":
         raise InputError(
-            "COLUMN_DTYPE",
+            "COLUMN",
             f"dtype {found} is not a numeric or bool dtype of a fixed width",
             where=where,
             remedy="store the column as a NumPy bool, integer, float or complex dtype",
@@ -79,7 +77,7 @@ class ColumnSpec:
     def __post_init__(self) -> None:
         if not is_column_name(self.name):
             raise InputError(
-                "COLUMN_NAME",
+                "COLUMN",
                 f"column name {self.name!r} is not allowed",
                 remedy="use letters, digits, '_', '-', '.' and single '/' between parts",
             )
@@ -87,10 +85,10 @@ class ColumnSpec:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if not is_step_shape(self.shape, self.dtype.itemsize):
             raise InputError(
-                "COLUMN_SHAPE",
+                "COLUMN",
                 f"per-step shape {self.shape} is not usable",
                 where=f"column {self.name}",
-                remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 1 GiB a step",
+                remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 64 MiB a step",
             )
 
     def __str__(self) -> str:
@@ -101,21 +99,6 @@ class ColumnSpec:
     def step_bytes(self) -> int:
         """Bytes of one step."""
         return int(self.dtype.itemsize) * prod(self.shape)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the manifest's form: name, NumPy dtype, shape of one step."""
-        return {"name": self.name, "dtype": self.dtype.name, "shape": list(self.shape)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ColumnSpec:
-        """Build from `to_json`'s form; raises `InputError` (``COLUMN_*``) on anything odd."""
-        try:
-            name, dtype, shape = value["name"], np.dtype(str(value["dtype"])), value["shape"]
-            if not isinstance(name, str) or not all(type(n) is int for n in shape):
-                raise TypeError("name must be a string and shape a list of integers")
-        except (KeyError, TypeError) as error:
-            raise InputError("COLUMN_SPEC", f"column description is not usable: {error}") from error
-        return cls(name=name, dtype=dtype, shape=tuple(shape))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -139,7 +122,7 @@ class TableSpec:
         folded = {n.casefold() for n in names}
         if len(folded) != len(names):
             raise InputError(
-                "COLUMN_NAME",
+                "COLUMN",
                 f"column names repeat or differ by case only: {names}",
                 remedy="rename one of them, or leave it out",
             )
@@ -164,7 +147,7 @@ class TableSpec:
         if parts:
             remedy += f"; to put its parts together, convert with --columns {name}="
             remedy += "+".join(parts)
-        raise InputError("COLUMN_MISSING", f"no column {name!r}", remedy=remedy)
+        raise InputError("COLUMN", f"no column {name!r}", remedy=remedy)
 
     @property
     def step_bytes(self) -> int:
@@ -190,11 +173,11 @@ class EpisodeIndex:
     def __post_init__(self) -> None:
         lengths = np.ascontiguousarray(self.lengths, dtype=np.int64)
         if lengths.ndim != 1 or (lengths < 1).any():
-            raise InputError("EPISODE_LENGTHS", "episode lengths must be a list of numbers >= 1")
+            raise InputError("SOURCE_LAYOUT", "episode lengths must be a list of numbers >= 1")
         offsets = np.zeros(lengths.size + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         if (offsets[1:] < 1).any():
-            raise InputError("EPISODE_LENGTHS", "episode lengths add up to more than 2^63 steps")
+            raise InputError("SOURCE_LAYOUT", "episode lengths add up to more than 2^63 steps")
         for array in (lengths, offsets):
             array.setflags(write=False)
         object.__setattr__(self, "lengths", lengths)

@@ -16,8 +16,14 @@ import numpy.typing as npt
 import xxhash
 
 from gear_offline.dataset.manifest import Manifest, ShardRecord
-from gear_offline.dataset.shards import TensorLayout, byte_view, read_into
-from gear_offline.dataset.verification import PIECE_BYTES, damaged
+from gear_offline.dataset.shard import (
+    DIGEST_CHARS,
+    PIECE_BYTES,
+    TensorLayout,
+    byte_view,
+    damaged,
+    read_exactly,
+)
 
 
 class _Stream:
@@ -68,7 +74,7 @@ class ShardReader:
         Raises
         ------
         InputError
-            ``SHARD_DIGEST``, ``FILE_SIZE``, ``DATASET_READ``.
+            ``DATASET_DAMAGED``.
         """
         stream = self._streams[column]
         data = byte_view(out)
@@ -79,7 +85,7 @@ class ShardReader:
             begin = self._shard.header_bytes + stream.at
             for at in range(0, len(part), PIECE_BYTES):
                 piece = part[at : at + PIECE_BYTES]
-                read_into(self._handle, piece, begin + at, where=self._where)
+                read_exactly(self._handle, piece, begin + at, where=self._where)
                 if self._check:
                     stream.hash.update(piece)
             stream.at += len(part)
@@ -89,7 +95,10 @@ class ShardReader:
 
     def _end_block(self, stream: _Stream) -> None:
         name, block = stream.tensor.name, stream.block
-        if self._check and stream.hash.hexdigest() != self._shard.digests[name][block]:
-            raise damaged(self._path, self._shard, f"tensor {name}, block {block}")
+        at = block * DIGEST_CHARS
+        expected = self._shard.digests[name][at : at + DIGEST_CHARS]
+        if self._check and stream.hash.hexdigest() != expected:
+            place = f"{self._where}, tensor {name}, block {block}"
+            raise damaged("data do not match their digest", place)
         stream.hash.reset()
         stream.block += 1

@@ -49,8 +49,8 @@ def _fitting(entries: Any) -> list[Any]:
 
 def warnings_of(attributes: Mapping[str, Any]) -> list[str]:
     """Return the warnings among a source's attributes."""
-    found = attributes.get("warnings", ())
-    return [found] if isinstance(found, str) else list(map(str, found))
+    found = attributes.get("warnings", [])
+    return list(map(str, found)) if isinstance(found, list) else [str(found)]
 
 
 def left_out_of(attributes: Mapping[str, Any]) -> tuple[dict[str, str], int]:

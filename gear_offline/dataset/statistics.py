@@ -1,39 +1,29 @@
 """Statistics gathered while rows stream by: moments of columns, spread of episode returns.
 
-Everything is float64.  A column's moments are computed over blocks that fit the cache, and blocks
-are merged with the formula of Chan, Golub and LeVeque (1979).  Within a block the sum of squared
-distances from the mean comes from plain sums of squares, unless that would cancel digits: then a
-second pass over the block takes the distances themselves.  So a large common offset costs no
-accuracy, and parts computed by different processes merge to a result that depends on the order of
-the parts only.
+Everything is float64 and made in one pass: sums of ``x - x0`` and of their squares, where x0 is
+near the mean (the mean so far), so that a large common offset costs no digits.  Parts of a column
+are merged with the formula of Chan, Golub and LeVeque (1979); the result depends on the order of
+the parts only, not on who computed them.
 
 Shape legend: N rows (steps), D elements of one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from math import nan, prod
 
 import numpy as np
 import numpy.typing as npt
 
 from gear_offline.core.text import count_text
-from gear_offline.dataset.schema import Int64Array
-
-__all__ = ["ColumnStatistics"]
-
-Float64Array = npt.NDArray[np.float64]
+from gear_offline.core.types import Array, Float64Array, Int64Array
 
 BLOCK_ELEMENTS = 1 << 16  # 512 KiB of float64: stays in a core's second-level cache
-TILE_ELEMENTS = 1 << 12  # widest piece of a row handled at once, so that tiles keep 16 rows
-LANE_ELEMENTS = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
-CANCELLATION = 1e-4  # sums of squares lose up to this share of their digits, not more
+WIDE_ROW = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
 HISTOGRAM_BINS = 20
-REPR_VALUES = 4  # of a column that are shown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -69,12 +59,12 @@ class ColumnStatistics:
 
 
 def _short(values: Float64Array) -> str:
-    """Return numbers as one line: of many the first and the last ones."""
+    """Return numbers as one line: of many the first two and the last two."""
     return np.array2string(
         values.ravel() if values.ndim else values,
         formatter={"float_kind": "{:.4g}".format},
-        threshold=REPR_VALUES,
-        edgeitems=REPR_VALUES // 2,
+        threshold=4,
+        edgeitems=2,
         max_line_width=1000,
     )
 
@@ -98,7 +88,7 @@ class Moments:
         self.low: Float64Array = np.full(width, np.inf)
         self.high: Float64Array = np.full(width, -np.inf)
 
-    def update(self, rows: npt.NDArray[Any]) -> int | None:
+    def update(self, rows: Array) -> int | None:
         """Add `rows`, (N, *shape) of a real dtype.
 
         Returns
@@ -106,180 +96,117 @@ class Moments:
         int or None
             The first row that holds NaN or an infinity, ``None`` if there is none.
         """
-        flat = rows.reshape(rows.shape[0], self.counts.size)
-        moments = _moments
+        flat = rows.reshape(len(rows), self.counts.size)
         if flat.dtype == np.bool_:
-            flat, moments = flat.view(np.uint8), _moments_of_flags
+            flat = flat.view(np.uint8)
+        if not len(flat):
+            return None
         self.rows += len(flat)
-        bad: list[int] = []
         with np.errstate(all="ignore"):
-            for left in range(0, flat.shape[1] if len(flat) else 0, TILE_ELEMENTS):
-                tile = flat[:, left : left + TILE_ELEMENTS]
-                span = slice(left, left + tile.shape[1])
-                mean, squares, low, high = moments(tile)
-                # NaN survives minimum and maximum: two finite results mean that all is finite.
-                if np.isfinite(low).all() and np.isfinite(high).all():
-                    self._merge(span, len(tile), mean, squares, low, high)
-                else:
-                    bad.append(self._update_masked(tile, span))
-        return min(bad, default=None)
+            centre = self.mean if self.counts.any() else _rough_mean(flat)
+            total, squares, low, high = _sums(flat, centre)
+            # NaN survives minimum and maximum: two finite results mean that all is finite.
+            if np.isfinite(low).all() and np.isfinite(high).all():
+                rest = total / len(flat)
+                self._merge(len(flat), centre + rest, squares - total * rest, low, high)
+                return None
+            return self._update_masked(flat)
 
-    def _update_masked(self, tile: npt.NDArray[Any], span: slice) -> int:
+    def _update_masked(self, rows: Array) -> int:
         """Add rows of which some are not finite; returns the first such row."""
-        step = max(1, BLOCK_ELEMENTS // tile.shape[1])
-        first_bad: list[int] = []
-        for start in range(0, len(tile), step):
-            block = tile[start : start + step]
+        step, first = max(1, BLOCK_ELEMENTS // rows.shape[1]), -1
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step].astype(np.float64)
             finite = np.isfinite(block)
-            if not first_bad and not finite.all():
-                first_bad.append(start + int(np.argmin(finite.all(axis=1))))
-            self._merge(span, *_masked(block, finite))
-        return first_bad[0]
+            if first < 0 and not finite.all():
+                first = start + int(np.argmin(finite.all(axis=1)))
+            counts = finite.sum(axis=0, dtype=np.int64)
+            mean = np.where(finite, block, 0).sum(axis=0) / np.maximum(counts, 1)
+            squares = (np.where(finite, block - mean, 0.0) ** 2).sum(axis=0)
+            low = np.where(finite, block, np.inf).min(axis=0)
+            self._merge(counts, mean, squares, low, np.where(finite, block, -np.inf).max(axis=0))
+        return first
 
     def _merge(
         self,
-        span: slice,
         count: int | Int64Array,
         mean: Float64Array,
         squares: Float64Array,
         low: Float64Array,
         high: Float64Array,
     ) -> None:
-        before = self.counts[span]
-        total = before + count
+        total = self.counts + count
         share = np.divide(count, total, out=np.zeros(total.shape), where=total > 0)
-        delta = mean - self.mean[span]
-        self.squares[span] += squares + delta * delta * (before * share)
-        self.mean[span] += delta * share
-        self.counts[span] = total
-        np.minimum(self.low[span], low, out=self.low[span])
-        np.maximum(self.high[span], high, out=self.high[span])
+        delta = mean - self.mean
+        self.squares += np.maximum(squares, 0) + delta * delta * (self.counts * share)
+        self.mean += delta * share
+        self.counts = total
+        np.minimum(self.low, low, out=self.low)
+        np.maximum(self.high, high, out=self.high)
 
     def merge(self, other: Moments) -> None:
         """Add what `other` saw; its rows come after this one's."""
         self.rows += other.rows
         with np.errstate(all="ignore"):
-            self._merge(slice(None), other.counts, other.mean, other.squares, other.low, other.high)
+            self._merge(other.counts, other.mean, other.squares, other.low, other.high)
 
     def result(self) -> ColumnStatistics:
         """Return the summary of everything added so far."""
-        seen = self.counts > 0
         with np.errstate(all="ignore"):
             std = np.sqrt(self.squares / np.maximum(self.counts, 1))
-        pick = [
-            np.where(seen, values, np.nan).reshape(self.shape)
-            for values in (self.mean, std, self.low, self.high)
-        ]
+        constant = self.low == self.high  # then exactly, whatever rounding left
+        mean, std = np.where(constant, self.low, self.mean), np.where(constant, 0.0, std)
+        mean, std, low, high = (
+            np.where(self.counts > 0, values, np.nan).reshape(self.shape)
+            for values in (mean, std, self.low, self.high)
+        )
         return ColumnStatistics(
             count=self.rows,
             nonfinite=self.rows * self.counts.size - int(self.counts.sum()),
-            mean=pick[0],
-            std=pick[1],
-            min=pick[2],
-            max=pick[3],
+            mean=mean,
+            std=std,
+            min=low,
+            max=high,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the running state, exact; `from_json` restores it."""
-        return {
-            "shape": list(self.shape),
-            "rows": self.rows,
-            "counts": self.counts.tolist(),
-            "parts": [a.tolist() for a in (self.mean, self.squares, self.low, self.high)],
-        }
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Moments:
-        """Restore the state that `to_json` returned."""
-        found = cls(tuple(value["shape"]))
-        found.rows = int(value["rows"])
-        found.counts = np.asarray(value["counts"], np.int64)
-        parts = [np.asarray(part, np.float64) for part in value["parts"]]
-        found.mean, found.squares, found.low, found.high = parts
-        return found
+def _rough_mean(rows: Array) -> Float64Array:
+    """Return (D,) numbers near the mean of rows (N, D), zeros where there are none."""
+    mean = rows[:: max(1, len(rows) // 64)].mean(axis=0, dtype=np.float64)
+    return np.where(np.isfinite(mean), mean, 0.0)
 
 
-def _lanes(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Lay several narrow rows (N, D) side by side; returns (M, fold * D) and the rows left over.
+def _sums(rows: Array, centre: Float64Array) -> tuple[Float64Array, ...]:
+    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima, (D,).
 
-    NumPy reduces over the first axis with vector instructions along the second: eleven numbers
-    wide is slow, two thousand is fast.
-    """
-    fold = max(1, LANE_ELEMENTS // rows.shape[1])
-    whole = len(rows) // fold * fold
-    if fold == 1:
-        return rows, rows[whole:]
-    return rows[:whole].reshape(-1, fold * rows.shape[1]), rows[whole:]
-
-
-def _moments(rows: npt.NDArray[Any]) -> tuple[Float64Array, ...]:
-    """Return mean, sum of squared distances from it, minimum and maximum, (D,), of rows (N, D).
-
-    Only minimum and maximum mean anything when some element is not finite.
-    """
-    count, width = rows.shape
-    total, raw, low, high = _sums(rows, np.zeros(width))
-    mean = total / count
-    squares = raw - count * mean * mean
-    if not (squares >= CANCELLATION * raw).all():
-        # Some element is far from zero compared with its spread: distances first, then squares.
-        rest, squares, *_ = _sums(rows, mean)
-        squares -= rest * rest / count  # what rounding of the mean left
-    return mean, np.maximum(squares, 0.0), low, high
-
-
-def _moments_of_flags(rows: npt.NDArray[Any]) -> tuple[Float64Array, ...]:
-    """Return what `_moments` does, for bytes 0 and 1: counting is enough, and exact."""
-    mean = np.count_nonzero(rows, axis=0) / len(rows)
-    squares = len(rows) * mean * (1 - mean)
-    return mean, squares, rows.min(axis=0).astype(float), rows.max(axis=0).astype(float)
-
-
-def _sums(rows: npt.NDArray[Any], centre: Float64Array) -> tuple[Float64Array, ...]:
-    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima.
-
-    All are (D,).  Minima and maxima are those of the rows themselves.
+    Several narrow rows are laid side by side: NumPy reduces over the first axis with vector
+    instructions along the second, and eleven numbers wide is slow, two thousand is fast.
     """
     width = rows.shape[1]
+    fold = max(1, WIDE_ROW // width)
+    whole = len(rows) // fold * fold
     total, squares = np.zeros(width), np.zeros(width)
     low, high = np.full(width, np.inf), np.full(width, -np.inf)
-    for part in _lanes(rows):
+    for part in (rows[:whole].reshape(-1, fold * width), rows[whole:]):
         if not len(part):
             continue
         lanes = part.shape[1]
+        shift = np.tile(centre, lanes // width)
         step = max(1, BLOCK_ELEMENTS // lanes)
         scratch = np.empty((min(step, len(part)), lanes))
-        sums = np.zeros((2, lanes))
-        ends = np.stack([part[0], part[0]])
-        shift = np.tile(centre, lanes // width) if centre.any() else None
+        sums, ends = np.zeros((2, lanes)), np.stack([part[0], part[0]])
         for start in range(0, len(part), step):
             block = part[start : start + step]  # stays in the cache for all that follows
-            np.minimum(ends[0], np.minimum.reduce(block, axis=0), out=ends[0])
-            np.maximum(ends[1], np.maximum.reduce(block, axis=0), out=ends[1])
-            wide = scratch[: len(block)]
-            np.copyto(wide, block)
-            if shift is not None:
-                wide -= shift
-            sums[0] += np.add.reduce(wide, axis=0)
+            np.minimum(ends[0], block.min(axis=0), out=ends[0])
+            np.maximum(ends[1], block.max(axis=0), out=ends[1])
+            wide = np.subtract(block, shift, out=scratch[: len(block)])
+            sums[0] += wide.sum(axis=0)
             sums[1] += np.einsum("ij,ij->j", wide, wide)
         total += sums[0].reshape(-1, width).sum(axis=0)
         squares += sums[1].reshape(-1, width).sum(axis=0)
         np.minimum(low, ends[0].reshape(-1, width).min(axis=0), out=low)
         np.maximum(high, ends[1].reshape(-1, width).max(axis=0), out=high)
     return total, squares, low, high
-
-
-def _masked(
-    block: npt.NDArray[Any], finite: npt.NDArray[np.bool_]
-) -> tuple[Int64Array, Float64Array, Float64Array, Float64Array, Float64Array]:
-    """Return counts, mean, squares, low, high (each (D,)) of the finite elements of a block."""
-    counts = finite.sum(axis=0, dtype=np.int64)
-    wide = np.where(finite, block, 0).astype(np.float64)
-    mean = wide.sum(axis=0) / np.maximum(counts, 1)
-    squares = (np.where(finite, wide - mean, 0.0) ** 2).sum(axis=0)
-    low = np.where(finite, wide, np.inf).min(axis=0)
-    high = np.where(finite, wide, -np.inf).max(axis=0)
-    return counts, mean, squares, low, high
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -320,25 +247,24 @@ def distribution(
     With `whole` the numbers are whole and so are the edges of the histogram: bins have one whole
     width, so that each holds equally many numbers, and the last edge lies above the maximum.
     """
-    found = np.asarray(values, np.float64)
-    found = found[np.isfinite(found)]
-    if not found.size:
-        nan = float("nan")
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not finite.size:
         return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, edges=(), counts=())
-    low, high = float(found.min()), float(found.max())
-    edges, counts = np.asarray([low, high]), np.asarray([found.size])
+    low, high = float(finite.min()), float(finite.max())
+    edges, counts = np.asarray([low, high]), np.asarray([finite.size])
     if whole:
         width = (int(high) - int(low)) // bins + 1
         edges = np.arange(int(low), int(high) + width + 1, width, dtype=np.int64)
-        counts = np.histogram(found, bins=edges)[0]
+        counts = np.histogram(finite, bins=edges)[0]
     elif low < high and np.isfinite(high - low):
         # NumPy refuses a range that spans too few floats for that many bins: then keep one bin.
         with suppress(ValueError):
-            counts, edges = np.histogram(found, bins=bins, range=(low, high))
+            counts, edges = np.histogram(finite, bins=bins, range=(low, high))
     with np.errstate(all="ignore"):
-        mean, std = float(found.mean()), float(found.std())
+        mean, std = float(finite.mean()), float(finite.std())
     return Distribution(
-        count=int(found.size),
+        count=int(finite.size),
         mean=mean,
         std=std,
         min=low,
@@ -346,22 +272,3 @@ def distribution(
         edges=tuple(map(float, edges)),
         counts=tuple(map(int, counts)),
     )
-
-
-def histogram_edges(values: npt.NDArray[np.float64], bins: int) -> npt.NDArray[np.float64]:
-    """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
-
-    Values that are equal but for the rounding of their sums lie in the middle of a wider range:
-    NumPy refuses one that spans fewer floats than there are bins.
-    """
-    low, high = float(values.min()), float(values.max())
-    if nearly_equal(values):
-        room = max(0.5, 1e-6 * abs(low))
-        low, high = low - room, high + room
-    return np.linspace(low, high, bins + 1)
-
-
-def nearly_equal(values: npt.NDArray[np.float64]) -> bool:
-    """Return whether finite `values` (n,), n >= 1, differ by no more than rounding."""
-    low, high = float(values.min()), float(values.max())
-    return high - low <= 1e-12 * max(abs(low), abs(high))

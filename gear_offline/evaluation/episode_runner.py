@@ -27,7 +27,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import BoolArray, Int64Array
+from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.atari import REMEDY, is_atari, make_atari
 

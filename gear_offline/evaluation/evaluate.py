@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.progress import progress, say
-from gear_offline.core.staging import check_new_file, write_error
 from gear_offline.core.text import count_text
-from gear_offline.core.torch_threads import torch_threads
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.environment_ids import check_no_import, say_version
@@ -38,6 +37,7 @@ from gear_offline.evaluation.results import (
     keep_earlier,
 )
 from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
+from gear_offline.training.torch_threads import torch_threads
 
 __all__ = ["EvaluationReport", "TargetResult", "evaluate", "evaluate_policy", "random_return"]
 
@@ -192,11 +192,11 @@ def evaluate(
     Raises
     ------
     InputError
-        ``OUTPUT_EXISTS`` or ``OUTPUT_FOLDER`` when `out` cannot be made; those of
+        ``OUTPUT_EXISTS`` or ``OUTPUT_WRITE`` when `out` cannot be made; those of
         `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not the
         model's; ``CHECKPOINT_*`` of finding and reading the checkpoint.
     GearError
-        ``OUTPUT_WRITE``, ``OUTPUT_SPACE`` when `out` could not be written; the result is printed.
+        ``OUTPUT_WRITE`` when `out` could not be written; the result is printed.
     UnavailableError
         ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
     """

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.split_table import SplitTable
-from gear_offline.dataset.schema import BoolArray, Int64Array
+from gear_offline.core.files import write_file
+from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.evaluation.episode_runner import Float64Array
-from gear_offline.runs.directory import write_whole
+from gear_offline.evaluation.split_table import SplitTable
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 
@@ -153,7 +153,7 @@ class EvaluationReport:
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
-        write_whole(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
+        write_file(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
 
 
 def keep_earlier(path: Path) -> Path | None:

@@ -9,9 +9,8 @@ from rich.console import Console
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import tasks_in
+from gear_offline.core.files import check_new_file, write_error
 from gear_offline.core.progress import say
-from gear_offline.core.staging import check_new_file, write_error
-from gear_offline.core.torch_threads import torch_threads
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environment_ids import check_no_import
 from gear_offline.evaluation.evaluate import check_sizes, evaluate, print_report
@@ -23,6 +22,7 @@ from gear_offline.evaluation.tasks import (
     print_tasks,
 )
 from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
+from gear_offline.training.torch_threads import torch_threads
 
 
 def evaluate_run(

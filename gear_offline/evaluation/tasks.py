@@ -18,14 +18,14 @@ from rich.console import Console, Group
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of, tasks_in
-from gear_offline.core.split_table import SplitTable
+from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
 from gear_offline.evaluation.episode_runner import ActingPolicy
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.evaluation.results import EvaluationReport, evaluation_table
+from gear_offline.evaluation.split_table import SplitTable
 from gear_offline.models.multitask import ModelTask
-from gear_offline.runs.directory import write_whole
 
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
@@ -113,7 +113,7 @@ class TasksReport:
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
-        write_whole(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
+        write_file(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
 
 
 def plays(recipe: Recipe) -> bool:

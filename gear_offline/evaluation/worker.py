@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.core.processes import die_with_parent
-from gear_offline.core.torch_threads import torch_threads
 from gear_offline.errors import GearError
 from gear_offline.training.metrics import finite
+from gear_offline.training.torch_threads import torch_threads
 
 NICENESS = 5  # where cores are short, training goes first
 

@@ -18,14 +18,13 @@ import json
 import os
 import secrets
 import shutil
-import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.held_directory import LOCK, HeldDirectory
+from gear_offline.core.files import write_file
 from gear_offline.errors import InputError
+from gear_offline.runs.held_directory import LOCK, HeldDirectory
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
 # what a run writes before its first checkpoint
@@ -33,47 +32,6 @@ FALSE_START = (
     *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "plots"),
     *("report.md", "summary.json"),
 )
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` survive a power loss."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader, or a crash, finds all of it or none."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(path)  # writing does not say where
-        raise
-    sync_directory(path.parent)
-
-
-def read_regular(path: Path, *, most: int) -> bytes:
-    """Return the content of a regular file of at most `most` bytes; raises OSError, ValueError."""
-    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):  # a folder cannot even be made a file of Python's
-        os.close(handle)
-        raise ValueError("not a regular file")
-    with open(handle, "rb") as file:
-        if found.st_size > most:
-            raise ValueError(f"{found.st_size} bytes long, more than {most}")
-        return file.read(most + 1)
 
 
 def default_run_path(recipe: Recipe) -> Path:
@@ -218,9 +176,9 @@ class RunDirectory(HeldDirectory):
         if self.begins_anew:
             self._sweep()
             self.begins_anew = False
-        write_whole(self.recipe_path, recipe.to_yaml().encode())
+        write_file(self.recipe_path, recipe.to_yaml().encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store ``summary.json``."""
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        write_whole(self.summary_path, text.encode())
+        write_file(self.summary_path, text.encode())

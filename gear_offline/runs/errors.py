@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gear_offline.core.staging import write_error
+from gear_offline.core.files import write_error
 from gear_offline.errors import GearError, is_out_of_memory
 
 
@@ -32,7 +32,7 @@ def in_words(name: str, path: Path, device: torch.device) -> Iterator[None]:
     Raises
     ------
     GearError
-        ``MEMORY``, ``OUTPUT_SPACE``, ``OUTPUT_WRITE``; ``RUN_FAILED`` for other errors of torch,
+        ``MEMORY``, ``OUTPUT_WRITE``; ``RUN_FAILED`` for other errors of torch,
         its compiler or a kernel.  Errors that are none of these, and any after which the GPU does
         nothing more for this process, are not touched.
     """

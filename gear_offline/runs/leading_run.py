@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 
-from gear_offline.core.config_text import config_text
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset import Dataset
@@ -23,6 +22,7 @@ from gear_offline.training.checkpoint_folder import (
     sweep,
 )
 from gear_offline.training.checkpoint_writer import Prune
+from gear_offline.training.config_text import config_text
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, check_records, finite
 

@@ -23,13 +23,31 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from gear_offline.core.text import count_text
-from gear_offline.dataset.statistics import histogram_edges, nearly_equal
 
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#E69F00")
 INK, GREY, FAINT = "#222222", "#6B6B6B", "#D9D9D9"
 SIZE_INCHES, DPI = (7.2, 4.5), 150
 TEXT_SHARE, LEAST_SIZE = 0.974, 7.0  # of the width, for titles; smaller letters are not read
+
+
+def histogram_edges(values: npt.NDArray[np.float64], bins: int) -> npt.NDArray[np.float64]:
+    """Return the (bins + 1,) edges of a picture of finite `values` (n,), n >= 1.
+
+    Values that are equal but for the rounding of their sums lie in the middle of a wider range:
+    NumPy refuses one that spans fewer floats than there are bins.
+    """
+    low, high = float(values.min()), float(values.max())
+    if nearly_equal(values):
+        room = max(0.5, 1e-6 * abs(low))
+        low, high = low - room, high + room
+    return np.linspace(low, high, bins + 1)
+
+
+def nearly_equal(values: npt.NDArray[np.float64]) -> bool:
+    """Return whether finite `values` (n,), n >= 1, differ by no more than rounding."""
+    low, high = float(values.min()), float(values.max())
+    return high - low <= 1e-12 * max(abs(low), abs(high))
 
 
 def new_figure() -> Figure:

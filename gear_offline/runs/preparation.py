@@ -16,8 +16,8 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.convert import convert
+from gear_offline.core.files import check_path
 from gear_offline.core.progress import say
-from gear_offline.core.staging import check_path
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -75,7 +75,7 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
 def open_recipe_dataset(recipe: Recipe) -> Dataset:
     """Open the dataset of a recipe; blocks are compared with their digests when they are loaded."""
     assert recipe.data.path is not None, "checked before anything is opened"
-    return open_dataset(recipe.data.path, verify="on_use" if recipe.data.verify else False)
+    return open_dataset(recipe.data.path, verify=False)
 
 
 def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
@@ -85,7 +85,7 @@ def _check_origin(settings: DataSettings, dataset: Dataset) -> None:
     if settings.collect is not None:
         wanted, found = _differences(settings.collect, made.attributes.get("attributes"))
     elif settings.source is not None:
-        names = [str(file["name"]) for file in made.files]
+        names = [file.name for file in made.files]
         scheme, _, name = settings.source.partition(":")
         if scheme in ("d4rl", "minari") and name:
             # The file of a D4RL dataset may have been converted under its own name.
@@ -153,7 +153,7 @@ def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[R
     ------
     InputError
         ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``,
-        ``REFERENCE_UNKNOWN``, ``NONFINITE``, ``COLUMN_KIND``.
+        ``REFERENCE_UNKNOWN``, ``COLUMN``, ``COLUMN_KIND``.
     UnavailableError
         ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made;
         ``DEVICE`` when evaluations are asked for on one that is not here.
@@ -305,7 +305,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
                 what = "values so large that they have no standard deviation in float64"
                 remedy = "scale the column in the source, and convert it again"
             where = f"column {column} of {dataset.path}"
-            raise InputError("NONFINITE", what, where=where, remedy=remedy)
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
     check_memory(recipe, sizes)
     longest = int(dataset.episodes.lengths.max())
     rows = recipe.model.max_timestep or 0

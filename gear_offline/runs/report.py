@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import write_whole
 from gear_offline.runs.plots import (
     plot_asked_vs_achieved,
     plot_data_returns,
@@ -73,7 +73,7 @@ def write_report(run: str | Path, *, random_return: float | None = None) -> Path
         parts.append(f"## {title}\n\n![{title}]({picture.relative_to(run).as_posix()})\n")
     parts.append(_training_section(recipe, metrics, data, evaluations))
     path = run / "report.md"
-    write_whole(path, "\n".join(parts).encode())
+    write_file(path, "\n".join(parts).encode())
     return path
 
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gear_offline.core.held_directory import LOCK
+from gear_offline.core.files import read_regular
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.directory import read_regular
+from gear_offline.runs.held_directory import LOCK
 from gear_offline.training.checkpoint import MAY_BE_WHOLE, Checkpoint, damaged
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import collect, is_spread

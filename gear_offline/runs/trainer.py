@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.core.staging import write_error
-from gear_offline.core.torch_threads import torch_threads
+from gear_offline.core.files import write_error
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, current, open_world, rank_device
 from gear_offline.errors import InputError
@@ -31,6 +30,7 @@ from gear_offline.training.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.training.data_parallel import check_micro_batches
 from gear_offline.training.determinism import deterministic
 from gear_offline.training.learner import Learner
+from gear_offline.training.torch_threads import torch_threads
 
 __all__ = ["TrainingInterrupted", "train"]
 
@@ -159,7 +159,7 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
 
     def opened() -> Dataset:
         found = made or open_recipe_dataset(recipe)
-        return found.verify() if found.on_use and parts else found
+        return found.verify() if parts else found
 
     return world.lead(opened, leader=world.leader) or open_dataset(path, verify=False)
 

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
+from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import Draw
 from gear_offline.kernels.philox import UInt64Array, draws

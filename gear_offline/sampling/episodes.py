@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.dataset.schema import BoolArray, EpisodeIndex, Int64Array
+from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights
 from gear_offline.kernels.philox import UInt64Array, bounded, draws

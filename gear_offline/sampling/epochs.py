@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gear_offline.dataset.schema import Int64Array
+from gear_offline.core.types import Int64Array
 from gear_offline.kernels.draws import KeyedPermutation
 from gear_offline.kernels.philox import UInt64Array, bounded, draws
 from gear_offline.kernels.segments import Segments

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import EpisodeIndex, Int64Array
+from gear_offline.core.types import Int64Array
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights, Draw
 from gear_offline.kernels.philox import UInt64Array, draws

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.schema import Int64Array
+from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.philox import UInt64Array, bounded

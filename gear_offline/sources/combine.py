@@ -327,7 +327,7 @@ def dataset_source(dataset: Dataset) -> PieceSource:
             format="gear",
             rule=before.rule,
             environment_id=dataset.environment_id,
-            reference_name=None if scores is None else str(scores["name"]),
+            reference_name=None if scores is None else scores.name,
             files=(dataset.path / MANIFEST_NAME,),  # it bears the digests of all the others
             attributes=attributes,
         ),

@@ -28,7 +28,8 @@ from h5py import h5d, h5g, h5l, h5o, h5t
 from numpy.lib.stride_tricks import sliding_window_view
 
 from gear_offline.core.files import FileIdentity, file_identity, read_at
-from gear_offline.dataset.schema import MAX_DIMENSIONS, Int64Array
+from gear_offline.core.types import Int64Array
+from gear_offline.dataset.schema import MAX_DIMENSIONS
 from gear_offline.errors import InputError
 from gear_offline.sources.base import READ_BYTES, changed_error, open_file
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gear_offline.core.held_directory import LOCK, HeldDirectory
+from gear_offline.core.files import read_regular, write_file
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import read_regular, write_whole
+from gear_offline.runs.held_directory import LOCK, HeldDirectory
 from gear_offline.sweep.points import SweepPoint, flat
 from gear_offline.training.metrics import finite
 
@@ -123,7 +123,7 @@ class SweepDirectory(HeldDirectory):
 
     def _write(self) -> None:
         text = json.dumps(finite(self.document), indent=2, allow_nan=False) + "\n"
-        write_whole(self.json_path, text.encode())
+        write_file(self.json_path, text.encode())
 
     def _refuse_foreign(self) -> None:
         path = self.path

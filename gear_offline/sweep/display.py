@@ -9,7 +9,7 @@ from datetime import timedelta
 from rich.progress import TextColumn
 
 from gear_offline.core.progress import PLAIN_INTERVAL_SECONDS, say
-from gear_offline.core.progress_bar import BarDisplay, flexible_bar
+from gear_offline.runs.progress_bar import BarDisplay, flexible_bar
 
 REDRAW_SECONDS = 0.2
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.strict_yaml import dump_yaml, parse_yaml, whole_number
-from gear_offline.dataset.shards import digest
+from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
 
 __all__ = ["SweepPoint", "grid", "name_points", "parse_points"]

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.split_table import SplitTable
+from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text, remedies_once
-from gear_offline.runs.directory import write_whole
+from gear_offline.evaluation.split_table import SplitTable
 from gear_offline.runs.plots import short
 from gear_offline.sweep.directory import read_sweep
 from gear_offline.sweep.points import SweepPoint, plain_label
@@ -80,7 +80,7 @@ def write_sweep_report(path: str | Path) -> Path:
         parts.append(f"## {title}\n\n![{title}]({picture.relative_to(path).as_posix()})\n")
     parts.append(_runs_table(results))
     report = path / "sweep.md"
-    write_whole(report, "\n".join(parts).encode())
+    write_file(report, "\n".join(parts).encode())
     return report
 
 

@@ -18,7 +18,6 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.torch_threads import torch_threads
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
@@ -33,6 +32,7 @@ from gear_offline.sweep.points import SweepPoint
 from gear_offline.tables.shared_tables import SharedTables
 from gear_offline.training.determinism import deterministic
 from gear_offline.training.learner import Learner
+from gear_offline.training.torch_threads import torch_threads
 
 Ended = Callable[[SweepPoint, GearError | None], None]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.dataset.shards import byte_view
+from gear_offline.dataset.shard import byte_view
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import Array, ColumnGroup, Field
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
@@ -305,7 +305,7 @@ class DiskGather:
             files,
             columns,
             first_steps=dataset.first_steps,
-            part_of=np.repeat(np.arange(len(parts)), [len(part.stamps) for part in parts]),
+            part_of=np.repeat(np.arange(len(parts)), [len(part.identities) for part in parts]),
             span=context_length,
             history=history,
             chunk_steps=self.sizes.chunk_steps,
@@ -350,7 +350,7 @@ class DiskGather:
         Raises
         ------
         GearError
-            ``LOADER_STATE`` after `close`; ``DATASET_CHANGED``, ``FILE_SIZE``, ``DATASET_READ``.
+            ``LOADER_STATE`` after `close`; ``DATASET_DAMAGED``.
         """
         held = self._ahead.take(first_step, steps)
         shape, index = (steps, self._share), self.table.episodes

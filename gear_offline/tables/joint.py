@@ -11,7 +11,7 @@ Shape legend: T tasks, E episodes of all, N steps of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.manifest import Manifest, ShardRecord, SourceRecord, shard_name
-from gear_offline.dataset.schema import EpisodeIndex, Int64Array, TableSpec
+from gear_offline.dataset.schema import EpisodeIndex, TableSpec
+from gear_offline.dataset.shard import digest
 from gear_offline.dataset.shard_reader import ShardReader
-from gear_offline.dataset.shards import digest
-from gear_offline.dataset.statistics import Float64Array, distribution
+from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Array, Field
 from gear_offline.tables.fields import STATES, is_image, standard_fields
@@ -147,7 +148,7 @@ class JointDataset(Dataset):
         spec = self.spec[column]
         if not 0 <= start <= stop <= self.spec.steps:
             raise InputError(
-                "STEP_RANGE",
+                "SELECTION",
                 f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
                 where=f"column {column}",
             )
@@ -164,16 +165,18 @@ class JointDataset(Dataset):
             self._ways[task][column].put(rows, found[low - start : high - start])
         return found
 
-    def column(self, name: str, *, mode: Any = "read") -> Any:
+    def column(self, name: str) -> Array:
         """Return the whole column `name`, (N, *shape)."""
         return self.read(name, 0, self.spec.steps, check=self.checked)
 
-    def verify(self, *, threads: int | None = None) -> JointDataset:
+    def verify(
+        self, *, threads: int | None = None, on_progress: Callable[[int], None] = lambda n: None
+    ) -> JointDataset:
         """Return the tasks with every block compared with its digest; as `Dataset.verify`."""
         if self.verified:
             return self
         tasks = [replace(task, dataset=task.dataset.verify(threads=threads)) for task in self.tasks]
-        return replace(self, tasks=tuple(tasks), verified=True, on_use=False)
+        return replace(self, tasks=tuple(tasks), verified=True)
 
     @contextmanager
     def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[Any]:
@@ -200,8 +203,8 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
     Raises
     ------
     InputError
-        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_MISSING``, ``COLUMN_KIND``; ``TASK_NAMES``,
-        ``DATASET_KIND``, ``TASK_SCALE``.
+        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN``, ``COLUMN_KIND``; ``TASK_NAMES``,
+        ``DATASET_NOT_FOUND``, ``TASK_SCALE``.
     """
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
@@ -220,7 +223,7 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
     for number, part in enumerate(parts):
         for place, shard in enumerate(part.manifest.shards):
             name = shard_name(len(shards))
-            shards.append(replace(shard, name=name))
+            shards.append(shard.model_copy(update={"name": name}))
             origin[name] = (number, place)
     manifest = Manifest(
         spec=TableSpec(columns=columns, steps=index.steps, episodes=index.episodes),
@@ -247,9 +250,7 @@ def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> J
         truncated=np.concatenate([part.truncated for part in parts]),
         returns=returns,
         verified=all(part.verified for part in parts),
-        on_use=any(part.on_use for part in parts),
-        stamps=tuple(stamp for part in parts for stamp in part.stamps),
-        _identity=(0, 0),
+        identities=tuple(one for part in parts for one in part.identities),
         tasks=tuple(tasks),
         normalized=normalize_states,
         origin=origin,
@@ -260,7 +261,7 @@ def _check_task(task: Task) -> None:
     if not isinstance(task.dataset, Dataset) or isinstance(task.dataset, JointDataset):
         kind = type(task.dataset).__name__
         raise InputError(
-            "DATASET_KIND",
+            "DATASET_NOT_FOUND",
             f"task {task.name!r}: a {kind} is not one dataset",
             remedy="give what gear_offline.open_dataset(PATH) returns; of joint ones their tasks",
         )

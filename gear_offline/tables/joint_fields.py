@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
-from gear_offline.dataset.statistics import ColumnStatistics, Float64Array
+from gear_offline.dataset.statistics import ColumnStatistics
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import Array, Field, convert
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, is_image
@@ -69,7 +70,7 @@ def joint_spec(specs: Mapping[str, TableSpec], *, normalize_states: bool) -> tup
     ------
     InputError
         ``TASK_MIXED`` for tasks that one model cannot take: frames beside vectors, frames of two
-        shapes, discrete actions beside continuous ones; ``COLUMN_MISSING``.
+        shapes, discrete actions beside continuous ones; ``COLUMN``.
     """
     tables = list(specs.values())
     columns = [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.shards import digest
+from gear_offline.dataset.shard import digest
 from gear_offline.tables.host_memory import HostBlock, HostHandle
 from gear_offline.tables.host_table import host_table
 from gear_offline.tables.table import Table, build_table

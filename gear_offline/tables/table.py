@@ -153,10 +153,10 @@ def build_table(
     Raises
     ------
     InputError
-        ``COLUMN_MISSING``, ``COLUMN_KIND`` (a column that cannot be that field),
+        ``COLUMN``, ``COLUMN_KIND`` (a column that cannot be that field),
         ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``FRAME_STACK``
         (of something else than images), ``CAST_OVERFLOW`` (a value too large for float32), and what
-        reading raises: ``SHARD_DIGEST``, ``DATASET_CHANGED``, ``FILE_*``.
+        reading raises: ``DATASET_DAMAGED``, ``FILE_*``.
     """
     from gear_offline.tables.table_filling import fill_groups
 

@@ -26,7 +26,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from gear_offline.core.system import usable_cores
-from gear_offline.dataset.schema import Int64Array
+from gear_offline.core.types import Int64Array
 from gear_offline.kernels.columns import Array, ColumnGroup
 from gear_offline.tables.column_lane import Lane, Reader, Rows, Scratch
 from gear_offline.tables.fields import REWARDS, TableSource

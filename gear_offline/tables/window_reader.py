@@ -28,8 +28,7 @@ import numpy.typing as npt
 from gear_offline.core.files import file_identity
 from gear_offline.core.system import most_open
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.shards import REMEDY_DAMAGED, open_member, read_error
-from gear_offline.errors import InputError
+from gear_offline.dataset.shard import damaged
 from gear_offline.kernels.columns import Array
 from gear_offline.tables.read_plan import Int64Array, Places
 
@@ -87,7 +86,7 @@ class ShardFiles:
 
     def __init__(self, datasets: Sequence[Dataset], derived: IO[bytes] | None) -> None:
         self._shards = [
-            (dataset, number) for dataset in datasets for number in range(len(dataset.stamps))
+            (dataset, number) for dataset in datasets for number in range(len(dataset.identities))
         ]
         self.names = [str(d.path / d.manifest.shards[number].name) for d, number in self._shards]
         self.names.append("the file of the returns-to-go")
@@ -128,26 +127,14 @@ class ShardFiles:
 
     def _open(self, number: int) -> int:
         dataset, index = self._shards[number]
-        shard = dataset.manifest.shards[index]
-        with dataset.opened() as directory:
-            handle = open_member(directory, shard.name, where=self.names[number], size=shard.bytes)
-        try:
-            self._check(number, handle)
-            _read_directly(handle)
-        except BaseException:
-            os.close(handle)
-            raise
+        handle = dataset.open_shard(index)
+        _read_directly(handle)
         return handle
 
     def _check(self, number: int, handle: int) -> None:
         dataset, index = self._shards[number]
-        if file_identity(handle) != dataset.stamps[index]:
-            raise InputError(
-                "DATASET_DAMAGED",
-                "a shard changed since it was verified",
-                where=self.names[number],
-                remedy="let nothing write to a dataset in use; open it again, which verifies it",
-            )
+        if file_identity(handle) != dataset.identities[index]:
+            raise damaged("a shard changed since it was verified", self.names[number])
 
 
 def _close_all(handles: dict[int, int], derived: IO[bytes] | None) -> None:
@@ -176,14 +163,9 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
         try:
             count = os.preadv(handle, [memory.data[at:]], begin + at)
         except OSError as error:
-            raise read_error(error, where) from error
+            raise damaged(f"cannot read: {error.strerror}", where) from error
         if not count or (at + count <= got and begin + got >= os.fstat(handle).st_size):
-            raise InputError(
-                "DATASET_DAMAGED",
-                f"the file ends at byte {begin + got}, more were expected",
-                where=where,
-                remedy=REMEDY_DAMAGED,
-            )
+            raise damaged(f"the file ends at byte {begin + got}, more were expected", where)
         got = max(got, at + count)
     return got
 

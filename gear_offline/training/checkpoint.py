@@ -30,8 +30,8 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError, given_path
-from gear_offline.runs.directory import read_regular
 from gear_offline.training.checkpoint_fields import check_fields, not_readable, read_statistics
 from gear_offline.training.checkpoint_fields import damaged as damaged
 from gear_offline.training.checkpoint_folder import find_checkpoint, list_checkpoints

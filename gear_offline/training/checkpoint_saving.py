@@ -20,11 +20,10 @@ import xxhash
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.config_text import config_text
-from gear_offline.core.staging import write_error
-from gear_offline.runs.directory import sync_directory
+from gear_offline.core.files import sync_directory, write_error
 from gear_offline.training.checkpoint_fields import seal as seal
 from gear_offline.training.checkpoint_folder import checkpoint_name, remove_checkpoint
+from gear_offline.training.config_text import config_text
 from gear_offline.training.shard_index import INDEX
 from gear_offline.training.sharded_checkpoint import Shard
 from gear_offline.training.tensor_file import write_tensors
@@ -91,7 +90,7 @@ def write_checkpoint(
     Parameters
     ----------
     config
-        From `gear_offline.core.config_text.config_text`.
+        From `gear_offline.training.config_text.config_text`.
     model
         Parameters by name, in host or GPU memory; may be empty if there are shards.
     shard
@@ -102,7 +101,7 @@ def write_checkpoint(
     Raises
     ------
     GearError
-        ``OUTPUT_SPACE``, ``OUTPUT_WRITE``, and ``RANK_FAILED``, ``RANK_LOST`` for other ranks'
+        ``OUTPUT_WRITE``, and ``RANK_FAILED``, ``RANK_LOST`` for other ranks'
         shards; earlier checkpoints are still there.
     """
     final = folder / checkpoint_name(state.step)

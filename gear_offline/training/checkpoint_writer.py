@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gear_offline.core.background import Background
-from gear_offline.core.staging import write_error
+from gear_offline.core.files import write_error
 from gear_offline.errors import GearError
+from gear_offline.training.background import Background
 from gear_offline.training.checkpoint_folder import checkpoint_name, prune
 from gear_offline.training.checkpoint_saving import TrainingState, write_checkpoint
 from gear_offline.training.sharded_checkpoint import Shard
@@ -97,7 +97,7 @@ class CheckpointWriter:
         Raises
         ------
         GearError
-            ``OUTPUT_SPACE``, ``OUTPUT_WRITE`` of this save or an earlier one; ``RANK_FAILED``,
+            ``OUTPUT_WRITE`` of this save or an earlier one; ``RANK_FAILED``,
             ``RANK_LOST`` for other ranks' shards.
         """
         self.wait()
@@ -113,7 +113,7 @@ class CheckpointWriter:
         Raises
         ------
         GearError
-            ``OUTPUT_SPACE``, ``OUTPUT_WRITE`` of this save or an earlier one.
+            ``OUTPUT_WRITE`` of this save or an earlier one.
         """
         self.wait()
         ready = self._copied(_tensors_of(shard))

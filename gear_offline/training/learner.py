@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.types import Float64Array
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.statistics import Float64Array
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Windows

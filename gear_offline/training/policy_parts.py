@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.dataset.statistics import Float64Array
+from gear_offline.core.types import Float64Array
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer

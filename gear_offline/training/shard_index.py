@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
+from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
-from gear_offline.runs.directory import read_regular
 from gear_offline.training.checkpoint_fields import damaged, not_readable, seal
 from gear_offline.training.tensor_file import DTYPES
 

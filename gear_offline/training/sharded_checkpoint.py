@@ -34,8 +34,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
+from gear_offline.core.files import read_regular, sync_directory, write_file
 from gear_offline.errors import GearError
-from gear_offline.runs.directory import read_regular, sync_directory, write_whole
 from gear_offline.training.checkpoint_fields import damaged, seal
 from gear_offline.training.shard_index import (
     FORMAT,
@@ -230,7 +230,7 @@ def finish_shards(
                 raise damaged(folder, f"two ranks disagree on {name}")
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, "ranks": size}
     raw = seal({**content, "tensors": tensors, "files": files})
-    write_whole(folder / INDEX, raw)
+    write_file(folder / INDEX, raw)
     for rank in range(size):  # the index says it all
         (folder / f"{shard_stem(rank, size)}.json").unlink()
     sync_directory(folder)

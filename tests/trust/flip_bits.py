@@ -50,7 +50,8 @@ def dataset_spans(path: Path) -> Iterator[Span]:
             padding = (8 + len(text), shard.header_bytes)
             yield "shard padding", file, *padding, f"{shard.name}, header"
         for tensor in manifest.tensors(shard):
-            for block, (start, stop) in enumerate(tensor.blocks(manifest.block_bytes)):
+            for block, start in enumerate(range(tensor.start, tensor.stop, manifest.block_bytes)):
+                stop = min(start + manifest.block_bytes, tensor.stop)
                 says = f"{shard.name}, tensor {tensor.name}, block {block}"
                 place = (shard.header_bytes + start, shard.header_bytes + stop)
                 yield f"tensor {tensor.name}", file, *place, says
@@ -116,7 +117,7 @@ def flip_all(
 
 def load(path: Path) -> None:
     """Load every column as training does: opening compares nothing but the small parts."""
-    dataset = open_dataset(path, verify="on_use")
+    dataset = open_dataset(path, verify=False)
     extra = [c.name for c in dataset.spec if c.name not in (STATES, ACTIONS, REWARDS)]
     build_table(dataset, context_length=3, extra_columns=extra, threads=1)
 

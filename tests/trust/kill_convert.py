@@ -72,7 +72,7 @@ def state(target: Path, wanted: dict[str, bytes]) -> str:
     try:
         found = open_dataset(target, threads=1).column("observations").tobytes()
     except InputError as error:
-        return "absent" if error.code == "DATASET_MISSING" else f"error {error.code}"
+        return "absent" if error.code == "DATASET_NOT_FOUND" else f"error {error.code}"
     return next((name for name, content in wanted.items() if content == found), "mixed")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from gear_offline.core.progress import progress
-from gear_offline.core.split_table import SplitTable
 from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import Manifest
+from gear_offline.dataset.shard import DIGEST_CHARS
 from gear_offline.dataset.source_facts import left_out_of, warnings_of
-from gear_offline.dataset.verification import verify_dataset
-
-__all__ = ["describe", "inspect", "print_inspection"]
 
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
-MOST_LEAVES, LONGEST_TEXT = 14, 100  # of the source's attributes; --json shows all
+MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = (
+    200,
+    14,
+    100,
+)  # of the source's attributes; --json shows all
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -61,12 +63,12 @@ def inspect(
     InputError
         As `gear_offline.dataset.dataset.open_dataset`.
     """
-    checked = 0
+    dataset = open_dataset(path, verify=False)
     if verify:
-        total = Manifest.read(path).total_bytes
+        total = dataset.manifest.total_bytes
         with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
-            checked = verify_dataset(path, threads=threads, on_progress=advance).blocks
-    return _document(open_dataset(path, verify=False), checked=checked, verified=verify)
+            dataset = dataset.verify(threads=threads, on_progress=advance)
+    return _document(dataset)
 
 
 def describe(dataset: Dataset, *, width: int = 100) -> str:
@@ -74,36 +76,35 @@ def describe(dataset: Dataset, *, width: int = 100) -> str:
 
     Lines are at most `width` characters long.
     """
-    checked = sum(len(d) for s in dataset.manifest.shards for d in s.digests.values())
-    document = _document(dataset, checked=checked, verified=dataset.verified)
     with open(os.devnull, "w") as nothing:
         console = Console(file=nothing, width=width, record=True)
-        print_inspection(document, console=console)
+        print_inspection(_document(dataset), console=console)
         lines = console.export_text().splitlines()
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _document(dataset: Dataset, *, checked: int, verified: bool) -> dict[str, Any]:
+def _document(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     document = manifest.to_json()
-    blocks = sum(len(parts) for s in manifest.shards for parts in s.digests.values())
-    for row, shard in zip(document["shards"], manifest.shards, strict=True):
-        row["digests"] = {name: list(parts) for name, parts in shard.digests.items()}
-    steps = manifest.spec.steps
+    blocks = 0
+    for row in document["shards"]:
+        for name, joined in row["digests"].items():
+            starts = range(0, len(joined), DIGEST_CHARS)
+            row["digests"][name] = [joined[at : at + DIGEST_CHARS] for at in starts]
+            blocks += len(starts)
     for row, column in zip(document["columns"], manifest.spec, strict=True):
-        row["bytes"] = column.step_bytes * steps
-    neither = manifest.spec.episodes - manifest.terminated - manifest.truncated
+        row["bytes"] = column.step_bytes * manifest.spec.steps
+    checked = blocks if dataset.verified else 0
+    document["returns"]["left_out"] = manifest.spec.episodes - manifest.returns.count
+    document["endings"]["neither"] = (
+        manifest.spec.episodes - manifest.terminated - manifest.truncated
+    )
     return {
         **document,
         "path": str(dataset.path),
         "bytes": manifest.total_bytes,
-        "returns": {
-            **document["returns"],
-            "left_out": manifest.spec.episodes - manifest.returns.count,
-        },
-        "endings": {**document["endings"], "neither": neither},
         "digests": {"blocks": blocks, "block_bytes": manifest.block_bytes, "checked": checked},
-        "verified": verified,
+        "verified": dataset.verified,
     }
 
 
@@ -137,7 +138,7 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
         f"{count_text(spec.episodes, 'episode')} ({endings[0]:,} terminated, "
         f"{endings[1]:,} truncated), {count_text(spec.steps, 'step')}, "
         f"{count_text(len(manifest.shards), 'shard')}, "
-        f"{size_text(manifest.total_bytes)}; rule {manifest.source.rule}",
+        f"{size_text(manifest.total_bytes)}; rule {printable(manifest.source.rule)}",
         markup=False,
         soft_wrap=True,
     )
@@ -205,9 +206,10 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
     """Yield names and texts of a nested object's leaves: no empty parts, long ones cut short."""
     if isinstance(value, dict):
         if prefix and len(value) > MOST_LEAVES:
-            yield f"  {prefix}", f"{len(value)} entries: {', '.join(value)}"[:LONGEST_TEXT] + " …"
+            names = ", ".join(map(str, value))[:LONGEST_TEXT]
+            yield f"  {prefix}", f"{len(value)} entries: {names} …"
             return
-        for key, part in value.items():
+        for key, part in islice(value.items(), MOST_ATTRIBUTES):
             key = str(key).removeprefix(f"{prefix}/")  # metadata.algorithm, once
             yield from _leaves(f"{prefix}.{key}" if prefix else key, part)
     elif value not in (None, [], ""):
@@ -229,10 +231,13 @@ def _columns(document: Mapping[str, Any]) -> RenderableType:
 
 
 def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
-    """Return `rows`, headings first, so that a narrow terminal loses none of their columns."""
-    return SplitTable(
-        columns=[(cells[0], cells[1:]) for cells in zip(*rows, strict=True)], title=title
-    )
+    """Return a table of `rows`, headings first; in a narrow terminal cells are folded."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for cells in rows[1:]:
+        table.add_row(*map(escape, cells))
+    return table
 
 
 def _spread(found: Mapping[str, Any]) -> Iterable[str]:
@@ -252,15 +257,12 @@ def _spread(found: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _endings(document: Mapping[str, Any]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="how episodes end", title_justify="left")
-    table.add_column("ending")
-    table.add_column("episodes", justify="right")
-    table.add_column("share", justify="right")
     names = {"terminated": "terminated", "truncated": "truncated", "neither": "without a flag"}
+    rows: list[Sequence[str]] = [("ending", "episodes", "share")]
     for key, name in names.items():
         count = document["endings"][key]
-        table.add_row(name, f"{count:,}", f"{100 * count / document['episodes']:.1f} %")
-    return table
+        rows.append((name, f"{count:,}", f"{100 * count / document['episodes']:.1f} %"))
+    return _table(rows, "how episodes end")
 
 
 def _histogram(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.staging import obstacle_to
+from gear_offline.core.files import obstacle_to
 from gear_offline.errors import InputError
 
 LOCK = ".lock"
@@ -60,8 +60,8 @@ class HeldDirectory(Closing):
         except OSError as error:
             self._remove_made()
             obstacle = obstacle_to(path)
-            why = error.strerror if obstacle is None else obstacle.what
-            cure = "check that you may write there" if obstacle is None else obstacle.remedy
+            why = error.strerror if obstacle is None else obstacle[0]
+            cure = "check that you may write there" if obstacle is None else obstacle[1]
             raise InputError(
                 unusable,
                 f"cannot make the directory: {why}",

@@ -1,0 +1,278 @@
+"""Shard files: safetensors, with a digest for every block of every tensor.
+
+docs/format.md specifies the bytes.  The header is a function of columns, steps and episodes, so
+a reader compares bytes and parses nothing.  Data are read into owned memory: a file that is cut
+short while it is read gives an error, where a memory map would give a bus error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from gear_offline.core.files import open_regular, read_at
+from gear_offline.core.system import drop_pages
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.errors import InputError
+
+ALIGNMENT_BYTES = 64  # tensor data begin at a multiple of this
+DIGEST_CHARS = 32  # hexadecimal digits of 128 bits
+PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
+
+DTYPE_CODES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
+}
+CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
+
+EPISODE_COLUMNS = (
+    ColumnSpec(name="episode_lengths", dtype=np.dtype(np.int64)),
+    ColumnSpec(name="episode_returns", dtype=np.dtype(np.float64)),
+    ColumnSpec(name="episode_terminated", dtype=np.dtype(np.bool_)),
+    ColumnSpec(name="episode_truncated", dtype=np.dtype(np.bool_)),
+)
+RESERVED_NAMES = frozenset({c.name for c in EPISODE_COLUMNS} | {"__metadata__"})
+_METADATA = {"format": "gear-offline", "format_version": "1"}
+_REMEDY = "the file is damaged or foreign: copy it again or convert the source again"
+
+
+def damaged(what: str, where: str | Path) -> InputError:
+    """Return the error ``DATASET_DAMAGED``."""
+    return InputError("DATASET_DAMAGED", what, where=str(where), remedy=_REMEDY)
+
+
+def stored_form(column: ColumnSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return dtype and per-step shape in the file: complex becomes (real, imaginary) pairs."""
+    if column.dtype.kind == "c":
+        return np.dtype(f"f{column.dtype.itemsize // 2}"), (*column.shape, 2)
+    return column.dtype, column.shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """Where one tensor lies in a shard.
+
+    Attributes
+    ----------
+    name, dtype, shape
+        As the safetensors header says; `shape` includes the leading steps or episodes.
+    start, stop
+        Bytes ``[start, stop)``, counted from the end of the header.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def bytes(self) -> int:
+        return self.stop - self.start
+
+
+def plan_tensors(
+    columns: Sequence[ColumnSpec], *, steps: int, episodes: int
+) -> tuple[TensorLayout, ...]:
+    """Lay out a shard: widest dtype first, so that every tensor is aligned to its own dtype."""
+    forms = [(c.name, *stored_form(c), steps) for c in columns]
+    forms += [(c.name, c.dtype, c.shape, episodes) for c in EPISODE_COLUMNS]
+    forms.sort(key=lambda form: -form[1].itemsize)
+    tensors, offset = [], 0
+    for name, dtype, shape, rows in forms:
+        full = (rows, *shape)
+        stop = offset + dtype.itemsize * prod(full)
+        tensors.append(TensorLayout(name=name, dtype=dtype, shape=full, start=offset, stop=stop))
+        offset = stop
+    return tuple(tensors)
+
+
+def encode_header(tensors: Sequence[TensorLayout]) -> bytes:
+    """Return length, JSON and space padding; tensor data follow directly."""
+    document: dict[str, Any] = {"__metadata__": _METADATA}
+    for t in tensors:
+        document[t.name] = {
+            "dtype": CODES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [t.start, t.stop],
+        }
+    text = json.dumps(document, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """Return the 128-bit xxh3 digest of `data`, 32 lower-case hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def byte_view(array: Array) -> memoryview:
+    """Return the bytes of a C-contiguous array as a flat memoryview, without copying."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+class BlockDigests:
+    """Digests of consecutive blocks of a stream that arrives in pieces of any size.
+
+    Parameters
+    ----------
+    block_bytes
+        Bytes of a block; the last one may be shorter.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._hash = xxhash.xxh3_128()
+        self._room = block_bytes
+        self.done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes (a flat memoryview of bytes)."""
+        while len(data):
+            piece = data[: self._room]
+            self._hash.update(piece)
+            self._room -= len(piece)
+            data = data[len(piece) :]
+            if not self._room:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self.done.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._room = self._block_bytes
+
+    def finish(self) -> str:
+        """Return the digests, joined; a last partial block counts as a block."""
+        if self._room < self._block_bytes:
+            self._end_block()
+        return "".join(self.done)
+
+
+class ShardWriter:
+    """A shard being written, which digests what it writes.
+
+    Parameters
+    ----------
+    path
+        File to make.
+    tensors
+        Its layout; each is written from its beginning to its end, in any order among them.
+    block_bytes
+        Bytes per digest.
+
+    Raises
+    ------
+    OSError
+        As all methods: what the system says.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorLayout], block_bytes: int) -> None:
+        self.header = encode_header(tensors)
+        self.bytes = len(self.header) + tensors[-1].stop
+        self._tensors = {t.name: t for t in tensors}
+        self._written = dict.fromkeys(self._tensors, 0)
+        self._digests = {t.name: BlockDigests(block_bytes) for t in tensors}
+        self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self._write(memoryview(self.header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while len(data):
+            count = os.pwrite(self._handle, data, offset)
+            data, offset = data[count:], offset + count
+
+    def append(self, name: str, rows: Array) -> None:
+        """Write the next `rows` of tensor `name`, C-contiguous and in stored form."""
+        data = byte_view(rows)
+        offset = len(self.header) + self._tensors[name].start + self._written[name]
+        self._write(data, offset)
+        # Linux starts writing these pages to the disk now, so that fsync finds little to do.
+        drop_pages(self._handle, offset, len(data))
+        self._digests[name].update(data)
+        self._written[name] += len(data)
+
+    def finish(self) -> dict[str, str]:
+        """Make the file durable, close it and return the joined digests of each tensor."""
+        assert self._written == {name: t.bytes for name, t in self._tensors.items()}
+        try:
+            os.fsync(self._handle)
+        finally:
+            self.close()
+        return {name: blocks.finish() for name, blocks in self._digests.items()}
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def open_member(folder: int, name: str, *, where: Path, size: int | None = None) -> int:
+    """Open a file of a dataset's directory, a regular one of `size` bytes and no link."""
+    try:
+        handle = open_regular(name, links=False, folder=folder)
+    except OSError as error:
+        raise damaged(f"cannot read a file of the dataset: {error.strerror}", where) from error
+    found = os.fstat(handle).st_size
+    if size is not None and found != size:
+        os.close(handle)
+        raise damaged(f"the file has {found} bytes, the manifest says {size}", where)
+    return handle
+
+
+def read_exactly(handle: int, buffer: memoryview, offset: int, *, where: Path | str) -> None:
+    """Fill `buffer` (bytes) from byte `offset` of a file (``DATASET_DAMAGED``)."""
+    try:
+        count = read_at(handle, buffer, offset)
+    except OSError as error:
+        raise damaged(f"cannot read: {error.strerror or error}", where) from error
+    if count < len(buffer):
+        raise damaged(f"the file ends at byte {offset + count}, more were expected", where)
+
+
+def stream_tensor(
+    handle: int,
+    tensor: TensorLayout,
+    buffer: Array,
+    *,
+    header_bytes: int,
+    block_bytes: int,
+    digests: str,
+    where: Path,
+) -> Iterator[int]:
+    """Read a tensor into `buffer`, (n, *stored shape), again and again; yield the rows read.
+
+    Each block is compared with its digest (of `digests`, joined) once its last byte was read.
+    """
+    blocks, checked = BlockDigests(block_bytes), 0
+    row_bytes = buffer[:1].nbytes
+    begin, end = header_bytes + tensor.start, header_bytes + tensor.stop
+    while begin < end:
+        data = byte_view(buffer)[: end - begin]
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            read_exactly(handle, piece, begin + at, where=where)
+            blocks.update(piece)
+        begin += len(data)
+        if begin == end:
+            blocks.finish()
+        for block in range(checked, len(blocks.done)):
+            if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
+                what = "data do not match their digest"
+                raise damaged(what, f"{where}, tensor {tensor.name}, block {block}")
+        checked = len(blocks.done)
+        yield len(data) // row_bytes
