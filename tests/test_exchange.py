@@ -18,8 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.distributed.rdma import RETRIES, TICK_SECONDS, find_port, retry_exponent
-from gear_offline.errors import UnavailableError
+from gear_offline.distributed.rdma import (
+    RETRIES,
+    TICK_SECONDS,
+    Endpoint,
+    find_port,
+    retry_exponent,
+)
+from gear_offline.errors import GearError, UnavailableError
 from tests.exchange_team import Failure, Player, ReadRow, Table, Team, reads_of
 
 HAS_RDMA = "GEAR_OFFLINE_RDMA_INTERFACE" in os.environ
@@ -202,6 +208,26 @@ def test_who_closes_waits_for_reads_of_others(transport: str) -> None:
             assert max(team.answers()) < SECONDS
         else:
             assert max(team.run(close)) < SECONDS
+
+
+def fail_to_register(player: Player) -> str:
+    if player.rank == 1:
+        Endpoint.register = out_of_memory  # type: ignore[method-assign]
+    player.open(SMALL, ROWS, seconds=SECONDS)
+    return "open"
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise GearError("MEMORY", "locked memory is short")
+
+
+@pytest.mark.rdma
+@pytest.mark.skipif(not HAS_RDMA, reason="needs RDMA: make test-rdma")
+def test_a_rank_that_cannot_register_memory_is_an_error_of_all() -> None:
+    with Team(NODES, "rdma") as team:
+        answers = team.run(fail_to_register)
+    assert [answer.code for answer in answers] == ["RANK_FAILED", "MEMORY", *["RANK_FAILED"] * 2]
+    assert "rank 1" in answers[0].text and "locked memory is short" in answers[0].text
 
 
 def open_as(player: Player, mode: str) -> str:

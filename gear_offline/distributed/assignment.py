@@ -34,20 +34,13 @@ class Assignment:
 
 
 class Assigner:
-    """Assigns global batches to ranks; on a GPU without host synchronisation.
+    """Assigns global batches to ranks of `nodes` (W,); on a GPU without host synchronisation.
 
     Every rank gets exactly B segments.  No assignment moves fewer segments between nodes, and none
     of those moves fewer between ranks of a node.  In the order of slots, a rank keeps up to B
     segments that are at home with it; then segments that are equally near to all ranks of a node
     fill its free places, and after them what exceeded the share of its ranks; what is left, and
     what every node has, fills the remaining places.
-
-    Parameters
-    ----------
-    nodes
-        (W,), the node of each rank, from 0.
-    device
-        Where assignments are computed.
     """
 
     def __init__(self, nodes: Tensor, *, device: torch.device | str = "cpu") -> None:

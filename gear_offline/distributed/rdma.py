@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -45,11 +46,8 @@ NAP_SECONDS = 20e-6
 CLOSE_SECONDS = 10.0  # that who closes waits for the others to have read everything
 CLOSE_PAUSE_SECONDS = 1e-3
 CLOSING = (1 << 64) - 1  # the number of reads that ask whether a peer is done
-STATUS = {
-    1: "local length error", 2: "local queue pair error", 4: "local protection error",
-    5: "flushed", 9: "remote invalid request", 10: "remote access error",
-    11: "remote operation error", 12: "no answer after retries", 13: "receiver not ready",
-}  # fmt: skip
+# Of completions that failed: the ones that a peer which is gone, or has closed, causes.
+STATUS = {5: "flushed", 10: "remote access error", 12: "no answer after retries"}
 
 
 class RdmaExchange:
@@ -74,23 +72,26 @@ class RdmaExchange:
         self._others_done = np.zeros(world.size, np.uint8)
         self._peers = [r for r, n in enumerate(world.nodes) if n != world.nodes[world.rank]]
         try:
-            offered = [endpoint.register(as_bytes(rows), remote=True) for rows in held.rows]
-            offered.append(endpoint.register(self._done, remote=True))
-            self._local_keys = [endpoint.register(rows).lkey for rows in self._landing]
-            self._close_key = endpoint.register(self._others_done).lkey
-            cards = {peer: endpoint.make_pair(peer) for peer in self._peers}
-            regions = [
-                (r.ctypes.data, mr.rkey)
-                for r, mr in zip([*held.rows, self._done], offered, strict=True)
-            ]
-            answers = world.gather([cards, regions])
-            for peer in self._peers:
-                endpoint.connect(peer, answers[peer][0][str(world.rank)])
-            self._regions = [regions for _, regions in answers]
-            world.gather(None)  # nobody reads before everybody answers
+            offers = _everywhere(world, self._offer)
+            self._regions = [regions for regions, _ in offers]
+            # Nobody reads before everybody answers.
+            _everywhere(world, lambda: self._connect([pairs for _, pairs in offers]))
         except BaseException:
             endpoint.close()
             raise
+
+    def _offer(self) -> tuple[list[tuple[int, int]], dict[int, Any]]:
+        """Register memory; return what others read by, (address, key), and pairs for them."""
+        register = self._endpoint.register
+        offered = [*(as_bytes(rows) for rows in self._held.rows), self._done]
+        regions = [(r.ctypes.data, int(register(r, remote=True).rkey)) for r in offered]
+        self._local_keys = [int(register(rows).lkey) for rows in self._landing]
+        self._close_key = int(register(self._others_done).lkey)
+        return regions, {peer: self._endpoint.make_pair(peer) for peer in self._peers}
+
+    def _connect(self, pairs: list[dict[str, Any]]) -> None:
+        for peer in self._peers:
+            self._endpoint.connect(peer, pairs[peer][str(self._world.rank)])
 
     def post(self, step: int, reads: Reads) -> None:
         assert step not in self._left, "each step is posted once"
@@ -184,6 +185,26 @@ class RdmaExchange:
             time.sleep(CLOSE_PAUSE_SECONDS)
 
 
+def _everywhere(world: World, make: Callable[[], Any]) -> list[Any]:
+    """Return what `make` returned on every rank; an error of one rank is one of all."""
+    value, problem = None, None
+    try:
+        value = make()
+    except GearError as error:
+        problem = error
+    answers = world.gather([None if problem is None else problem.what, value])
+    if problem is not None:
+        raise problem
+    for rank, (what, _) in enumerate(answers):
+        if what is not None:
+            raise GearError(
+                "RANK_FAILED",
+                f"rank {rank} cannot open the exchange: {what}",
+                remedy="see its own message",
+            )
+    return [value for _, value in answers]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Port:
     """A port of an RDMA device, e.g. ``"mlx5_0"`` and 1, and its address there."""
@@ -205,14 +226,16 @@ class Endpoint:
         self._memory: list[tuple[Any, Any]] = []
         self._open: list[Any] = []  # in the order of making
         try:
-            self._context = self._keep(verbs.Context(name=port.device))
-            limits = self._context.query_device()
-            facts = self._context.query_port(port.number)
+            context = verbs.Context(name=port.device)
+            self._open.append(context)
+            limits, facts = context.query_device(), context.query_port(port.number)
             self._mtu, self._lid = int(facts.active_mtu), int(facts.lid)
             self._reads = max(1, min(READS_AT_ONCE, int(limits.max_qp_rd_atom)))
             self.room = min(IN_FLIGHT, int(limits.max_qp_wr), int(limits.max_cqe) - 1)
-            self._pd = self._keep(verbs.PD(self._context))
-            self._cq = self._keep(verbs.CQ(self._context, self.room + 1))
+            self._pd = verbs.PD(context)
+            self._open.append(self._pd)
+            self._cq = verbs.CQ(context, self.room + 1)
+            self._open.append(self._cq)
         except verbs.PyverbsError as error:
             self.close()
             raise self._refused(error) from error
@@ -240,10 +263,6 @@ class Endpoint:
 
     def describe(self) -> str:
         return f"{self.port.device} port {self.port.number}, {self.port.gid}"
-
-    def _keep(self, thing: Any) -> Any:
-        self._open.append(thing)
-        return thing
 
     def make_pair(self, peer: int) -> dict[str, Any]:
         """Make a queue pair; return what the peer needs to connect to it."""
@@ -344,10 +363,7 @@ class Endpoint:
 
 
 def retry_exponent(timeout: float) -> int:
-    """Return a queue pair's timeout so that all its retries take at most half of `timeout`.
-
-    A device may take up to four times as long as it says.
-    """
+    """Return a queue pair's timeout so that all its retries take at most half of `timeout`."""
     seconds = timeout / 2 / (RETRIES + 1)
     return min(MOST_TIMEOUT, max(1, int(np.log2(seconds / TICK_SECONDS))))
 
@@ -409,30 +425,22 @@ def _text(path: Path) -> str:
         return ""
 
 
-_CLASSES = {
-    "device": ("Context",),
-    "pd": ("PD",),
-    "mr": ("MR",),
-    "cq": ("CQ",),
-    "qp": ("QP", "QPInitAttr", "QPCap", "QPAttr"),
-    "wr": ("SGE", "SendWR"),
-    "addr": ("AHAttr", "GlobalRoute", "GID"),
-    "pyverbs_error": ("PyverbsError",),
-}
-
-
 @cache
 def load_verbs() -> Any:
-    """Return a namespace with pyverbs' classes and, as integers, its ``IBV_*`` constants."""
+    """Return a namespace of pyverbs' classes and, as integers, its ``IBV_*`` constants."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    names: dict[str, Any] = {}
     try:
-        names = SimpleNamespace(**_constants())
-        for module, classes in _CLASSES.items():
-            loaded = import_module(f"pyverbs.{module}")
-            for name in classes:
-                setattr(names, name, getattr(loaded, name))
-    except (ImportError, AttributeError) as error:
+        for module in ("device", "pd", "mr", "cq", "qp", "wr", "addr", "pyverbs_error"):
+            names |= vars(import_module(f"pyverbs.{module}"))
+        try:
+            names |= vars(import_module("pyverbs.enums"))
+        except ModuleNotFoundError:  # later than 57: members of classes
+            for kind in vars(import_module("pyverbs.libibverbs_enums")).values():
+                if isinstance(kind, type) and issubclass(kind, enum.Enum):
+                    names |= {name: int(member.value) for name, member in kind.__members__.items()}
+    except ImportError as error:
         raise UnavailableError(
             "PACKAGE_MISSING",
             f"pyverbs cannot be loaded: {error}",
@@ -442,17 +450,4 @@ def load_verbs() -> Any:
     finally:  # importing pyverbs configures the root logger of the program
         root.handlers[:] = handlers
         root.setLevel(level)
-    return names
-
-
-def _constants() -> dict[str, int]:
-    """Return the ``IBV_*`` constants: flat to version 57, members of classes in later ones."""
-    try:
-        flat = vars(import_module("pyverbs.enums"))
-        return {n: int(v) for n, v in flat.items() if n.startswith("IBV_") and isinstance(v, int)}
-    except ModuleNotFoundError as error:
-        if error.name != "pyverbs.enums":
-            raise
-    classes = vars(import_module("pyverbs.libibverbs_enums")).values()
-    enums = [c for c in classes if isinstance(c, type) and issubclass(c, enum.Enum)]
-    return {name: int(member.value) for c in enums for name, member in c.__members__.items()}
+    return SimpleNamespace(**names)

@@ -327,12 +327,9 @@ def data_world(
 ) -> World:
     """Return the world of the ranks that feed a model's input, for `GearLoader`.
 
-    With tensor or pipeline parallelism several ranks work on one batch.  One of them reads it: the
-    first in every dimension that is not data-parallel.  The others hold no table and draw nothing;
-    the training code sends them what they need, as it does anyway.  There `World.feeds` is false,
-    and `World.rank` is that of the rank whose batch it works on.
-
-    All ranks of the job call it together.
+    With tensor or pipeline parallelism several ranks work on one batch.  The first of them in every
+    dimension that is not data-parallel reads it; on the others `World.feeds` is false, and they
+    read nothing.  All ranks of the job call it together.
 
     Parameters
     ----------
