@@ -162,11 +162,6 @@ class D4rlFile:
             reference=reference,
         )
 
-    @property
-    def attributes(self) -> dict[str, str]:
-        """What goes into the provenance."""
-        return {"family": self.family.name, "family_from": self.evidence}
-
     def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
         """Return what a user should know of the episodes that the rule gave."""
         family, limit = self.family, self.family.step_limit

@@ -170,35 +170,26 @@ class Hdf5File:
     def _column(self, name: str, found: Hdf5Dataset, scalar: bool) -> Hdf5Column:
         where, shape, dtype = f"{self.path}: {found.path}", found.shape or (), found.dtype
         if dtype is None:
-            raise InputError(
-                "COLUMN",
-                f"{found.type_name} is neither numeric nor bool",
-                where=where,
-                remedy="store the column as a NumPy bool, integer, float or complex dtype",
-            )
+            what = f"{found.type_name} is neither numeric nor bool"
+            remedy = "store the column as a NumPy bool, integer, float or complex dtype"
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
         if not 1 <= len(shape) <= MAX_DIMENSIONS + 1 or any(n < 1 for n in shape[1:]):
-            raise InputError(
-                "SOURCE_LAYOUT",
-                f"shape {found.shape} is not rows by positive step dimensions",
-                where=where,
-                remedy="the file is damaged, cut short or not a table of steps",
-            )
+            what = f"shape {found.shape} is not rows by positive step dimensions"
+            remedy = "the file is damaged, cut short or not a table of steps"
+            raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
         if scalar and shape[1:] not in ((), (1,)):
-            raise InputError(
-                "SOURCE_LAYOUT",
-                f"shape {shape} where one number a step is expected",
-                where=where,
-                remedy="store one number a step, shape (steps,) or (steps, 1)",
-            )
+            what = f"shape {shape} where one number a step is expected"
+            remedy = "store one number a step, shape (steps,) or (steps, 1)"
+            raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
         if prod(shape[1:]) * dtype.itemsize > MAX_STEP_BYTES:
             raise self._unsafe(f"a step of more than {MAX_STEP_BYTES >> 20} MiB", found.path)
         dataset = h5d.open(self._file.id, found.path.encode())
         storage = self._storage(dataset, found, dtype.itemsize)
         return Hdf5Column(
-            self.path,
-            self.identity,
+            path=self.path,
+            identity=self.identity,
             name=name,
-            dtype=dtype,
+            stored_dtype=dtype,
             shape=shape[:1] if scalar else shape,
             stored_shape=shape,
             storage=storage,
@@ -371,85 +362,84 @@ class _Storage:
             self.chunk(file, number)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Hdf5Column:
     """Rows of one dataset of an HDF5 file; made by `Hdf5File.column`.
 
     Between reads nothing is open.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        identity: FileIdentity,
-        *,
-        name: str,
-        dtype: np.dtype[Any],
-        shape: tuple[int, ...],
-        stored_shape: tuple[int, ...],
-        storage: _Storage,
-        fill: npt.NDArray[Any],
-    ) -> None:
-        self.name = name
-        self.dtype = dtype.newbyteorder("=")
-        self.shape = shape
-        self._path, self._identity = path, identity
-        self._stored_dtype, self._stored_shape = dtype, stored_shape
-        self._storage, self._chunks, self._fill = storage, storage.chunks, fill
-        self._row_bytes = prod(stored_shape[1:]) * dtype.itemsize
+    path: Path
+    identity: FileIdentity
+    name: str
+    shape: tuple[int, ...]
+    stored_dtype: np.dtype[Any]
+    stored_shape: tuple[int, ...]
+    storage: _Storage
+    fill: npt.NDArray[Any]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Native byte order."""
+        return self.stored_dtype.newbyteorder("=")
+
+    @property
+    def _row_bytes(self) -> int:
+        return prod(self.stored_shape[1:]) * self.stored_dtype.itemsize
 
     @property
     def preferred_rows(self) -> int:
         """Rows a read that suit the chunks: whole rows of chunks, about 8 MiB, at least 1."""
-        chunk_rows = 1 if self._chunks == self._stored_shape else self._chunks[0]
+        chunk_rows = 1 if self.storage.chunks == self.stored_shape else self.storage.chunks[0]
         rows = max(READ_BYTES // self._row_bytes // chunk_rows, 1) * chunk_rows
         return max(1, min(rows, MAX_READ_BYTES // self._row_bytes))
 
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return rows ``[start, stop)``, (stop - start, *shape), native byte order."""
-        rows = np.empty((stop - start, *self._stored_shape[1:]), self._stored_dtype)
-        if self._storage.inline is not None:
-            rows[...] = self._storage.inline[start:stop]
+        rows = np.empty((stop - start, *self.stored_shape[1:]), self.stored_dtype)
+        if self.storage.inline is not None:
+            rows[...] = self.storage.inline[start:stop]
         elif rows.size:
-            file = open_file(self._path)
+            file = open_file(self.path)
             try:
-                if file_identity(file) != self._identity:
-                    raise changed_error(self._path)
-                if self._storage.filters or self._chunks[1:] != self._stored_shape[1:]:
+                if file_identity(file) != self.identity:
+                    raise changed_error(self.path)
+                if self.storage.filters or self.storage.chunks[1:] != self.stored_shape[1:]:
                     self._read_decoded(file, rows, start, stop)
                 else:
                     self._read_plain(file, rows, start, stop)
             except (OSError, ValueError) as error:
                 if isinstance(error, InputError):
                     raise
-                raise damaged(self._path, error) from error
+                raise damaged(self.path, error) from error
             finally:
                 os.close(file)
         if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
             raise InputError(
                 "SOURCE_READ",
                 "a bool column holds values other than 0 and 1",
-                where=f"{self._path}: {self.name}, rows {start} to {stop}",
+                where=f"{self.path}: {self.name}, rows {start} to {stop}",
                 remedy="the file is damaged: get it again",
             )
         return rows.astype(self.dtype, copy=False).reshape(stop - start, *self.shape[1:])
 
     def _read_plain(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
         """Read chunks that are runs of whole rows right into `rows`."""
-        most, width = self._chunks[0], self._row_bytes
+        most, width = self.storage.chunks[0], self._row_bytes
         view: npt.NDArray[np.uint8] = rows.reshape(-1).view(np.uint8)
         indices = range(start // most, -(-stop // most))
-        offsets, sizes, _ = self._storage.stored[indices.start : indices.stop].T
+        offsets, sizes, _ = self.storage.stored[indices.start : indices.stop].T
         written = offsets >= 0
-        if (sizes[written] != self._storage.chunk_bytes).any():
-            raise ValueError(f"a chunk of {self._storage.chunk_bytes} bytes holds others")
-        if self._storage.chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
+        if (sizes[written] != self.storage.chunk_bytes).any():
+            raise ValueError(f"a chunk of {self.storage.chunk_bytes} bytes holds others")
+        if self.storage.chunk_bytes <= SMALL_CHUNK_BYTES and len(indices) > 1 and written.all():
             at = (start - indices.start * most) * width
             view[:] = self._gather(file, offsets)[at : at + len(view)]
             return
         for index, offset in zip(indices, offsets.tolist(), strict=True):
             first, last = max(start, index * most), min(stop, (index + 1) * most)
             if offset < 0:
-                rows[first - start : last - start] = self._fill
+                rows[first - start : last - start] = self.fill
                 continue
             part = view[(first - start) * width : (last - start) * width]
             _pread_into(file, part.data, offset + (first - index * most) * width)
@@ -459,7 +449,7 @@ class Hdf5Column:
 
         One call a chunk takes 10 us: 40 s for the columns of 1,000,000 steps in chunks of one row.
         """
-        size = self._storage.chunk_bytes
+        size = self.storage.chunk_bytes
         chunks = np.empty((len(offsets), size), np.uint8)
         for begin in range(0, len(offsets), GATHERED_CHUNKS):
             part = offsets[begin : begin + GATHERED_CHUNKS]
@@ -474,20 +464,20 @@ class Hdf5Column:
         return chunks.reshape(-1)
 
     def _read_decoded(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
-        grid = [-(-n // c) for n, c in zip(self._stored_shape, self._chunks, strict=True)]
-        across, most = prod(grid[1:]), self._chunks[0]
+        grid = [-(-n // c) for n, c in zip(self.stored_shape, self.storage.chunks, strict=True)]
+        across, most = prod(grid[1:]), self.storage.chunks[0]
         for index in range(start // most, -(-stop // most)):
             first, last = max(start, index * most), min(stop, (index + 1) * most)
             for number, place in enumerate(np.ndindex(*grid[1:])):
-                plain = _DECODED.get(self._storage, index * across + number, file)
+                plain = _DECODED.get(self.storage, index * across + number, file)
                 if plain is None:
-                    chunk = np.broadcast_to(self._fill, self._chunks)
+                    chunk = np.broadcast_to(self.fill, self.storage.chunks)
                 else:
-                    chunk = np.frombuffer(plain, self._stored_dtype).reshape(self._chunks)
+                    chunk = np.frombuffer(plain, self.stored_dtype).reshape(self.storage.chunks)
                 target: list[slice] = [slice(first - start, last - start)]
                 source: list[slice] = [slice(first - index * most, last - index * most)]
                 for at, width, end in zip(
-                    place, self._chunks[1:], self._stored_shape[1:], strict=True
+                    place, self.storage.chunks[1:], self.stored_shape[1:], strict=True
                 ):
                     target.append(slice(at * width, min((at + 1) * width, end)))
                     source.append(slice(0, min(width, end - at * width)))

@@ -71,7 +71,7 @@ def open_hdf5(
     )
     if d4rl:
         warnings = d4rl.warnings(ends, columns, overridden=overridden)
-        facts |= d4rl.attributes
+        facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     facts |= {
         "left_out": layout.left_out,
         "unfinished_tail_steps": ends.tail_steps,
