@@ -24,7 +24,6 @@ from gear_offline.sampling.base import (
 )
 
 ROUNDS = 8
-AT_ONCE = 4096  # places whose things are found together: what is in between stays in the cache
 MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
@@ -129,24 +128,15 @@ class KeyedOrder:
             steps=int(rows.max(initial=0)) + 1,
             count=ROUNDS,
         )
-        turned = bounded(second[:, 0], self.size).view(np.uint64)
-        flat, things = at.reshape(-1).view(np.uint64), np.empty(at.size, dtype=np.uint64)
-        for begin in range(0, flat.size, AT_ONCE):
-            part = slice(begin, begin + AT_ONCE)
-            things[part] = self._walk(flat[part], keys, rows[part])
-            things[part] += turned[rows[part]]
         size = np.uint64(self.size)
-        things -= size * (things >= size)
-        return things.view(np.int64).reshape(at.shape)
-
-    def _walk(self, values: UInt64Array, keys: UInt64Array, rows: Int64Array) -> UInt64Array:
-        """Return the image of (n,) values below `size`, which is below `size` again."""
-        things = self._network(values, keys, rows)
-        walking = np.flatnonzero(things >= self.size)
+        things = self._network(at.reshape(-1).view(np.uint64), keys, rows)
+        walking = np.flatnonzero(things >= size)
         while walking.size:
             things[walking] = self._network(things[walking], keys, rows[walking])
-            walking = walking[things[walking] >= self.size]
-        return things
+            walking = walking[things[walking] >= size]
+        things += bounded(second[:, 0], self.size).view(np.uint64)[rows]
+        things -= size * (things >= size)
+        return things.view(np.int64).reshape(at.shape)
 
     def _network(self, values: UInt64Array, keys: UInt64Array, rows: Int64Array) -> UInt64Array:
         """Return the image of (n,) values under the keys of their epochs, (epochs, ROUNDS)."""
