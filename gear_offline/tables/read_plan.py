@@ -21,7 +21,7 @@ order of q is the order of use.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 SCAN = 4096  # references looked at in one go for the next one that is missing
-STRETCHES = 3  # parts of the horizon; each is sorted by chunk once
+PIECE = 4096  # references drawn in one go
+STRETCHES = 6  # parts of the horizon; each is sorted by chunk once
 GOLDEN_RATIO = 0.6180339887498949  # its multiples, modulo 1, are evenly spread
 REFERENCE_BYTES = 48  # of the plan, for each reference of the horizon, at most
 
@@ -88,16 +89,22 @@ class Job:
 class Stretch:
     """Some consecutive steps of the stream, sorted by where their windows begin."""
 
-    def __init__(self, first: int, needs: Needs) -> None:
-        count = len(needs.low)
+    def __init__(self, first: int, pieces: Sequence[Needs]) -> None:
+        def joined(name: str, dtype: type[np.integer[Any]]) -> npt.NDArray[Any]:
+            return np.concatenate(
+                [getattr(piece, name) for piece in pieces], dtype=dtype, casting="unsafe"
+            )
+
+        self.low, self.chunk = joined("low", np.int64), joined("chunk", np.int64)
+        self.real, self.before = joined("real", np.int32), joined("before", np.int16)
+        self.episode = joined("episode", np.int32)
+        count = len(self.low)
         self.first, self.last = first, first + count
-        self.low, self.real, self.chunk = needs.low, needs.real.astype(np.int32), needs.chunk
-        self.before, self.episode = needs.before.astype(np.int16), needs.episode.astype(np.int32)
         self.slot = np.full(count, -1, np.int32)
         self.ready = np.zeros(count, bool)
         self.residents = 0  # ready ones
-        self._order = np.argsort(needs.low).astype(np.int32)
-        chunks = needs.chunk[self._order]
+        self._order = np.argsort(self.low).astype(np.int32)
+        chunks = self.chunk[self._order]
         starts = np.append(0, np.flatnonzero(np.diff(chunks)) + 1)
         self._chunks, self._bounds = chunks[starts], np.append(starts, count)
 
@@ -208,7 +215,13 @@ class ReadPlan:
 
     def select(self, first_step: int, steps: int) -> Stretch:
         """Return the stretch of these steps.  Changes nothing: may run beside everything else."""
-        return Stretch(first_step * self._batch, self._needs(first_step, steps))
+        # In pieces: drawing takes some hundred bytes for each reference in passing.
+        size = max(PIECE // self._batch, 1)
+        pieces = [
+            self._needs(first_step + begin, min(size, steps - begin))
+            for begin in range(0, steps, size)
+        ]
+        return Stretch(first_step * self._batch, pieces)
 
     def extend(self, generation: int, stretch: Stretch) -> None:
         """Add what `wanted` asked for; ignored if the plan has moved elsewhere since."""
