@@ -231,18 +231,11 @@ def _memory_feature(probe: Probe) -> Feature:
             path="no table that several processes share",
             reason=probe.reason,
         )
-    if probe.found["filled"]:
-        return Feature(
-            feature="memory",
-            available=True,
-            path="tables that processes share, filled by several threads at once",
-            reason="tried: userfaultfd works",
-        )
     return Feature(
         feature="memory",
         available=True,
-        path="tables that processes share, most of them filled by one thread at a time",
-        reason="userfaultfd is not allowed here (Linux before 5.11, or the container's profile)",
+        path="one table for all processes of a node",
+        reason="tried: processes share memory",
     )
 
 

@@ -73,15 +73,10 @@ print(json.dumps({}))
     "memory": f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import numpy as np
-from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
-from gear_offline.tables.page_filling import fill_pages
-block = HostBlock.create(PAGE_BYTES)
-rows = block.allocate((PAGE_BYTES,), np.dtype(np.uint8))
-with fill_pages([rows]) as filler:
-    if filler is not None:
-        filler.fill(rows, np.ones(PAGE_BYTES, np.uint8))
-print(json.dumps({{"filled": filler is not None and bool(rows.all())}}))
+from gear_offline.tables.shared import SharedMemory
+memory = SharedMemory.create(1)
+SharedMemory.attach(memory.handle())
+print(json.dumps({{}}))
 """,
 }
 

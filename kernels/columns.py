@@ -10,11 +10,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+from gear_offline.core.types import Array, Float64Array, Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

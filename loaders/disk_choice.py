@@ -8,19 +8,18 @@ import numpy as np
 import torch
 
 from gear_offline.core.progress import say
-from gear_offline.core.system import available_bytes
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.core.system import RESERVE_BYTES, available_bytes
+from gear_offline.core.text import size_text
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.sampling.stream import Stream
 from gear_offline.tables.disk import DiskGather
-from gear_offline.tables.host_memory import RESERVE_BYTES
-from gear_offline.tables.host_table import table_bytes
-from gear_offline.tables.pinning import format_bytes
+from gear_offline.tables.joint import Source
+from gear_offline.tables.table import table_bytes
 
 
 def open_disk(
-    dataset: Dataset,
+    dataset: Source,
     stream: Stream,
     world: World,
     *,
@@ -80,29 +79,22 @@ def open_disk(
         how = "into page-locked memory, and copied" if on_gpu else "here"
         say(
             f"placement {placement}: the rows stay on disk, {reason}; "
-            f"{format_bytes(host_budget)} of host memory keep {disk.sizes.slots:,} windows; "
+            f"{size_text(host_budget)} of host memory keep {disk.sizes.slots:,} windows; "
             f"the CPU gathers batches {how}"
         )
     return disk
 
 
 def _too_large(
-    dataset: Dataset, world: World, host_budget: int | None, rows: dict[str, Any]
+    dataset: Source, world: World, host_budget: int | None, rows: dict[str, Any]
 ) -> str | None:
     """Return why the table should not be in memory, or None."""
     if host_budget is None and world.size > 1:
         return None  # the ranks of a node build one table together, or none: none may step aside
-    needed = table_bytes(
-        dataset,
-        context_length=rows["context_length"],
-        normalize_states=rows["normalize_states"],
-        extra_columns=rows["extra_columns"],
-        frame_stack=rows["frame_stack"],
-    )
+    names = ("context_length", "normalize_states", "extra_columns", "frame_stack")
+    needed = table_bytes(dataset, **{name: rows[name] for name in names})
     limit = available_bytes() - RESERVE_BYTES if host_budget is None else host_budget
     if needed <= limit:
         return None
     source = "available" if host_budget is None else "the budget"
-    return (
-        f"since they take {format_bytes(needed)} in memory and {format_bytes(limit)} are {source}"
-    )
+    return f"since they take {size_text(needed)} in memory and {size_text(limit)} are {source}"

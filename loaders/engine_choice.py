@@ -11,15 +11,14 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.loaders.options import need_rows
 from gear_offline.sampling import Segments
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.placement_plan import Placement
-from gear_offline.tables.shared_tables import current_tables
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import PlacedTable
+    from gear_offline.tables.placement import PlacedTable, Placement
 
 Engine = Literal["auto", "on", "off"]
 
@@ -46,7 +45,7 @@ def make_engine(
 ) -> GpuGather | None:
     """Place the table and return the engine; with ``"auto"`` None where that cannot be."""
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import group_addresses, place_table
+    from gear_offline.tables.placement import Ranks, place_table
 
     weights = stream.selection.episode_weight
     if weights is not None and len(weights) != table.episodes.episodes:
@@ -59,21 +58,24 @@ def make_engine(
             placement=placement,
             hbm_budget=hbm_budget,
             episode_weight=weights,
-            world=world,
+            ranks=Ranks(rank=world.rank, nodes=tuple(world.nodes), gather=world.gather),
         )
 
     try:
         draw, drawn = stream.selection.gpu, stream.selection.index
         if isinstance(draw, PriorityTree):
             draw.on_device(device)  # the table takes what is left
-        tables = current_tables() if world.size == 1 else None
-        if tables is None:
+        # Loaders that were given the same table share its copy on the GPU.
+        key = (str(device), placement, hbm_budget)
+        by_weight = key if weights is None else (*key, weights.tobytes())
+        placed = table.placed.get(key) or table.placed.get(by_weight)
+        if placed is None:
+            need_rows(table)
             placed = place()
-        else:
-            options = {"device": device, "placement": placement, "hbm_budget": hbm_budget}
-            placed = tables.placed(table, options, place, weights=weights)
+            whole = placed.host_bytes + placed.peer_bytes == 0  # whatever is drawn more often
+            table.placed[key if whole else by_weight] = placed
         return GpuGather(
-            group_addresses(placed),
+            placed.groups,
             placed.episodes.offsets,
             device=placed.device,
             # A node's part of a spread dataset is gathered from by name only.

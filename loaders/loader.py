@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from torch.utils.data import get_worker_info
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.shard import digest
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import CpuGather, Padding, Windows
@@ -28,10 +27,13 @@ from gear_offline.loaders.device_batches import DeviceBatches, make_batches, spl
 from gear_offline.loaders.disk_choice import open_disk
 from gear_offline.loaders.engine_choice import Engine, Gather, make_engine
 from gear_offline.loaders.feedback import check_updates, update_count
+from gear_offline.loaders.node_table import node_table
 from gear_offline.loaders.options import (
     check_options,
     check_state,
+    check_table,
     choose_sampler,
+    need_rows,
     no_engine,
     window_bytes,
 )
@@ -41,8 +43,10 @@ from gear_offline.loaders.task_bounds import task_bounds
 from gear_offline.sampling import Sampler, Segments, check_range
 from gear_offline.sampling.base import plain
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.node_table import shared_table
-from gear_offline.tables.placement_plan import Placement
+from gear_offline.tables.disk import DiskGather
+from gear_offline.tables.joint import Source, source_digest, source_name
+from gear_offline.tables.placement import Placement
+from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     from gear_offline.distributed.sharding import NodeShare
@@ -107,6 +111,9 @@ class GearLoader(Closing, Iterator[Batch]):
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
         table in host memory once.
+    table
+        In place of reading the dataset: what `gear_offline.tables.table.build_table` made of it
+        with the same options, such as `table` of another loader.
 
     Attributes
     ----------
@@ -125,7 +132,7 @@ class GearLoader(Closing, Iterator[Batch]):
         `gear_offline.tables.table.build_table` and `open_dataset`.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
-        ``ENGINE_OFF``, ``CUPY_*``, ``CUDA_RUNTIME``, ``GPU_TOO_OLD``.
+        ``ENGINE_OFF``, ``PACKAGE_MISSING``, ``DEVICE``.
 
     Examples
     --------
@@ -144,7 +151,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __init__(
         self,
-        dataset: Dataset | str | Path,
+        dataset: Source | str | Path,
         *,
         batch_size: int,
         context_length: int = 20,
@@ -165,6 +172,7 @@ class GearLoader(Closing, Iterator[Batch]):
         sharding: Sharding = "auto",
         exchange: Engine = "auto",
         world: World | None = None,
+        table: Table | None = None,
     ) -> None:
         batch_size, context_length, frame_stack = check_options(
             batch_size=batch_size,
@@ -186,7 +194,7 @@ class GearLoader(Closing, Iterator[Batch]):
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify=False)
         self.dataset = dataset
-        self._task_bounds = task_bounds(self.dataset, self.device, normalized=normalize_states)
+        self._task_bounds = task_bounds(self.dataset, self.device)
         self.selection = choose_sampler(selection, self.dataset, context_length, padding)
         self.learner = self.selection.learner  # see gear_offline.loaders.feedback
         law = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
@@ -201,27 +209,35 @@ class GearLoader(Closing, Iterator[Batch]):
             first_slot=self.world.rank * self.share,
             share=self.share,
         )
-        rows: dict[str, Any] = {"extra_columns": tuple(extra_columns), **self._law}
-        rows["context_length"] = context_length
-        self.disk = open_disk(
-            self.dataset,
-            self._stream,
-            self.world,
-            placement=placement,
-            host_budget=host_budget,
-            engine=engine,
-            device=self.device,
-            padding=padding,
-            frame_stack=frame_stack,
-            **rows,
-        )
+        sizes: dict[str, Any] = {
+            "context_length": context_length,
+            "normalize_states": bool(normalize_states),
+            "extra_columns": tuple(extra_columns),
+            "frame_stack": frame_stack,
+        }
+        rows: dict[str, Any] = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
+        rows |= sizes
+        self.disk: DiskGather | None = None
         node_share: NodeShare | None = None
-        if self.disk is None:
-            node_share = choose_share(self.dataset, self.world, sharding, self.selection, **rows)
-            held = self.dataset if node_share is None else node_share.dataset
-            self.table = shared_table(self.world, held, frame_stack=frame_stack, **rows)
+        if table is None:
+            self.disk = open_disk(
+                self.dataset,
+                self._stream,
+                self.world,
+                placement=placement,
+                host_budget=host_budget,
+                engine=engine,
+                device=self.device,
+                padding=padding,
+                **rows,
+            )
         else:
-            self.table = self.disk.table
+            check_table(table, self.dataset, context_length, frame_stack)
+        if table is None and self.disk is None:
+            node_share = choose_share(self.dataset, self.world, sharding, self.selection, **sizes)
+            shards = None if node_share is None else node_share.shards.tolist()
+            table = node_table(self.world, self.dataset, shards=shards, **rows)
+        self.table = self.disk.table if table is None and self.disk else cast(Table, table)
         self.batch_size = batch_size
         self.context_length = context_length
         self.padding: Padding = padding
@@ -242,35 +258,41 @@ class GearLoader(Closing, Iterator[Batch]):
                 context_length=context_length,
                 padding=padding,
             )
-        self._gather: Gather = self.disk or CpuGather(
-            self.table.groups,
-            self.table.episodes.offsets,
-            margin=self.table.margin,
-            context_length=context_length,
-            padding=padding,
-            pin=self._moves,
-        )
+        if self.engine is not None and not self.engine.reads_host and node_share is None:
+            self.table = self.table.without_rows()  # the GPU holds them all
+        self._gather: Gather | None = self.disk
+        if self.disk is None and self.engine is None:
+            need_rows(self.table)
+            self._gather = CpuGather(
+                self.table.groups,
+                self.table.episodes.offsets,
+                margin=self.table.margin,
+                context_length=context_length,
+                padding=padding,
+                pin=self._moves,
+            )
         self.spread: ShardedBatches | None = None
         if node_share is not None:
+            local = self._gather.fill if self._gather else cast("GpuGather", self.engine).gather
             self.spread = open_spread(
                 self._stream,
                 self.world,
                 node_share,
                 self.table,
-                gather=self._gather.fill if self.engine is None else self.engine.gather,
+                gather=local,
                 exchange=exchange,
                 steps=min(self._steps_per_block(), SPREAD_STEPS),
                 context_length=context_length,
                 padding=padding,
             )
-        self._dataset_digest = digest(self.dataset.manifest.encode())
+        self._dataset_digest = source_digest(self.dataset)
         self._step = int(start_step)
         self._block_steps = self._steps_per_block()
         self._ready: list[Batch] = []  # the next batches, last one first
 
     def __repr__(self) -> str:
         return (
-            f"GearLoader({str(self.dataset.path)!r}: {self.batch_size} x {self.context_length} "
+            f"GearLoader({source_name(self.dataset)!r}: {self.batch_size} x {self.context_length} "
             f"steps a batch, {self.selection.name}, seed {self.seed}, padding {self.padding}, on "
             f"{self.device}, next step {self._step:,})"
         )
@@ -431,6 +453,7 @@ class GearLoader(Closing, Iterator[Batch]):
         elif ahead and self.disk is not None:
             windows = self.disk.fill_steps(first_step=first_step, steps=steps)
         else:
+            assert self._gather is not None, "what gathers is the GPU, the disk or the CPU"
             windows = self._gather.fill(self._stream.segments(first_step, steps))
         moved = windows
         if self._moves:

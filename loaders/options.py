@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.sampling import Sampler, make_sampler
 from gear_offline.sampling.base import plain
+from gear_offline.tables.joint import Source
 from gear_offline.tables.table import Table
 
 MAX_FRAME_STACK = 64
@@ -96,7 +96,7 @@ def check_options(
 
 
 def choose_sampler(
-    selection: str | Sampler, dataset: Dataset, context_length: int, padding: str
+    selection: str | Sampler, dataset: Source, context_length: int, padding: str
 ) -> Sampler:
     """Return the sampler of a loader, made without options if it is given by name.
 
@@ -188,6 +188,27 @@ def no_engine(what: str) -> UnavailableError:
         what,
         remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
     )
+
+
+def check_table(table: Table, source: Source, context_length: int, frame_stack: int) -> None:
+    """Refuse a table of other episodes, or for other windows (``LOADER_OPTION``)."""
+    same = np.array_equal(table.episodes.lengths, source.episodes.lengths)
+    if not same or table.margin != context_length + frame_stack - 1:
+        raise InputError(
+            "LOADER_OPTION",
+            "the table is not one of this dataset for these windows",
+            remedy="give build_table the same dataset, context_length and frame_stack",
+        )
+
+
+def need_rows(table: Table) -> None:
+    """Refuse a table whose rows are in a GPU's memory alone (``LOADER_OPTION``)."""
+    if not table.owned_bytes:
+        raise InputError(
+            "LOADER_OPTION",
+            "the rows of the table are in a GPU's memory alone",
+            remedy="build one with build_table and give it to all loaders",
+        )
 
 
 def window_bytes(table: Table, context_length: int) -> int:

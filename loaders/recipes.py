@@ -11,7 +11,7 @@ from gear_offline.config.tasks import named, task_recipe, tasks_in
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
-from gear_offline.tables.joint import JointDataset, Task, join_datasets
+from gear_offline.tables.joint import JointDataset, Source, Task, join_datasets
 
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
@@ -25,7 +25,7 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
     Raises
     ------
     InputError
-        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN_KIND``, and what `open_one` raises.
+        ``COLUMN``, ``LOADER_OPTION``, and what `open_one` raises.
     """
     tasks, normalize = [], recipe.loader.normalize_states
     for name in tasks_in(recipe):
@@ -34,11 +34,11 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
         # refused here first, in a recipe's words
         standard_fields(task.dataset, normalize_states=normalize, recipe=True)
         tasks.append(task)
-    return join_datasets(tasks, normalize_states=normalize)
+    return join_datasets(tasks)
 
 
 def recipe_sampler(
-    recipe: Recipe, dataset: Dataset, settings: SelectionSettings | None = None
+    recipe: Recipe, dataset: Source, settings: SelectionSettings | None = None
 ) -> Sampler:
     """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
@@ -71,9 +71,9 @@ def recipe_sampler(
     return mix_tasks(parts, schedule)
 
 
-def loader_options(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
-    """Return the options of the loader; a joint table is normalised and scaled already."""
+def loader_options(recipe: Recipe, dataset: Source) -> dict[str, Any]:
+    """Return the options of the loader; tasks of a joint table have scales of their own."""
     options = recipe.loader.model_dump()
     if isinstance(dataset, JointDataset):
-        options |= {"normalize_states": False, "returns_scale": 1.0}
+        options["returns_scale"] = 1.0
     return options

@@ -79,7 +79,7 @@ class ShardedBatches:
     share
         What this rank's node holds.
     table
-        Of `share.dataset`.
+        Of the shards of `share`.
     gather
         Fills windows from `table`.
     exchange, landing

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from gear_offline.core.progress import say
-from gear_offline.core.system import available_bytes
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.core.system import RESERVE_BYTES, available_bytes
+from gear_offline.core.text import size_text
 from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.host_memory import RESERVE_BYTES
-from gear_offline.tables.host_table import table_bytes
-from gear_offline.tables.pinning import format_bytes
-from gear_offline.tables.table import Table
+from gear_offline.tables.joint import Source
+from gear_offline.tables.table import Table, table_bytes
 
 if TYPE_CHECKING:
     from gear_offline.loaders.sharded import LocalGather, ShardedBatches
@@ -25,11 +23,11 @@ Sharding = Literal["auto", "replicate", "shard"]
 
 
 def choose_share(
-    dataset: Dataset,
+    dataset: Source,
     world: World,
     sharding: Sharding,
     selection: Sampler | None = None,
-    **rows: Any,
+    **sizes: Any,
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
 
@@ -42,8 +40,8 @@ def choose_share(
     sharding
         ``"replicate"``, ``"shard"``, or ``"auto"``: spread over nodes if there are several and one
         of them has too little memory for all.
-    rows
-        As `gear_offline.tables.table.build_table`.
+    sizes
+        As `gear_offline.tables.table.table_bytes`.
     selection
         Nodes get equal shares of its probability if it says how often episodes are drawn, else of
         steps.
@@ -61,12 +59,7 @@ def choose_share(
         )
     if world.node_count == 1 or sharding == "replicate":
         return None
-    needed = table_bytes(
-        dataset,
-        context_length=rows["context_length"],
-        normalize_states=rows["normalize_states"],
-        extra_columns=rows["extra_columns"],
-    )
+    needed = table_bytes(dataset, **sizes)
     if sharding == "auto":
         least = min(world.gather(available_bytes() - RESERVE_BYTES))
         if needed <= least:
@@ -76,11 +69,11 @@ def choose_share(
     weights = steps if weight is None else shard_weights(dataset, weight)
     owners = share_shards(weights, world.node_count, sizes=steps)
     share = take_share(dataset, owners, world.nodes[world.rank])
-    part = share.dataset.spec.steps / dataset.spec.steps
+    part = steps[share.shards].sum() / steps.sum()
     drawn = weights[owners == world.nodes[world.rank]].sum() / weights.sum()
     say(
-        f"sharding {sharding}: {len(share.dataset.manifest.shards)} of {len(weights)} shards, "
-        f"{part:.1%} of {format_bytes(needed)} and {drawn:.1%} of the draws, on this one of "
+        f"sharding {sharding}: {len(share.shards)} of {len(weights)} shards, "
+        f"{part:.1%} of {size_text(needed)} and {drawn:.1%} of the draws, on this one of "
         f"{world.node_count} nodes",
         quiet=world.rank != world.leader,
     )

@@ -10,13 +10,15 @@ Also a table source over arrays in memory, without files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.kernels.gather import CpuGather, Padding
 from gear_offline.kernels.segments import Segments
@@ -31,38 +33,47 @@ class Moments:
     std: npt.NDArray[np.float64]
 
 
-class MemoryTable:
-    """What `build_table` reads from, over arrays; `pieces` cuts the mapped form in shards."""
+class MemoryTable(Dataset):
+    """A dataset of arrays in memory, without files; `pieces` cuts it in shards."""
 
     def __init__(
         self, columns: Mapping[str, Array], lengths: Sequence[int], *, pieces: int = 1
     ) -> None:
-        self.columns = dict(columns)
-        self.episodes = EpisodeIndex(np.asarray(lengths, dtype=np.int64))
-        self.spec = TableSpec(
-            columns=tuple(
-                ColumnSpec(name=name, dtype=values.dtype, shape=values.shape[1:])
-                for name, values in columns.items()
-            ),
-            steps=self.episodes.steps,
-            episodes=self.episodes.episodes,
-        )
-        self.checked = True
-        self.checked_reads = 0
+        index = EpisodeIndex(np.asarray(lengths, dtype=np.int64))
         cuts = np.linspace(0, len(lengths), min(pieces, len(lengths)) + 1).astype(int)
-        self.cuts = self.episodes.offsets[cuts].tolist()
+        vars(self).update(
+            path=Path("memory"),
+            columns=dict(columns),
+            episodes=index,
+            first_steps=index.offsets[cuts],
+        )
+
+    columns: dict[str, Array]
 
     @property
-    def statistics(self) -> Mapping[str, Moments]:
+    def spec(self) -> TableSpec:
+        specs = (
+            ColumnSpec(name=name, dtype=values.dtype, shape=values.shape[1:])
+            for name, values in self.columns.items()
+        )
+        index = self.episodes
+        return TableSpec(columns=tuple(specs), steps=index.steps, episodes=index.episodes)
+
+    @property
+    def statistics(self) -> Any:
         return {
             name: Moments(values.astype(np.float64).mean(0), values.astype(np.float64).std(0))
             for name, values in self.columns.items()
             if values.dtype.kind != "c"
         }
 
-    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array:
-        self.checked_reads += check
-        return self.columns[column][start:stop].copy()
+    def stream(
+        self, shard: int, column: str, *, chunk_bytes: int = 1 << 20
+    ) -> Iterator[tuple[int, Array]]:
+        first, end = self.first_steps[shard : shard + 2].tolist()
+        rows = min(max(chunk_bytes // self.spec[column].step_bytes, 1), end - first)
+        for begin in range(first, end, rows):
+            yield begin, self.columns[column][begin : min(begin + rows, end)].copy()
 
 
 def oracle_window(

@@ -164,16 +164,3 @@ def failing_code(call: Callable[[], object]) -> str:
         call()
     assert "\n" not in str(caught.value)
     return caught.value.code
-
-
-def userfaultfd_is_allowed() -> bool:
-    """Whether pages of shared memory can be made of their bytes here."""
-    from gear_offline.tables.host_memory import PAGE_BYTES, HostBlock
-    from gear_offline.tables.page_filling import PageFiller
-
-    block = HostBlock.create(PAGE_BYTES)
-    try:
-        PageFiller(block, [block.allocate((PAGE_BYTES,), np.dtype(np.uint8))]).close()
-    except OSError:
-        return False
-    return True

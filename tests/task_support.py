@@ -50,10 +50,10 @@ def make_discrete(folder: Path, counts: dict[str, int]) -> dict[str, Dataset]:
     return found
 
 
-def join(parts: dict[str, Dataset], *, normalize_states: bool = True) -> JointDataset:
+def join(parts: dict[str, Dataset]) -> JointDataset:
     """Return the joint table, each task with its own scale of returns."""
     tasks = [Task(name=n, dataset=d, returns_scale=SCALES.get(n, 1.0)) for n, d in parts.items()]
-    return join_datasets(tasks, normalize_states=normalize_states)
+    return join_datasets(tasks)
 
 
 def tasks_recipe(parts: dict[str, Dataset], *overrides: str, **of_task: Any) -> Recipe:

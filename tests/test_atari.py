@@ -20,7 +20,7 @@ from gear_offline.errors import UnavailableError
 from gear_offline.evaluation.atari import is_atari
 from gear_offline.evaluation.environment_ids import unregistered
 from gear_offline.evaluation.episode_runner import make_environment, space_sizes
-from gear_offline.runs.preparation import prepare_dataset
+from gear_offline.runs.preparation import prepare_one
 from gear_offline.runs.trainer import train
 from tests.image_support import ENVIRONMENT, SIZE, STEP_LIMIT, BandEnvironment, register_environment
 
@@ -122,7 +122,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.Monke
             "evaluate.episodes=1",
         ],
     )
-    dataset = prepare_dataset(recipe, quiet=True)
+    dataset = prepare_one(recipe, quiet=True)
     assert dataset.spec["observations"].shape == (84, 84)
     assert dataset.environment_id == "ALE/Pong-v5"
     run = train(recipe, out=tmp_path / "run", quiet=True)

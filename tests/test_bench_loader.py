@@ -13,7 +13,7 @@ import torch
 from gear_offline.bench import loader as bench
 from gear_offline.bench import loader_peers as peers
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables.table import returns_to_go
+from gear_offline.tables.returns import sum_returns
 from tests.support import make_dataset
 
 LENGTHS = [30, 1, 7, 55, 20, 3]
@@ -26,7 +26,9 @@ def loader_and_data(tmp_path: Path) -> tuple[GearLoader, peers.Data]:
         states=dataset.column("observations"),
         actions=dataset.column("actions"),
         rewards=dataset.column("rewards"),
-        returns_to_go=returns_to_go(dataset, gamma=1.0, scale=1.0)[:, 0],
+        returns_to_go=sum_returns(
+            dataset.column("rewards"), dataset.episodes.offsets, gamma=1.0, scale=1.0
+        ),
         offsets=dataset.episodes.offsets,
     )
     return GearLoader(dataset, batch_size=32, context_length=9, device="cpu"), data

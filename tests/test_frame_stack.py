@@ -65,4 +65,4 @@ def test_stacks_that_are_refused(stack: Any, tmp_path: Path) -> None:
 def test_vectors_are_not_stacked(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [4, 3])
     call = lambda: GearLoader(dataset, batch_size=2, frame_stack=4, device="cpu")  # noqa: E731
-    assert failing_code(call) == "FRAME_STACK"
+    assert failing_code(call) == "LOADER_OPTION"

@@ -105,6 +105,7 @@ def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
         for episode in (0, 1):
             segment = loader.segments_at(0)
             segment.episodes[0], segment.starts[0] = episode, start
+            assert loader._gather is not None
             states = loader._gather.fill(segment).tensors()["states"]
             shown = model.features(states)[0, : step - start + 1]
             seen = policy._windows[0][episode, : step - start + 1]
@@ -129,7 +130,7 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
 @pytest.mark.parametrize(
     ("override", "code"),
     [
-        ("loader.normalize_states=true", "NORMALIZE_IMAGES"),
+        ("loader.normalize_states=true", "LOADER_OPTION"),
         ("evaluate.environment=CartPole-v1", "ENVIRONMENT_MISMATCH"),
     ],
 )

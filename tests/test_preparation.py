@@ -13,7 +13,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.runs.preparation import prepare_one, resolve
 from gear_offline.runs.trainer import train
 from gear_offline.training.checkpoint import load_policy_parts
 from gear_offline.training.metrics import read_records
@@ -67,7 +67,7 @@ def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
         environment_id=ENVIRONMENT,
     )
     recipe = tiny_recipe(dataset.path)
-    assert prepare_dataset(recipe).episodes.steps == dataset.episodes.steps
+    assert prepare_one(recipe).episodes.steps == dataset.episodes.steps
     resolved, sizes = resolve(recipe, dataset)
     assert (sizes.state_dim, sizes.action_dim, sizes.discrete) == (STATE_DIM, ACTION_DIM, False)
     assert resolved.model.max_timestep == STEP_LIMIT + 4
@@ -189,10 +189,10 @@ def test_a_named_source_is_compared_with_the_dataset(
     convert(source, tmp_path / "d", quiet=True)
     recipe = tiny_recipe(tmp_path / "d", f"data.source={wanted}")
     if fits:
-        assert prepare_dataset(recipe, quiet=True).spec.steps == 7
+        assert prepare_one(recipe, quiet=True).spec.steps == 7
         return
     with pytest.raises(InputError) as caught:
-        prepare_dataset(recipe, quiet=True)
+        prepare_one(recipe, quiet=True)
     assert caught.value.code == "DATA_MISMATCH" and wanted in caught.value.what
 
 
@@ -202,23 +202,23 @@ def test_a_dataset_made_of_something_else_is_not_taken(
     monkeypatch.chdir(tmp_path)
     one, other = (write_hdf5(tmp_path / f"{name}.hdf5") for name in ("one", "other"))
     convert(one, Path("d"), quiet=True)
-    taken = prepare_dataset(load_recipe("paper", ["data.path=d", f"data.source={one}"]))
+    taken = prepare_one(load_recipe("paper", ["data.path=d", f"data.source={one}"]))
     assert taken.episodes.steps > 0
     with pytest.raises(InputError, match=r"made of one\.hdf5, the recipe says other\.hdf5"):
-        prepare_dataset(load_recipe("paper", ["data.path=d", f"data.source={other}"]))
+        prepare_one(load_recipe("paper", ["data.path=d", f"data.source={other}"]))
     smoke = load_recipe("smoke", ["data.collect.steps=200"])
-    prepare_dataset(smoke, quiet=True)
-    prepare_dataset(smoke, quiet=True)
+    prepare_one(smoke, quiet=True)
+    prepare_one(smoke, quiet=True)
     with pytest.raises(InputError, match="made of seed 0, the recipe says seed 7"):
-        prepare_dataset(load_recipe("smoke", ["data.collect.seed=7"]))
+        prepare_one(load_recipe("smoke", ["data.collect.seed=7"]))
     unversioned = ["data.path=p", "data.collect.environment=Pendulum", "data.collect.steps=200"]
     for _ in range(2):  # made, and there already
-        dataset = prepare_dataset(load_recipe("smoke", unversioned), quiet=True)
+        dataset = prepare_one(load_recipe("smoke", unversioned), quiet=True)
         assert dataset.environment_id == "Pendulum-v1"
     shutil.rmtree("p")  # what was collected stays
-    assert prepare_dataset(load_recipe("smoke", unversioned), quiet=True).episodes.steps == 200
+    assert prepare_one(load_recipe("smoke", unversioned), quiet=True).episodes.steps == 200
     shutil.rmtree("p")
     other_one = ["data.path=p", "data.collect.environment=MountainCarContinuous-v0"]
     with pytest.raises(InputError, match=r"file that is there was made of env_id Pendulum-v1, the"):
-        prepare_dataset(load_recipe("smoke", other_one), quiet=True)
+        prepare_one(load_recipe("smoke", other_one), quiet=True)
     assert not Path("p").exists()

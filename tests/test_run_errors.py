@@ -20,7 +20,7 @@ from gear_offline.sweep.stack import StackTurns
 from gear_offline.sweep.sweep import run_sweep
 from gear_offline.sweep.turns import Turns
 from gear_offline.sweep.worker import _answer
-from gear_offline.tables.shared_tables import SharedTables
+from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack
 from tests.sweep_support import in_turns

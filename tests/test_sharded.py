@@ -55,7 +55,10 @@ def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Sha
     for rank, node in enumerate(nodes):
         share = take_share(dataset, owners, node)
         table = build_table(
-            share.dataset, context_length=options["context_length"], **table_options
+            dataset,
+            shards=share.shards.tolist(),
+            context_length=options["context_length"],
+            **table_options,
         )
         parts.append((rank, share, table))
         held[rank] = held_rows(table, share)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.runs.preparation import resolve
-from gear_offline.tables.host_memory import HostBlock
+from gear_offline.tables.shared import SharedMemory
 from tests.support import make_dataset
 from tests.test_evaluate import write_run
 from tests.training_support import tiny_recipe
@@ -25,8 +26,8 @@ NOBODY = 65534
 ATTACH_AS_NOBODY = f"""
 import errno, json, os, sys
 from gear_offline.errors import GearError
-from gear_offline.tables.host_memory import HostBlock, HostHandle
-handle = HostHandle.from_json(json.loads(sys.argv[1]))
+from gear_offline.tables.shared import Handle, SharedMemory
+handle = Handle(**json.loads(sys.argv[1]))
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
@@ -38,7 +39,7 @@ for flags in (os.O_RDONLY, os.O_RDWR):
     except OSError as error:
         print(errno.errorcode[error.errno])
 try:
-    HostBlock.attach(handle)
+    SharedMemory.attach(handle)
     print("attached")
 except GearError as error:
     print(error.code, error.what)
@@ -58,16 +59,16 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user: run as root")
 def test_another_user_cannot_reach_a_shared_table() -> None:
-    block = HostBlock.create(1 << 16)
-    found = python(ATTACH_AS_NOBODY, json.dumps(block.handle().to_json()))
+    block = SharedMemory.create(1 << 16)
+    found = python(ATTACH_AS_NOBODY, json.dumps(asdict(block.handle())))
     lines = found.stdout.splitlines()
     assert lines[:2] == ["EACCES", "EACCES"], found.stderr
-    assert lines[2].startswith("HOST_ATTACH") and "Permission denied" in lines[2]
+    assert lines[2].startswith("MEMORY") and "Permission denied" in lines[2]
 
 
 def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
     """Blocks have no names that could clash: both jobs ask for the same one."""
-    first, second = (HostBlock.create(1 << 16, name="gear-table") for _ in range(2))
+    first, second = (SharedMemory.create(1 << 16, name="gear-table") for _ in range(2))
     assert first.handle() != second.handle()
     assert first.handle().inode != second.handle().inode
     assert not [

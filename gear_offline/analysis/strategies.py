@@ -23,12 +23,12 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import progress, say
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.core.types import Int64Array
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.plots import histogram_edges
 from gear_offline.runs.preparation import prepare_dataset
 from gear_offline.sampling import Sampler, Segments
+from gear_offline.tables.joint import Source, source_name
 
 __all__ = ["compare", "write_comparison"]
 
@@ -110,14 +110,14 @@ def compare(
     }
 
 
-def _refuse_nonfinite(dataset: Dataset) -> None:
+def _refuse_nonfinite(dataset: Source) -> None:
     """Refuse what has no place in a histogram or a mean, and cannot be trained on."""
     bad = int((~np.isfinite(dataset.returns)).sum())
     if bad:
         raise InputError(
             "COLUMN",
             f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
-            where=str(dataset.path),
+            where=source_name(dataset),
             remedy="repair the source and convert it again without --allow-nonfinite, or leave "
             "them out with pick_episodes (docs/sources.md)",
         )
@@ -146,7 +146,7 @@ class Tally:
         What to measure.
     """
 
-    def __init__(self, dataset: Dataset, recipe: Recipe, law: Sampler) -> None:
+    def __init__(self, dataset: Source, recipe: Recipe, law: Sampler) -> None:
         self._index, self._returns, self._law = dataset.episodes, dataset.returns, law
         self._batch, self._span = recipe.loader.batch_size, recipe.loader.context_length
         self._seed, self._budget = recipe.seed, recipe.loader.hbm_budget
@@ -232,7 +232,7 @@ class Tally:
 
     def _predictions(self, shown: Int64Array) -> dict[str, Any]:
         """Return where windows would be read from, and what would cross the network."""
-        from gear_offline.tables.placement_plan import plan_episodes
+        from gear_offline.tables.placement import plan_episodes
 
         sizes = self._index.lengths * self._row_bytes
         budget = int(sizes.sum()) // 2 if self._budget is None else self._budget
@@ -240,7 +240,7 @@ class Tally:
         plan = plan_episodes(sizes, weights, budget)
         return {
             "hbm_budget_bytes": budget,
-            "hbm_share": plan.hbm_share,
+            "hbm_share": plan.shares[0],
             "window_bytes_per_batch": self._real * self._row_bytes / self._batches,
             "moved_share": {str(nodes): self._moved(nodes) for nodes in NODES},
         }
@@ -288,7 +288,7 @@ def _repeats(values: Int64Array) -> int:
     return int((ordered[:, 1:] == ordered[:, :-1]).sum())
 
 
-def row_bytes(dataset: Dataset) -> int:
+def row_bytes(dataset: Source) -> int:
     """Return the bytes of a step in the loader's table: float32 records, images as they are."""
     floats, images = 2, 0  # reward and return-to-go
     for name in ("observations", "actions"):

@@ -122,7 +122,7 @@ def _tier_row(
     memory: Any, tier: Any, size: int, span: int, row_bytes: int, turns: int
 ) -> dict[str, Any]:
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import group_addresses, place_table
+    from gear_offline.tables.placement import place_table
 
     rows = memory[: len(memory) // (row_bytes // 4) * (row_bytes // 4)].reshape(-1, row_bytes // 4)
     steps = len(rows) - 2 * span
@@ -141,7 +141,7 @@ def _tier_row(
     law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
     engine = GpuGather(
-        group_addresses(placed),
+        placed.groups,
         placed.episodes.offsets,
         device=placed.device,
         draw=law.gpu,
@@ -175,7 +175,7 @@ def _tier_row(
 def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
     """The batch's bytes of steps as records and as columns, by kernels, from either tier."""
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import group_addresses, place_table
+    from gear_offline.tables.placement import place_table
 
     found = []
     for tier in ("host", "hbm"):
@@ -203,7 +203,7 @@ def _layouts(memory: Any, turns: int) -> list[dict[str, Any]]:
                 law = make_sampler("uniform_steps", placed.episodes)
                 count = min(LAUNCH_BYTES // (span * step_bytes), 1 << 17)
                 engine = GpuGather(
-                    group_addresses(placed),
+                    placed.groups,
                     placed.episodes.offsets,
                     device=placed.device,
                     draw=law.gpu,

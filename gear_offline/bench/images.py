@@ -97,7 +97,7 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any]:
     """Gather whole windows of single frames (`stored` is 1) or of ready-made stacks."""
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import group_addresses, place_table
+    from gear_offline.tables.placement import place_table
 
     history, width = (LEAD, FRAME_BYTES) if stored == 1 else (0, stored * FRAME_BYTES)
     margin = CONTEXT + history
@@ -122,7 +122,7 @@ def _gather(memory: Any, tier: Any, *, stored: int, turns: int) -> dict[str, Any
     delivered = (CONTEXT + history) * width
     count = LAUNCH_BYTES // delivered
     engine = GpuGather(
-        group_addresses(placed),
+        placed.groups,
         placed.episodes.offsets,
         device=placed.device,
         draw=law.gpu,

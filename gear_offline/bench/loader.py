@@ -30,7 +30,7 @@ from gear_offline.convert import convert
 from gear_offline.core.progress import progress, say
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables.table import returns_to_go
+from gear_offline.tables.returns import sum_returns
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
 STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20
@@ -160,7 +160,9 @@ def _hopper_like(steps: int, episodes: int) -> Iterator[tuple[Dataset, Data]]:
                 states=columns["observations"],
                 actions=columns["actions"],
                 rewards=columns["rewards"],
-                returns_to_go=returns_to_go(dataset, gamma=1.0, scale=1.0)[:, 0],
+                returns_to_go=sum_returns(
+                    dataset.column("rewards"), dataset.episodes.offsets, gamma=1.0, scale=1.0
+                ),
                 offsets=dataset.episodes.offsets,
             ),
         )

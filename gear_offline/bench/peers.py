@@ -68,7 +68,7 @@ def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 def _row(world: World, device: torch.device, memory: Any, size: int, turns: int) -> dict[str, Any]:
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.tables.placement import group_addresses, place_table
+    from gear_offline.tables.placement import Ranks, place_table
 
     span, row_bytes = SEGMENTS[size]
     width = row_bytes // 4
@@ -77,11 +77,12 @@ def _row(world: World, device: torch.device, memory: Any, size: int, turns: int)
     field = Field(name="states", dtype=np.dtype(np.float32), shape=(width,))
     group = ColumnGroup(fields=(field,), rows=rows[: int(lengths.sum()) + 2 * span])
     source = Table(episodes=EpisodeIndex(lengths), groups=(group,), margin=span)
-    placed = place_table(source, device=device, placement="peer", world=world)
+    ranks = Ranks(rank=world.rank, nodes=tuple(world.nodes), gather=world.gather)
+    placed = place_table(source, device=device, placement="peer", ranks=ranks)
     law = make_sampler("uniform_steps", placed.episodes)
     count = max(LAUNCH_BYTES // size, 1)
     engine = GpuGather(
-        group_addresses(placed),
+        placed.groups,
         placed.episodes.offsets,
         device=placed.device,
         draw=law.gpu,
@@ -122,18 +123,32 @@ def _check(windows: Any, rows: Any, span: int, lengths: Any) -> None:
 
 def _copy(world: World, device: torch.device, turns: int) -> float:
     """GB/s of copies from the next GPU's memory, by the copy engine, all GPUs at once."""
-    from gear_offline.tables.device_memory import CudaMemory, raw_tensor
+    from gear_offline.tables.device import DeviceMemory
 
-    memory = CudaMemory(device)
+    memory = DeviceMemory(device)
     size = LAUNCH_BYTES // 2
-    _, _, handle = memory.allocate_shared(size)
+    _, handle = memory.allocate_shared(size)
     handles = world.gather(handle)
-    address, _ = memory.open_shared(handles[(world.rank + 1) % world.size])
-    theirs = raw_tensor(address, size, torch.device("cuda", (world.rank + 1) % world.size))
+    address = memory.open_shared(handles[(world.rank + 1) % world.size])
+    theirs = torch.as_tensor(
+        _Raw(address, size), device=torch.device("cuda", (world.rank + 1) % world.size)
+    )
     mine = torch.empty(size, dtype=torch.uint8, device=device)
     dist.barrier()
     seconds = event_seconds(lambda: mine.copy_(theirs, non_blocking=True), turns=turns, calls=2)
     return size / seconds / 1e9
+
+
+class _Raw:
+    """Device memory as torch takes it over."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _assignment(device: torch.device) -> dict[str, float]:

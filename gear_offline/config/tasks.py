@@ -62,6 +62,5 @@ def missing_data(recipe: Recipe) -> list[str]:
 
 def data_key(recipe: Recipe) -> str:
     """Return what a recipe's dataset depends on; recipes of one key may share it."""
-    loader = recipe.loader
-    of_tasks = f" {loader.normalize_states} {loader.returns_scale}" if recipe.data.tasks else ""
+    of_tasks = f" {recipe.loader.returns_scale}" if recipe.data.tasks else ""
     return recipe.data.model_dump_json() + of_tasks

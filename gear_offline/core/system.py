@@ -9,6 +9,10 @@ from pathlib import Path
 
 import psutil
 
+from gear_offline.core.text import size_text
+from gear_offline.errors import GearError
+
+RESERVE_BYTES = 256 << 20  # of the available memory, left to everything else
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -39,6 +43,20 @@ def available_bytes() -> int:
         except (OSError, ValueError):
             continue
     return min(left)
+
+
+def check_available(nbytes: int) -> None:
+    """Raise `GearError` (``MEMORY``) unless that much memory is available.
+
+    Asked before, because a machine that runs out of shared memory kills processes instead.
+    """
+    available = available_bytes()
+    if nbytes + RESERVE_BYTES > available:
+        raise GearError(
+            "MEMORY",
+            f"{size_text(nbytes)} of host memory are needed, {size_text(available)} are available",
+            remedy="free memory, use fewer columns, or keep the data on disk",
+        )
 
 
 def _memory_groups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:

@@ -6,15 +6,14 @@ Shape legend: S shards, E episodes, D nodes.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
+from gear_offline.tables.joint import Source, shards_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -75,8 +74,8 @@ class NodeShare:
 
     Attributes
     ----------
-    dataset
-        Its shards only; statistics are those of the whole.
+    shards
+        Numbers of its shards, ascending.
     nodes
         (E,) int64: the node of every episode of the whole dataset.
     lengths
@@ -85,50 +84,38 @@ class NodeShare:
         (E,) int64: the number of an episode among those of its node.
     """
 
-    dataset: Dataset
+    shards: Int64Array
     nodes: Int64Array
     lengths: Int64Array
     local: Int64Array
 
 
+def shard_episodes(source: Source) -> Int64Array:
+    """Return (S,) int64, the episodes of each shard."""
+    records = (part.dataset.manifest.shards[shard] for part, shard in shards_of(source))
+    return np.array([record.episodes for record in records], np.int64)
+
+
 def shard_weights(
-    dataset: Dataset, episode_weight: npt.ArrayLike | None = None
+    source: Source, episode_weight: npt.ArrayLike | None = None
 ) -> npt.NDArray[np.float64]:
     """Return (S,) sums of episode weights; by default of steps."""
-    lengths = dataset.episodes.lengths
+    lengths = source.episodes.lengths
     weights = np.asarray(lengths if episode_weight is None else episode_weight, dtype=np.float64)
-    firsts = np.cumsum([0, *(shard.episodes for shard in dataset.manifest.shards)])
+    firsts = np.concatenate([[0], np.cumsum(shard_episodes(source))])
     return np.array([weights[a:b].sum() for a, b in pairwise(firsts.tolist())])
 
 
-def without_episodes(dataset: Dataset) -> Dataset:
-    """Return a dataset of the same columns and statistics that holds nothing."""
-    return take_share(dataset, np.zeros(len(dataset.manifest.shards), np.int64), 1).dataset
-
-
-def take_share(dataset: Dataset, owners: Int64Array, node: int) -> NodeShare:
+def take_share(source: Source, owners: Int64Array, node: int) -> NodeShare:
     """Return what `node` holds when shards lie as `owners` (S,) says."""
-    manifest = dataset.manifest
-    counts = np.array([shard.episodes for shard in manifest.shards])
-    nodes = np.repeat(owners, counts)
-    lengths = dataset.episodes.lengths
-    local = np.zeros_like(nodes)
+    nodes = np.repeat(owners, shard_episodes(source))
+    local = np.zeros(len(nodes), np.int64)
     for other in range(int(owners.max()) + 1):
         there = nodes == other
         local[there] = np.arange(int(there.sum()))
-    held = nodes == node
-    shards = tuple(s for s, owner in zip(manifest.shards, owners, strict=True) if owner == node)
-    index = EpisodeIndex(lengths=lengths[held])
-    part = replace(
-        dataset,
-        manifest=replace(
-            manifest,
-            shards=shards,
-            spec=replace(manifest.spec, steps=index.steps, episodes=index.episodes),
-        ),
-        episodes=index,
-        terminated=dataset.terminated[held],
-        truncated=dataset.truncated[held],
-        returns=dataset.returns[held],
+    return NodeShare(
+        shards=np.flatnonzero(owners == node),
+        nodes=nodes,
+        lengths=source.episodes.lengths,
+        local=local,
     )
-    return NodeShare(dataset=part, nodes=nodes, lengths=lengths, local=local)

@@ -18,9 +18,7 @@ from gear_offline.errors import InputError
 from gear_offline.planning.compute import StepCost, allreduce_seconds, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
 from gear_offline.planning.workload import Workload
-from gear_offline.tables.peer_placement import PEER, plan_node
-from gear_offline.tables.placement import HBM
-from gear_offline.tables.placement_plan import HBM_SHARE
+from gear_offline.tables.placement import HBM, HBM_SHARE, PEER, plan_episodes
 from gear_offline.training.data_parallel import check_parts
 from gear_offline.training.training_memory import CONTEXT_BYTES
 
@@ -193,7 +191,7 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
     budgets = {"host": 0, "disk": 0, "hbm": int(free_bytes)}
     budget = budgets.get(loader.placement, loader.hbm_budget or int(free_bytes * HBM_SHARE))
     whole = np.maximum(sizes.astype(np.int64), 1)
-    chosen = plan_node(whole, weights, budget, cluster.gpus).tiers
+    chosen = plan_episodes(whole, weights, budget, cluster.gpus).tiers
     tiers = np.where(chosen == HBM, 0, np.where(chosen == PEER, 1, 2))
     if loader.placement == "disk" or (
         loader.placement in ("auto", "host") and whole.sum() > memory

@@ -29,6 +29,7 @@ from gear_offline.loaders.recipes import open_tasks, recipe_sampler
 from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
+from gear_offline.tables.joint import Source, parts_of
 from gear_offline.tables.table import plan_groups
 from gear_offline.training.training_model import ModelSizes
 
@@ -92,7 +93,7 @@ def make_workload(
             what = "columns alone do not say how much data there are"
             remedy = "add the bytes of all data in memory, such as --data 100TB"
             raise InputError("PLAN", what, where="--columns", remedy=remedy)
-        source = cast(Dataset, _describe(columns, episode_length or 1000))
+        source: Source = cast(Dataset, _describe(columns, episode_length or 1000))
         text = f"{columns}, episodes of {episode_length or 1000:,} steps, as described"
     else:
         source, text = _open(recipe)
@@ -131,7 +132,7 @@ def make_workload(
     )
 
 
-def _open(recipe: Recipe) -> tuple[Dataset, str]:
+def _open(recipe: Recipe) -> tuple[Source, str]:
     """Return the recipe's dataset, or that of its tasks together, and what it is called."""
     path, tasks = recipe.data.path, recipe.data.tasks
     if path is not None and Path(path).exists():
@@ -173,13 +174,14 @@ def _describe(text: str, episode_length: int) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit, checked=True)
 
 
-def _sizes(source: Dataset, *, described: bool) -> ModelSizes:
+def _sizes(source: Source, *, described: bool) -> ModelSizes:
     """Return the model's sizes; discrete actions that are only described are taken for 18."""
     states, actions = source.spec["observations"], source.spec["actions"]
     discrete = actions.dtype.kind in "iub"
     choices = DISCRETE_ACTIONS
     if discrete and not described:
-        choices = int(source.statistics["actions"].max.max()) + 1
+        actions_of = (part.dataset.statistics["actions"] for part in parts_of(source))
+        choices = 1 + max(int(moments.max.max()) for moments in actions_of)
     return ModelSizes(
         state_dim=prod(states.shape),
         action_dim=choices if discrete else prod(actions.shape),

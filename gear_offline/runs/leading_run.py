@@ -7,7 +7,6 @@ import time
 
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.evaluation.choice import choose_evaluation
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import RunEvaluations
@@ -15,6 +14,7 @@ from gear_offline.runs.state import StateToSave
 from gear_offline.runs.summary import summary_of
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.runs.training_run import Run
+from gear_offline.tables.joint import Source
 from gear_offline.training.checkpoint import Checkpoint, TrainingState, newest_checkpoint
 from gear_offline.training.checkpoint_folder import (
     list_checkpoints,
@@ -33,7 +33,7 @@ class LeadingRun(Run):
     """The run as the first rank goes through it: it writes the run directory."""
 
     def __init__(
-        self, directory: RunDirectory, learner: Learner, dataset: Dataset, *, quiet: bool
+        self, directory: RunDirectory, learner: Learner, dataset: Source, *, quiet: bool
     ) -> None:
         super().__init__(directory.path, learner)
         self.directory, self.dataset, self.quiet = directory, dataset, quiet

@@ -26,15 +26,22 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environment_ids import check_no_import, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
-from gear_offline.tables.joint import JointDataset
+from gear_offline.tables.joint import JointDataset, Source
 from gear_offline.training.training_model import ModelSizes
 
 if TYPE_CHECKING:
     pass
 
 
-def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
-    """Open the recipe's dataset, making it first when it does not exist.
+def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Source:
+    """Open the recipe's dataset, or those of its tasks; see `prepare_one`."""
+    if recipe.data.tasks:
+        return open_tasks(recipe, lambda one: prepare_one(one, quiet=quiet))
+    return prepare_one(recipe, quiet=quiet)
+
+
+def prepare_one(recipe: Recipe, *, quiet: bool = False) -> Dataset:
+    """Open the dataset of a recipe of one, making it first when it does not exist.
 
     Raises
     ------
@@ -43,8 +50,6 @@ def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Dataset:
         ``DATA_MISSING`` when it does not exist and the recipe does not say how to make it, and
         the errors of collecting, converting and opening.
     """
-    if recipe.data.tasks:
-        return open_tasks(recipe, lambda one: prepare_dataset(one, quiet=quiet))
     if recipe.data.path is None:
         raise InputError(
             "DATA_MISSING",
@@ -144,7 +149,7 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     return file
 
 
-def resolve(recipe: Recipe, dataset: Dataset, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
+def resolve(recipe: Recipe, dataset: Source, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
     """Fill in what the recipe leaves to the data, and check that recipe and data fit.
 
     Doing it again to the result changes nothing.

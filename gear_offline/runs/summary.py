@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def summary_of(run: LeadingRun) -> dict[str, Any]:
     """Return the summary of a run whose steps are done, JSON-able but for NaN and infinities."""
     learner, evaluations = run.learner, run.metrics.evaluations
-    spec, returns = run.dataset.spec, run.dataset.manifest.returns
+    spec, returns = run.dataset.spec, run.dataset.returns[np.isfinite(run.dataset.returns)]
     return {
         "recipe": run.recipe.name,
         "seed": run.recipe.seed,
@@ -35,8 +36,8 @@ def summary_of(run: LeadingRun) -> dict[str, Any]:
             "path": run.recipe.data.path,
             "episodes": spec.episodes,
             "steps": spec.steps,
-            "return_mean": returns.mean,
-            "return_max": returns.max,
+            "return_mean": float(returns.mean()) if returns.size else None,
+            "return_max": float(returns.max()) if returns.size else None,
         },
         "evaluation_last": evaluations[-1] if evaluations else None,
         "evaluation_best": run.metrics.best,

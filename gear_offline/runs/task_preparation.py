@@ -8,7 +8,8 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import task_recipe
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.preparation import check_memory, resolve
-from gear_offline.tables.joint import JointDataset, has_frames, state_moments
+from gear_offline.tables.fields import STATES, is_image
+from gear_offline.tables.joint import JointDataset, Task
 from gear_offline.training.training_model import ModelSizes
 
 
@@ -46,24 +47,25 @@ def resolve_tasks(
         action_dim=max(sizes.action_dim for sizes in sizes_of),
         discrete=discrete,
         frame_shape=sizes_of[0].frame_shape,
-        tasks=tuple(_model_task(dataset, number, sizes) for number, sizes in enumerate(sizes_of)),
+        tasks=tuple(
+            _model_task(dataset.tasks[number], sizes, normalized=recipe.loader.normalize_states)
+            for number, sizes in enumerate(sizes_of)
+        ),
     )
     check_memory(resolved, joint)
     return resolved, joint
 
 
-def _model_task(dataset: JointDataset, number: int, sizes: ModelSizes) -> ModelTask:
-    task = dataset.tasks[number]
-    mean, std = state_moments(task)
-    normalized = dataset.normalized and not has_frames(task.dataset)
-    returns = task.dataset.manifest.returns
+def _model_task(task: Task, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
+    moments, returns = task.dataset.statistics[STATES], task.dataset.manifest.returns
+    normalized = normalized and not is_image(task.dataset.spec[STATES])
     return ModelTask(
         name=task.name,
         state_dim=sizes.state_dim,
         action_dim=sizes.action_dim,
         returns_scale=task.returns_scale,
-        state_mean=tuple(mean.tolist()) if normalized else None,
-        state_std=tuple(std.tolist()) if normalized else None,
+        state_mean=tuple(moments.mean.ravel().tolist()) if normalized else None,
+        state_std=tuple(moments.std.ravel().tolist()) if normalized else None,
         return_worst=returns.min,
         return_best=returns.max,
     )

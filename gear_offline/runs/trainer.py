@@ -23,8 +23,10 @@ from gear_offline.loaders.recipes import open_tasks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, default_run_path
 from gear_offline.runs.leading_run import LeadingRun
-from gear_offline.runs.preparation import open_recipe_dataset, prepare_dataset, resolve
+from gear_offline.runs.preparation import open_recipe_dataset, prepare_one, resolve
 from gear_offline.runs.training_run import Run, TrainingInterrupted
+from gear_offline.tables.joint import Source
+from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import list_checkpoints, sweep
 from gear_offline.training.data_parallel import check_micro_batches
@@ -66,6 +68,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
+    tables: SharedTables | None = None,
 ) -> Path:
     """Train, evaluate and write a run directory.
 
@@ -82,6 +85,8 @@ def train(
         Go on from the newest whole checkpoint; begins the run when there is none.
     quiet
         Print nothing.
+    tables
+        That several runs of one process share.
 
     Returns
     -------
@@ -112,11 +117,13 @@ def train(
     """
     whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     path = default_run_path(whole) if out is None else Path(out)
-    _train(whole, path, resume=resume, quiet=quiet)
+    _train(whole, path, resume=resume, quiet=quiet, tables=tables)
     return path
 
 
-def _train(recipe: Recipe, path: Path, *, resume: bool, quiet: bool) -> None:
+def _train(
+    recipe: Recipe, path: Path, *, resume: bool, quiet: bool, tables: SharedTables | None
+) -> None:
     device = rank_device(resolve_device(recipe.train.device))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(recipe.loader.batch_size, world, recipe.train.accumulate)  # at once
@@ -124,14 +131,14 @@ def _train(recipe: Recipe, path: Path, *, resume: bool, quiet: bool) -> None:
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))
         quiet = quiet or not world.is_first
-        dataset: Dataset
+        dataset: Source
         if recipe.data.tasks:
             dataset = open_tasks(recipe, lambda one: _open(one, world, quiet=quiet))
         else:
             dataset = _open(recipe, world, quiet=quiet)
         resolved, sizes = resolve(recipe, dataset, quiet=quiet)
         world.lead(lambda: check_resumed(path, resolved))
-        learner = Learner(resolved, sizes, dataset, device, world=world)
+        learner = Learner(resolved, sizes, dataset, device, world=world, tables=tables)
         stack.callback(learner.release)
         if directory is None:
             Run(path, learner).complete()
@@ -149,7 +156,7 @@ def _open(recipe: Recipe, world: World, *, quiet: bool) -> Dataset:
     That is while the node's first rank loads it.  What is mapped, or read from disk in parts, is
     not compared then, so it is before any rank reads it.
     """
-    made = world.lead(lambda: prepare_dataset(recipe, quiet=quiet))
+    made = world.lead(lambda: prepare_one(recipe, quiet=quiet))
     if world.size == 1:
         assert made is not None
         return made

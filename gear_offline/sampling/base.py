@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,6 @@ from gear_offline.kernels.search import GuidedSearch
 from gear_offline.kernels.segments import Segments
 
 if TYPE_CHECKING:
-    from gear_offline.dataset.dataset import Dataset
     from gear_offline.sampling.prioritized import Prioritized
 
 Float64Array = npt.NDArray[np.float64]
@@ -41,6 +40,17 @@ SELECTION_STREAM = 0  # the segment of a slot
 PART_STREAM = 1  # which part of a mixture a slot takes
 ROTATION_STREAM = 2  # which stratum a step begins with
 EPOCH_STREAM = 3  # keys of an epoch's order
+
+
+class EpisodeData(Protocol):
+    """Data that samplers may look at: a dataset, several for one table, or `Facts`."""
+
+    @property
+    def episodes(self) -> EpisodeIndex: ...
+    @property
+    def returns(self) -> Float64Array | None: ...
+    @property
+    def terminated(self) -> BoolArray | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,7 +232,7 @@ def _required(field: Any) -> bool:
 
 def make_sampler(
     name: str,
-    data: Dataset | Facts | EpisodeIndex,
+    data: EpisodeData | EpisodeIndex,
     *,
     context_length: int | None = None,
     **options: Any,

@@ -17,14 +17,15 @@ from typing import Any
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
+from gear_offline.loaders.recipes import loader_options
 from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sampling.base import own_strategies
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.results import steps_done
-from gear_offline.tables.shared_tables import Handles, SharedTables
+from gear_offline.tables.joint import Source
+from gear_offline.tables.shared import SharedTables
 
 POLL_SECONDS = 0.2
 USELESS = ("SWEEP_WORKER", "GPU_LOST")  # after these errors a process trains nothing more
@@ -41,7 +42,7 @@ class Worker:
         Of the numerical libraries; None leaves it to them.
     """
 
-    def __init__(self, tables: Handles, *, threads: int | None) -> None:
+    def __init__(self, tables: dict[str, dict[str, int]], *, threads: int | None) -> None:
         # Its modules are to be found where ours were, as with multiprocessing's spawn.
         variables = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if threads is not None:
@@ -203,7 +204,7 @@ class Processes:
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.point is not None]
 
-    def _start(self, waiting: deque[SweepPoint], handles: Handles) -> None:
+    def _start(self, waiting: deque[SweepPoint], handles: dict[str, dict[str, int]]) -> None:
         while waiting and len(self._busy()) < self._parallel:
             idle = next((worker for worker in self._workers if worker.point is None), None)
             if idle is None:
@@ -233,24 +234,16 @@ class Processes:
                 ended(point, error)
 
 
-def build_tables(points: Sequence[SweepPoint], datasets: Callable[[SweepPoint], Dataset]) -> Any:
+def build_tables(
+    points: Sequence[SweepPoint], datasets: Callable[[SweepPoint], Source]
+) -> SharedTables:
     """Return the tables of the points, in shared memory, as far as they fit there.
 
     A run whose table is not among them reads one of its own.
     """
     tables = SharedTables(publish=True)
     for point in points:
-        loader = point.recipe.loader
-        if loader.placement == "disk":
-            continue
-        with suppress(GearError):  # the run itself says what is wrong, or reads from disk
-            tables.table(
-                datasets(point),
-                context_length=loader.context_length,
-                extra_columns=(),
-                gamma=float(loader.gamma),
-                returns_scale=float(loader.returns_scale),
-                normalize_states=bool(loader.normalize_states),
-                frame_stack=loader.frame_stack,
-            )
+        with suppress(GearError):  # the run itself says what is wrong
+            dataset = datasets(point)
+            tables.table(dataset, loader_options(point.recipe, dataset))
     return tables

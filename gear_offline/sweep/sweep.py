@@ -17,7 +17,6 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text, remedies_once
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import resolve_device
 from gear_offline.loaders.recipes import recipe_sampler
@@ -31,7 +30,8 @@ from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.modes import Choice, Mode, choose
 from gear_offline.sweep.points import SweepPoint, name_points
 from gear_offline.sweep.results import RunResult, is_complete, read_result, steps_done
-from gear_offline.tables.shared_tables import SharedTables
+from gear_offline.tables.joint import Source
+from gear_offline.tables.shared import SharedTables
 from gear_offline.training.stack import check_stackable
 
 __all__ = ["RunResult", "default_sweep_path", "run_sweep"]
@@ -130,7 +130,7 @@ class Sweep:
         self._others = others
         self._points, self._out, self._quiet = points, out, quiet
         self._mode, self._parallel = mode, parallel
-        self._datasets: dict[str, Dataset] = {}
+        self._datasets: dict[str, Source] = {}
         self._device = self._one_device()
         if self._device.type == "cuda":
             os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
@@ -190,7 +190,7 @@ class Sweep:
                     raise gpu_lost(error, str(self._out)) from error
             return self._conclude(directory, report=report)
 
-    def _dataset(self, point: SweepPoint) -> Dataset:
+    def _dataset(self, point: SweepPoint) -> Source:
         """Return the data of a point, opened and verified once for all."""
         key = data_key(point.recipe)
         if key not in self._datasets:
@@ -257,8 +257,14 @@ class Sweep:
         for point in points:
             path = place(point)
             try:
-                with in_words(point.name, path, self._device), tables.used():
-                    train(point.recipe, out=path, resume=path.exists(), quiet=self._quiet)
+                with in_words(point.name, path, self._device):
+                    train(
+                        point.recipe,
+                        out=path,
+                        resume=path.exists(),
+                        quiet=self._quiet,
+                        tables=tables,
+                    )
             except TrainingInterrupted:
                 raise
             except GearError as error:

@@ -18,7 +18,6 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.interruption import StopRequest
-from gear_offline.dataset.dataset import Dataset
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.runs.directory import RunDirectory
@@ -29,7 +28,8 @@ from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.lane import Lane, TurnRun
 from gear_offline.sweep.points import SweepPoint
-from gear_offline.tables.shared_tables import SharedTables
+from gear_offline.tables.joint import Source
+from gear_offline.tables.shared import SharedTables
 from gear_offline.training.determinism import deterministic
 from gear_offline.training.learner import Learner
 from gear_offline.training.torch_threads import torch_threads
@@ -65,7 +65,7 @@ class Turns:
         *,
         parallel: int,
         share: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-        prepare: Callable[[SweepPoint], Dataset],
+        prepare: Callable[[SweepPoint], Source],
         place: Callable[[SweepPoint], Path],
         display: SweepDisplay,
     ) -> None:
@@ -135,8 +135,7 @@ class Turns:
             threads = torch_threads(recipe.train.threads)
             with lane.track.alone(), threads, deterministic(recipe.train.deterministic):
                 torch.manual_seed(recipe.seed)
-                with self._tables.used():
-                    learner = Learner(recipe, sizes, dataset, self._device)
+                learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
                 run = TurnRun(directory, learner, dataset, quiet=True)
                 run.stop, run.neighbours = self._stop, self._parallel
                 try:

@@ -20,7 +20,7 @@ from gear_offline.loaders.loader import resolve_device
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.runs.trainer import train
 from gear_offline.sampling.base import register_own
-from gear_offline.tables.shared_tables import SharedTables
+from gear_offline.tables.shared import SharedTables
 
 
 def main(parent: int) -> None:
@@ -40,8 +40,8 @@ def _answer(request: dict[str, Any], tables: SharedTables) -> dict[str, str]:
     recipe, path = Recipe.parse(request["recipe"]), Path(request["path"])
     device = resolve_device(recipe.train.device)
     try:
-        with in_words(path.name, path, device), tables.used():
-            train(recipe, out=path, resume=path.exists(), quiet=True)
+        with in_words(path.name, path, device):
+            train(recipe, out=path, resume=path.exists(), quiet=True, tables=tables)
     except GearError as error:
         return _told(error)
     except Exception as error:

@@ -21,19 +21,18 @@ from typing import IO, Any
 
 import numpy as np
 
-from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.core.system import check_available
+from gear_offline.core.text import size_text
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.dataset.shard import byte_view
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.columns import Array, ColumnGroup, Field
+from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
-from gear_offline.tables.host_memory import check_available
-from gear_offline.tables.joint import JointDataset, tasks_of
-from gear_offline.tables.joint_fields import PartColumn
-from gear_offline.tables.pinning import format_bytes
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
+from gear_offline.tables.joint import JointDataset, Source, Task, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
 from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
 from gear_offline.tables.returns import sum_returns
@@ -182,9 +181,9 @@ def share_out(
         needed = pages(taken + 2 * batch * slot_bytes)
         raise InputError(
             "LOADER_OPTION",
-            f"host_budget={budget_bytes} ({format_bytes(budget_bytes)}) is too small to keep two "
+            f"host_budget={budget_bytes} ({size_text(budget_bytes)}) is too small to keep two "
             f"batches of {batch} windows",
-            remedy=f"give at least {needed} bytes ({format_bytes(needed)}), or make "
+            remedy=f"give at least {needed} bytes ({size_text(needed)}), or make "
             "batch_size or context_length smaller",
         )
     slots = min(slots, max(16 * batch, 2 * -(-steps // rows)))  # beyond, nothing is gained
@@ -253,7 +252,7 @@ class DiskGather:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Source,
         stream: Stream,
         *,
         host_budget: int,
@@ -289,23 +288,28 @@ class DiskGather:
             steps=dataset.spec.steps,
             batch=stream.share,
         )
-        dataset = dataset.verify()  # a window is not a block that could be compared
+        # A window is not a block that could be compared while it is read.
+        parts = [replace(part, dataset=part.dataset.verify()) for part in parts_of(dataset)]
+        counts = [len(part.dataset.manifest.shards) for part in parts]
+        steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
+        first_steps = np.concatenate([[0], np.cumsum(steps)])
         columns, derived = _load_columns(
-            dataset,
+            parts,
             sources,
             self.sizes,
+            first_steps,
             margin=rows,
+            normalize_states=normalize_states and isinstance(dataset, JointDataset),
             returns=partial(
-                _returns, dataset, gamma=gamma, scale=returns_scale, budget_bytes=host_budget
+                _returns, parts, gamma=gamma, scale=returns_scale, budget_bytes=host_budget
             ),
         )
-        parts = _parts(dataset)
-        files = ShardFiles(parts, derived)
+        files = ShardFiles([part.dataset for part in parts], derived)
         self._windows = WindowReader(
             files,
             columns,
-            first_steps=dataset.first_steps,
-            part_of=np.repeat(np.arange(len(parts)), [len(part.identities) for part in parts]),
+            first_steps=first_steps,
+            part_of=np.repeat(np.arange(len(parts)), counts),
             span=context_length,
             history=history,
             chunk_steps=self.sizes.chunk_steps,
@@ -445,8 +449,9 @@ class _Slots:
 
 
 def _sources(
-    dataset: Dataset, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
+    dataset: Source, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
 ) -> list[_Source]:
+    joint = isinstance(dataset, JointDataset)  # then states are normalised before the slots
     plans = plan_groups(
         dataset,
         normalize_states=normalize_states,
@@ -457,63 +462,70 @@ def _sources(
     found = []
     for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
         field = replace(fields[name], offset=0)
-        dtype = field.dtype if name is None else dataset.spec[name].dtype
+        final = name is None or (joint and normalize_states and name == STATES)
+        dtype = field.dtype if final else dataset.spec[name or STATES].dtype
         shape = field.shape if name is None else dataset.spec[name].shape
         found.append(_Source(name=name, width=prod(shape), dtype=dtype, field=field))
     return found
 
 
-def _parts(dataset: Dataset) -> list[Dataset]:
-    return [task.dataset for task in tasks_of(dataset)] or [dataset]
-
-
 def _load_columns(
-    dataset: Dataset,
+    parts: Sequence[Task],
     sources: Sequence[_Source],
     sizes: DiskSizes,
+    first_steps: Int64Array,
     *,
     margin: int,
+    normalize_states: bool,
     returns: Callable[[], Iterator[UInt8Array]],
 ) -> tuple[list[DiskColumn], IO[bytes] | None]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns.
 
     Returns-to-go that do not stay in memory go to a file without a name, gone with the process.
+    With `normalize_states` states are normalised when they are read, by their own part's moments.
     """
-    steps, columns, derived = dataset.spec.steps, [], None
+    steps, columns, derived = int(first_steps[-1]), [], None
     for source, stays in zip(sources, sizes.resident, strict=True):
-        column = _located(dataset, source)
+        column = _located(parts, source, first_steps, normalize_states=normalize_states)
         if stays:
             rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
             at = margin
-            for some in _rows(dataset, source.name, column.lay) if source.name else returns():
+            for some in _rows(parts, source.name, column.lay) if source.name else returns():
                 rows[at : at + len(some)] = some
                 at += len(some)
             column = replace(column, rows=rows, margin=margin)
         elif source.name is None:
-            derived = _written(dataset, returns())
+            derived = _written(parts, returns())
         columns.append(column)
     return columns, derived
 
 
-def _located(dataset: Dataset, source: _Source) -> DiskColumn:
+def _located(
+    parts: Sequence[Task], source: _Source, first_steps: Int64Array, *, normalize_states: bool
+) -> DiskColumn:
     """Return where the rows of a column lie."""
-    parts = _parts(dataset)
     row_bytes = source.row_bytes
     lay: tuple[Lay | None, ...] = (None,) * len(parts)
     if source.name is None:  # one file for all shards
-        stored = np.full(len(dataset.manifest.shards), row_bytes)
-        offsets = dataset.first_steps[:-1] * row_bytes
+        stored = np.full(len(first_steps) - 1, row_bytes)
+        offsets = first_steps[:-1] * row_bytes
     else:
         layouts = [
             (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
             for part in parts
-            for shard in part.manifest.shards
-            for tensor in part.manifest.tensors(shard)
+            for shard in part.dataset.manifest.shards
+            for tensor in part.dataset.manifest.tensors(shard)
             if tensor.name == source.name
         ]
         offsets, stored = np.array(layouts, np.int64).T
-        if isinstance(dataset, JointDataset):
-            lay = tuple(_lay_of(ways[source.name]) for ways in dataset._ways)
+        own = [
+            standard_fields(part.dataset, normalize_states=True)[STATES]
+            if normalize_states and source.name == STATES
+            else None
+            for part in parts
+        ]
+        specs = [part.dataset.spec[source.name] for part in parts]
+        lay = tuple(_lay_of(source, *both) for both in zip(specs, own, strict=True))
     return DiskColumn(
         history=source.field.history,
         row_bytes=row_bytes,
@@ -524,40 +536,44 @@ def _located(dataset: Dataset, source: _Source) -> DiskColumn:
     )
 
 
-def _lay_of(way: PartColumn) -> Lay | None:
-    if way.is_same:
+def _lay_of(source: _Source, column: ColumnSpec, single: Field | None) -> Lay | None:
+    """Return how the stored rows of a part become those of the table; None: they are the same."""
+    if single is None and (column.dtype, prod(column.shape)) == (source.dtype, source.width):
         return None
 
     def lay(stored: UInt8Array) -> UInt8Array:
-        values = stored.view(way.source.dtype).reshape(len(stored), *way.source.shape)
-        rows = np.empty((len(stored), *way.target.shape), way.target.dtype)
-        way.put(values, rows)
-        return rows.view(np.uint8).reshape(len(stored), -1)
+        values = stored.view(column.dtype).reshape(len(stored), *column.shape)
+        if single is not None:
+            values = convert(values.reshape(len(values), *single.shape), single)
+        rows = np.zeros((len(stored), source.width), source.dtype)
+        flat = values.reshape(len(values), -1)
+        rows[:, : flat.shape[1]] = flat
+        return rows.view(np.uint8)
 
     return lay
 
 
-def _rows(dataset: Dataset, name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
+def _rows(parts: Sequence[Task], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
     """Yield all rows of a column in their order, (n, row bytes), digests compared."""
-    for part, lay in zip(_parts(dataset), lays, strict=True):
-        for shard in range(len(part.manifest.shards)):
-            for _, values in part.stream(shard, name):
+    for part, lay in zip(parts, lays, strict=True):
+        for shard in range(len(part.dataset.manifest.shards)):
+            for _, values in part.dataset.stream(shard, name):
                 rows = _bytes_of(values)
                 yield rows if lay is None else lay(rows)
 
 
 def _returns(
-    dataset: Dataset, *, gamma: float, scale: float, budget_bytes: int
+    parts: Sequence[Task], *, gamma: float, scale: float, budget_bytes: int
 ) -> Iterator[UInt8Array]:
     """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
-    scales = [task.returns_scale for task in tasks_of(dataset)] or [1.0]
     most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
-    for part, own in zip(_parts(dataset), scales, strict=True):
-        offsets = part.episodes.offsets
-        for shard in range(len(part.manifest.shards)):
+    for part in parts:
+        dataset, own = part.dataset, part.returns_scale
+        offsets = dataset.episodes.offsets
+        for shard in range(len(dataset.manifest.shards)):
             kept: Array = np.empty(0)
-            chunk_bytes = most * part.spec[REWARDS].step_bytes
-            for first, rewards in part.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
+            chunk_bytes = most * dataset.spec[REWARDS].step_bytes
+            for first, rewards in dataset.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
                 begin, end = first - len(kept), first + len(rewards)
                 kept = np.concatenate([kept, rewards.reshape(-1)])
                 low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
@@ -575,7 +591,7 @@ def _bytes_of(values: Array) -> UInt8Array:
     return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
 
 
-def _written(dataset: Dataset, chunks: Iterator[UInt8Array]) -> IO[bytes]:
+def _written(parts: Sequence[Task], chunks: Iterator[UInt8Array]) -> IO[bytes]:
     """Write the returns-to-go, in order, to a file without a name and return it.
 
     It lies beside the dataset, where the disk is surely large; if nothing can be written there,
@@ -589,7 +605,7 @@ def _written(dataset: Dataset, chunks: Iterator[UInt8Array]) -> IO[bytes]:
     with ExitStack() as at_error:
         try:
             try:
-                file = at_error.enter_context(tempfile.TemporaryFile(dir=_parts(dataset)[0].path))
+                file = at_error.enter_context(tempfile.TemporaryFile(dir=parts[0].dataset.path))
             except OSError:
                 file = at_error.enter_context(tempfile.TemporaryFile())
             for rows in chunks:

@@ -1,8 +1,4 @@
-"""What a batch is made of: fields, their kinds, and how stored values become theirs.
-
-The rules are here once; tables apply them when they are built, gathers apply them to columns that
-stay in their source dtype.  The result is the same bits either way.
-"""
+"""What a batch is made of: its fields, and the columns of a dataset that they come from."""
 
 from __future__ import annotations
 
@@ -12,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.core.types import Array, Float64Array
+from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.errors import InputError
-from gear_offline.kernels.columns import Array, Field, Float64Array
+from gear_offline.kernels.columns import Field
 
 STATES, ACTIONS, REWARDS = "observations", "actions", "rewards"  # columns of a dataset
 EXTRA = "extras/"  # before the name of a further column, so that no name is taken twice
@@ -22,7 +19,7 @@ STD_FLOOR = 1e-6  # added to the deviation, as the paper's code does
 
 
 class HasMoments(Protocol):
-    """Per-column statistics as far as normalisation needs them."""
+    """Statistics of a column as far as normalisation needs them."""
 
     @property
     def mean(self) -> Float64Array: ...
@@ -30,18 +27,13 @@ class HasMoments(Protocol):
     def std(self) -> Float64Array: ...
 
 
-class TableSource(Protocol):
-    """What a table is built from; `gear_offline.dataset.dataset.Dataset` is one."""
+class HasColumns(Protocol):
+    """Columns and their statistics: a dataset, or a description of one."""
 
     @property
     def spec(self) -> TableSpec: ...
     @property
-    def episodes(self) -> EpisodeIndex: ...
-    @property
     def statistics(self) -> Mapping[str, HasMoments]: ...
-    @property
-    def checked(self) -> bool: ...
-    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array: ...
 
 
 def returns_field() -> Field:
@@ -50,7 +42,7 @@ def returns_field() -> Field:
 
 
 def standard_fields(
-    source: TableSource, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
+    source: HasColumns, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
 ) -> dict[str, Field]:
     """Return the fields that every batch has, by column: dtype, shape and normalisation.
 
@@ -65,31 +57,29 @@ def standard_fields(
     states, actions, rewards = (source.spec[c] for c in (STATES, ACTIONS, REWARDS))
     for spec in (states, actions, rewards):
         if spec.dtype.kind == "c":
-            raise _kind(spec, "complex numbers are not supported here")
+            raise _unusable(spec, "complex numbers are not supported here")
     if prod(rewards.shape) != 1:
-        raise _kind(rewards, "rewards must be one number a step")
+        raise _unusable(rewards, "rewards must be one number a step")
     image = is_image(states)
     if frame_stack > 1 and not image:
         raise InputError(
-            "FRAME_STACK",
+            "LOADER_OPTION",
             f"{section}frame_stack={frame_stack} needs images, {STATES} are {states.dtype} "
             f"{states.shape} a step",
             where=f"column {STATES}",
             remedy=f"use {section}frame_stack=1; images are uint8 with two or more dimensions "
             "a step",
         )
-    mean = divisor = None
-    if normalize_states:
-        if image:
-            raise InputError(
-                "NORMALIZE_IMAGES",
-                "uint8 images are not normalised by the loader",
-                where=f"column {STATES}",
-                remedy="set loader.normalize_states=false: the model scales the pixels"
-                if recipe
-                else "set normalize_states to false and scale the pixels in the model",
-            )
-        mean, divisor = normalization(source)
+    if normalize_states and image:
+        raise InputError(
+            "LOADER_OPTION",
+            "uint8 images are not normalised by the loader",
+            where=f"column {STATES}",
+            remedy="set loader.normalize_states=false: the model scales the pixels"
+            if recipe
+            else "set normalize_states to false and scale the pixels in the model",
+        )
+    mean, divisor = normalization(source) if normalize_states else (None, None)
     discrete = actions.dtype.kind in "iub"
     action_shape = () if discrete and actions.shape == (1,) else actions.shape
     return {
@@ -115,12 +105,12 @@ def is_image(states: ColumnSpec) -> bool:
     return states.dtype == np.uint8 and len(states.shape) >= 2
 
 
-def normalization(source: TableSource) -> tuple[Float64Array, Float64Array]:
+def normalization(source: HasColumns) -> tuple[Float64Array, Float64Array]:
     """Return mean and divisor (``std + 1e-6``) of the states, float64, the states' batch shape."""
     shape = source.spec[STATES].shape or (1,)
-    found = source.statistics[STATES]
-    mean = np.asarray(found.mean, dtype=np.float64).reshape(shape)
-    divisor = np.asarray(found.std, dtype=np.float64).reshape(shape) + STD_FLOOR
+    moments = source.statistics[STATES]
+    mean = np.asarray(moments.mean, dtype=np.float64).reshape(shape)
+    divisor = np.asarray(moments.std, dtype=np.float64).reshape(shape) + STD_FLOOR
     return mean, divisor
 
 
@@ -133,11 +123,13 @@ def to_float32(values: Array, column: str, first_step: int, *, finite: bool = Fa
         return values  # nothing is rounded
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float32, copy=False)
+    if np.isfinite(rounded).all():
+        return rounded
     lost = np.isinf(rounded) & (np.isfinite(values) | finite)
     if lost.any():
         step = first_step + int(np.argwhere(lost)[0][0])
         raise InputError(
-            "CAST_OVERFLOW",
+            "COLUMN",
             "a value is too large for float32",
             where=f"column {column}, step {step}",
             remedy="scale the column in the source, or raise returns_scale for returns-to-go",
@@ -145,9 +137,9 @@ def to_float32(values: Array, column: str, first_step: int, *, finite: bool = Fa
     return rounded
 
 
-def _kind(spec: ColumnSpec, what: str) -> InputError:
+def _unusable(spec: ColumnSpec, what: str) -> InputError:
     return InputError(
-        "COLUMN_KIND",
+        "COLUMN",
         f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}",
         where=f"column {spec.name}",
         remedy="convert the source with columns of the kinds that docs/loader.md lists",

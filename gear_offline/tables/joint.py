@@ -1,47 +1,36 @@
 """Several datasets as one table: for one model that learns several tasks.
 
-A `JointDataset` is a dataset whose shards are those of all its tasks, one task after the other.
-Nothing is copied on disk: rows are padded, and states normalised with their own task's mean and
-deviation, while they are read into the table.  From there on tiers, kernels, nodes and resume know
-nothing of tasks; the task of a segment follows from the number of its episode.
+Nothing is copied on disk.  While the rows are read into the table, states are normalised with their
+own task's mean and deviation, and vectors narrower than the widest task's are filled up with zeros,
+as JAT does (Gallouedec et al. 2024, arXiv:2402.09844).  From there on tiers, kernels, nodes and
+resume know nothing of tasks; the task of a segment follows from the number of its episode.
 
 Shape legend: T tasks, E episodes of all, N steps of all.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from numbers import Real
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gear_offline.core.types import Float64Array, Int64Array
+from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.manifest import Manifest, ShardRecord, SourceRecord, shard_name
-from gear_offline.dataset.schema import EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import digest
-from gear_offline.dataset.shard_reader import ShardReader
-from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
-from gear_offline.kernels.columns import Array, Field
-from gear_offline.tables.fields import STATES, is_image, standard_fields
-from gear_offline.tables.joint_fields import PartColumn, joint_spec, joint_statistics, part_columns
-
-__all__ = ["JointDataset", "Task", "join_datasets"]
-
-READ_ROWS_BYTES = 8 << 20  # of a task's rows that are padded at a time
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, is_image, standard_fields
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """One task of a joint table.
+    """One of the datasets that a table is built from.
 
     Attributes
     ----------
@@ -50,7 +39,7 @@ class Task:
     dataset
         Its own.
     returns_scale
-        Its returns-to-go are divided by this.
+        Its returns-to-go are divided by this, besides the table's own scale.
     """
 
     name: str
@@ -58,65 +47,39 @@ class Task:
     returns_scale: float = 1.0
 
 
-class PaddedReader:
-    """Reads one shard of a task as rows of the joint table.
-
-    Parameters
-    ----------
-    reader
-        Of the task's shard.
-    columns
-        How each column becomes a joint one.
-    """
-
-    def __init__(self, reader: ShardReader, columns: Mapping[str, PartColumn]) -> None:
-        self._reader, self._columns = reader, columns
-        self._held: dict[str, Array] = {}
-
-    def read(self, column: str, out: Array) -> None:
-        """Fill C-contiguous `out`, (n, *joint shape), with the next n rows of a column."""
-        way = self._columns[column]
-        if way.is_same:
-            self._reader.read(column, out.reshape(len(out), *way.source.shape))
-            return
-        rows = max(READ_ROWS_BYTES // way.source.step_bytes, 1)
-        for start in range(0, len(out), rows):
-            part = out[start : start + rows]
-            held = self._held.get(column)
-            if held is None or len(held) < len(part):
-                held = np.empty((len(part), *way.source.shape), way.source.dtype)
-                self._held[column] = held
-            values = held[: len(part)]
-            self._reader.read(column, values)
-            way.put(values, part)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class JointDataset(Dataset):
-    """Several datasets as one; `join_datasets` makes it.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointDataset:
+    """Several datasets for one table, one task after the other; `join_datasets` makes it.
 
     Attributes
     ----------
     tasks
         In the order of their episodes.
-    normalized
-        Whether the observations are given normalised, each task with its own statistics.
-    origin
-        Of each shard, by its name here: its task, and its number in that task's dataset.
+    spec
+        The columns of the table: as wide as the widest task's; steps and episodes of all.
     """
 
     tasks: tuple[Task, ...]
-    normalized: bool
-    origin: Mapping[str, tuple[int, int]]
+    spec: TableSpec
 
     def __repr__(self) -> str:
         names = ", ".join(task.name for task in self.tasks)
         return f"JointDataset({names}: {self.spec.episodes:,} episodes, {self.spec.steps:,} steps)"
 
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        """In the order of `tasks`."""
-        return tuple(task.name for task in self.tasks)
+    @cached_property
+    def episodes(self) -> EpisodeIndex:
+        """Index over the steps of all."""
+        return EpisodeIndex(np.concatenate([t.dataset.episodes.lengths for t in self.tasks]))
+
+    @cached_property
+    def returns(self) -> Float64Array:
+        """(E,) undiscounted sum of rewards of each episode, unscaled."""
+        return np.concatenate([task.dataset.returns for task in self.tasks])
+
+    @cached_property
+    def terminated(self) -> BoolArray:
+        """(E,) whether the environment ended the episode."""
+        return np.concatenate([task.dataset.terminated for task in self.tasks])
 
     @cached_property
     def first_episodes(self) -> Int64Array:
@@ -124,201 +87,148 @@ class JointDataset(Dataset):
         counts = [task.dataset.episodes.episodes for task in self.tasks]
         return np.cumsum([0, *counts], dtype=np.int64)
 
-    @property
-    def returns_scales(self) -> tuple[float, ...]:
-        """What the returns-to-go of each shard are divided by."""
-        return tuple(self._task_of(shard.name).returns_scale for shard in self.manifest.shards)
 
-    @cached_property
-    def _ways(self) -> list[dict[str, PartColumn]]:
-        columns = self.spec.columns
-        return [
-            part_columns(task.dataset.spec, columns, _states_field(task, self.normalized))
-            for task in self.tasks
-        ]
-
-    def _task_of(self, name: str) -> Task:
-        return self.tasks[self.origin[name][0]]
-
-    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> npt.NDArray[Any]:
-        """Return rows ``[start, stop)`` of `column`, (stop - start, *shape).
-
-        `check` and errors are as in `Dataset.read`.
-        """
-        spec = self.spec[column]
-        if not 0 <= start <= stop <= self.spec.steps:
-            raise InputError(
-                "SELECTION",
-                f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
-                where=f"column {column}",
-            )
-        found = np.empty((stop - start, *spec.shape), spec.dtype)
-        firsts = self.first_steps.tolist()
-        for index, shard in enumerate(self.manifest.shards):
-            low, high = max(start, firsts[index]), min(stop, firsts[index + 1])
-            if low >= high:
-                continue
-            task, number = self.origin[shard.name]
-            part = self.tasks[task].dataset
-            shift = int(part.first_steps[number]) - firsts[index]
-            rows = part.read(column, low + shift, high + shift, check=check)
-            self._ways[task][column].put(rows, found[low - start : high - start])
-        return found
-
-    def column(self, name: str) -> Array:
-        """Return the whole column `name`, (N, *shape)."""
-        return self.read(name, 0, self.spec.steps, check=self.checked)
-
-    def verify(
-        self, *, threads: int | None = None, on_progress: Callable[[int], None] = lambda n: None
-    ) -> JointDataset:
-        """Return the tasks with every block compared with its digest; as `Dataset.verify`."""
-        if self.verified:
-            return self
-        tasks = [replace(task, dataset=task.dataset.verify(threads=threads)) for task in self.tasks]
-        return replace(self, tasks=tuple(tasks), verified=True)
-
-    @contextmanager
-    def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[Any]:
-        """Open shard `index` to read padded `columns` of it from the first row to the last.
-
-        `check` and errors are as in `Dataset.reader`.
-        """
-        task, number = self.origin[self.manifest.shards[index].name]
-        with self.tasks[task].dataset.reader(number, columns, check=check) as opened:
-            yield PaddedReader(opened, self._ways[task])
+Source = Dataset | JointDataset  # what a table is built from
 
 
-def join_datasets(tasks: Sequence[Task], *, normalize_states: bool = False) -> JointDataset:
-    """Return several datasets as one table.
+def parts_of(source: Source) -> tuple[Task, ...]:
+    """Return the datasets of a table, in the order of its episodes (one dataset: a list of one)."""
+    if isinstance(source, JointDataset):
+        return source.tasks
+    return (Task(name=str(source.path), dataset=source),)
+
+
+def shards_of(source: Source) -> list[tuple[Task, int]]:
+    """Return all shards in the order of their episodes: the part, and the shard's number in it."""
+    return [
+        (part, shard)
+        for part in parts_of(source)
+        for shard in range(len(part.dataset.first_steps) - 1)
+    ]
+
+
+def source_name(source: Source) -> str:
+    """Return what messages call it."""
+    return "+".join(part.name for part in parts_of(source))
+
+
+def source_digest(source: Source) -> str:
+    """Return what tells data apart: of a dataset its manifest's digest."""
+    if not isinstance(source, JointDataset):
+        return digest(source.manifest.encode())
+    parts = [
+        (task.name, source_digest(task.dataset), float(task.returns_scale)) for task in source.tasks
+    ]
+    return digest(json.dumps(parts).encode())
+
+
+def join_datasets(tasks: Sequence[Task]) -> JointDataset:
+    """Return several datasets as the source of one table.
 
     Parameters
     ----------
     tasks
         At least one; names differ.
-    normalize_states
-        Normalise observations with the mean and deviation of their own task's dataset.  Pass
-        ``normalize_states=False`` to the loader then.
 
     Raises
     ------
     InputError
-        ``TASK_MIXED``, ``NORMALIZE_IMAGES``, ``COLUMN``, ``COLUMN_KIND``; ``TASK_NAMES``,
-        ``DATASET_NOT_FOUND``, ``TASK_SCALE``.
+        ``COLUMN`` for tasks that one model cannot take: frames beside vectors, frames of two
+        shapes, discrete actions beside continuous ones, columns that no batch can have;
+        ``LOADER_OPTION``.
     """
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
-        raise InputError("TASK_NAMES", f"tasks need names of their own, got {names}")
+        raise InputError("LOADER_OPTION", f"tasks need names of their own, got {names}")
     for task in tasks:
-        _check_task(task)
-    for task in tasks:  # refuses what does not fit a batch, and frames that shall be normalised
-        standard_fields(task.dataset, normalize_states=normalize_states)
-    parts = [task.dataset for task in tasks]
+        if not isinstance(task.dataset, Dataset):
+            raise InputError(
+                "LOADER_OPTION",
+                f"task {task.name!r}: a {type(task.dataset).__name__} is not one dataset",
+                remedy="give what gear_offline.open_dataset(PATH) returns; of joint ones the tasks",
+            )
+        scale = task.returns_scale
+        if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
+            raise InputError(
+                "LOADER_OPTION",
+                f"task {task.name!r}: returns_scale={scale!r} is not usable",
+                remedy="use a positive number",
+            )
+        standard_fields(task.dataset, normalize_states=False)  # refuses what fits no batch
     specs = {task.name: task.dataset.spec for task in tasks}
-    columns = joint_spec(specs, normalize_states=normalize_states)
-    index = EpisodeIndex(lengths=np.concatenate([part.episodes.lengths for part in parts]))
-    returns = np.concatenate([part.returns for part in parts])
-    shards: list[ShardRecord] = []
-    origin: dict[str, tuple[int, int]] = {}
-    for number, part in enumerate(parts):
-        for place, shard in enumerate(part.manifest.shards):
-            name = shard_name(len(shards))
-            shards.append(shard.model_copy(update={"name": name}))
-            origin[name] = (number, place)
-    manifest = Manifest(
-        spec=TableSpec(columns=columns, steps=index.steps, episodes=index.episodes),
-        block_bytes=parts[0].manifest.block_bytes,
-        shards=tuple(shards),
-        statistics={
-            c.name: joint_statistics([part.statistics[c.name] for part in parts], c)
-            for c in columns
-        },
-        returns=distribution(returns),
-        lengths=distribution(index.lengths, whole=True),
-        terminated=sum(part.manifest.terminated for part in parts),
-        truncated=sum(part.manifest.truncated for part in parts),
-        environment_id=None,
-        reference_scores=None,
-        source=_source(tasks, normalize_states),
-    )
-    returns.setflags(write=False)
     return JointDataset(
-        path=Path("+".join(names)),
-        manifest=manifest,
-        episodes=index,
-        terminated=np.concatenate([part.terminated for part in parts]),
-        truncated=np.concatenate([part.truncated for part in parts]),
-        returns=returns,
-        verified=all(part.verified for part in parts),
-        identities=tuple(one for part in parts for one in part.identities),
         tasks=tuple(tasks),
-        normalized=normalize_states,
-        origin=origin,
+        spec=TableSpec(
+            columns=_joint_columns(specs),
+            steps=sum(spec.steps for spec in specs.values()),
+            episodes=sum(spec.episodes for spec in specs.values()),
+        ),
     )
 
 
-def _check_task(task: Task) -> None:
-    if not isinstance(task.dataset, Dataset) or isinstance(task.dataset, JointDataset):
-        kind = type(task.dataset).__name__
-        raise InputError(
-            "DATASET_NOT_FOUND",
-            f"task {task.name!r}: a {kind} is not one dataset",
-            remedy="give what gear_offline.open_dataset(PATH) returns; of joint ones their tasks",
-        )
-    scale = task.returns_scale
-    if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
-        raise InputError(
-            "TASK_SCALE",
-            f"task {task.name!r}: returns_scale={scale!r} is not usable",
-            remedy="use a positive number",
-        )
-
-
-def _source(tasks: Sequence[Task], normalized: bool) -> SourceRecord:
-    """Say what the joint table is made of: its digest in a loader's state depends on it."""
-    made = [
-        {
-            "name": task.name,
-            "dataset": digest(task.dataset.manifest.encode()),
-            "returns_scale": np.asarray(task.returns_scale).item(),  # also of NumPy's numbers
-        }
-        for task in tasks
+def _joint_columns(specs: Mapping[str, TableSpec]) -> tuple[ColumnSpec, ...]:
+    """Return the standard columns, and others that all tasks share."""
+    first, *others = specs.values()
+    rewards = np.result_type(*(spec[REWARDS].dtype for spec in specs.values()))
+    shared = [
+        column
+        for column in first
+        if column.name not in (STATES, ACTIONS, REWARDS)
+        and all(column in tuple(other) for other in others)
     ]
-    return SourceRecord(
-        uri="+".join(task.name for task in tasks),
-        format="joint",
-        rule="as each task's",
-        attributes={"tasks": made, "normalized": normalized},
+    return (
+        _states(specs),
+        _actions(specs),
+        ColumnSpec(name=REWARDS, dtype=rewards),
+        *shared,
     )
 
 
-def _states_field(task: Task, normalized: bool) -> Field | None:
-    if not normalized:
-        return None
-    return standard_fields(task.dataset, normalize_states=True)[STATES]
+def _states(specs: Mapping[str, TableSpec]) -> ColumnSpec:
+    columns = {name: spec[STATES] for name, spec in specs.items()}
+    frames = [is_image(column) for column in columns.values()]
+    if any(frames) and not (all(frames) and len({c.shape for c in columns.values()}) == 1):
+        raise _mixed(
+            "frames of different shapes, or frames and vectors",
+            {name: f"{c.dtype} {c.shape}" for name, c in columns.items()},
+            "train them apart, or bring the frames to one shape when the data are made",
+        )
+    return _widest(list(columns.values()))
 
 
-def state_moments(task: Task) -> tuple[Float64Array, Float64Array]:
-    """Return mean and deviation of a task's states, (S,) float64."""
-    found = task.dataset.statistics[STATES]
-    return found.mean.ravel(), found.std.ravel()
+def _actions(specs: Mapping[str, TableSpec]) -> ColumnSpec:
+    columns = {name: spec[ACTIONS] for name, spec in specs.items()}
+    discrete = {name: column.dtype.kind in "iub" for name, column in columns.items()}
+    if len(set(discrete.values())) > 1:
+        raise _mixed(
+            "discrete and continuous actions",
+            {name: "discrete" if one else "continuous" for name, one in discrete.items()},
+            "train tasks with discrete actions in a run of their own",
+        )
+    if all(discrete.values()) and len({(c.dtype, c.shape) for c in columns.values()}) > 1:
+        if any(prod(column.shape) != 1 for column in columns.values()):
+            raise _mixed(
+                "discrete actions of several numbers a step",
+                {name: str(column.shape) for name, column in columns.items()},
+                "store one number from 0 a step",
+            )
+        return ColumnSpec(name=ACTIONS, dtype=np.dtype(np.int64))
+    return _widest(list(columns.values()))
 
 
-def tasks_of(dataset: Dataset) -> tuple[Task, ...]:
-    """Return the tasks of a joint dataset; none of any other."""
-    return dataset.tasks if isinstance(dataset, JointDataset) else ()
+def _widest(columns: Sequence[ColumnSpec]) -> ColumnSpec:
+    """Return a column that holds each of `columns` without loss, as wide as the widest."""
+    shapes = {column.shape for column in columns}
+    shape = shapes.pop() if len(shapes) == 1 else (max(prod(c.shape) for c in columns),)
+    dtype = np.result_type(*(column.dtype for column in columns))
+    return ColumnSpec(name=columns[0].name, dtype=dtype, shape=shape)
 
 
-def has_frames(dataset: Dataset) -> bool:
-    """Return whether states are frames."""
-    return is_image(dataset.spec[STATES])
-
-
-def in_memory_only(what: str, remedy: str) -> InputError:
-    """Return the error ``TASK_TIER``."""
+def _mixed(what: str, kinds: Mapping[str, str], remedy: str) -> InputError:
+    shown = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
     return InputError(
-        "TASK_TIER",
-        f"{what} is not possible with several tasks, whose files hold rows of different widths",
+        "COLUMN",
+        f"tasks with {what} do not fit one model: {shown}",
         where="data.tasks",
         remedy=remedy,
     )

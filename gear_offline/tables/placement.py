@@ -1,66 +1,69 @@
-"""Which episode lies in GPU memory and which in pinned host memory, behind one address table.
+"""Which episode lies in whose GPU memory and which in pinned host memory, behind one address table.
 
-A gather needs the address of each episode's first row and nothing else, so any mix of tiers is
-one launch.  Host memory is read by the GPU in place, about 35 times slower than its own memory;
-so the episodes that are drawn most often per byte go into GPU memory until the budget is spent.
+A gather needs the address of each episode's first row and nothing else, so any mix of memories is
+one launch.  The hottest episodes may be in every GPU of the node, the next lie in one GPU each and
+are read by the others over NVLink, and what does not fit is read in place from pinned host memory.
+One GPU is the plain case: then there is its own memory and the host's.  Spreading tables over
+linked GPUs by how often rows are read is the idea of Quiver (Tan et al. 2023, arXiv:2305.10863);
+here the probabilities are those of the sampler, known exactly.
 
-Shape legend: E episodes, N steps, W elements of a row, M margin.
+Shape legend: E episodes, G GPUs of the node, N steps, W elements of a row, M margin.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.text import size_text
+from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.tables.device_memory import CudaMemory, Memory
-from gear_offline.tables.placement_plan import Placement, decide, episode_weights
+from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.kernels.columns import GroupAddresses
+from gear_offline.tables.device import DeviceMemory, too_large
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
     import torch
 
-    from gear_offline.distributed.world import World
+Placement = Literal["auto", "hbm", "peer", "host"]
+HBM, HOST, PEER = 0, 1, 2  # tiers: in this GPU (or every one), in the host, in another GPU
 
-__all__ = ["PlacedGroup", "PlacedTable", "place_table"]
-
-HBM, HOST = 0, 1  # values of `PlacedGroup.tiers`
-
+HBM_SHARE = 0.6  # of the free GPU memory: model, optimiser and activations need the rest
 ALIGNMENT_BYTES = 256  # of each group in GPU memory, as CUDA's own allocations
 STAGING_BYTES = 64 << 20  # scattered episodes are packed into pieces of this size and copied
+# Nanoseconds a kilobyte, from GPU memory, over NVLink and from host memory that all GPUs of a
+# node read at once: 1,900, 360 and 37 GB/s on four H200 (docs/benchmarks/gather.json, peers.json).
+HBM_COST, PEER_COST, HOST_COST = 0.53, 2.8, 27.0
 
-Array = npt.NDArray[Any]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlacedGroup:
-    """Where one group's rows lie.
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes that place one table together, one a GPU.
 
     Attributes
     ----------
-    group
-        Fields, dtype and width; its rows are empty where no episode is read from host memory.
-    addresses
-        (E,) int64, device-visible address of each episode's first row.
-    row_bytes
-        Bytes from one step to the next.
-    tiers
-        (E,) uint8, `HBM` or `HOST`.
+    rank
+        This one, from 0.
+    nodes
+        The node of each rank.
+    gather
+        Returns every rank's JSON-able value, in their order; all ranks call it together.
     """
 
-    group: ColumnGroup
-    addresses: Int64Array
-    row_bytes: int
-    tiers: npt.NDArray[np.uint8]
+    rank: int = 0
+    nodes: tuple[int, ...] = (0,)
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+
+    @property
+    def neighbours(self) -> list[int]:
+        """The ranks of this rank's node."""
+        return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,29 +75,34 @@ class PlacedTable:
     episodes
         Episode index.
     groups
-        As the table's, in its order.
+        As the table's, in its order; their rows are empty where none is read from host memory.
     device
         The GPU.
+    tiers
+        (E,) uint8, `HBM`, `PEER` or `HOST`, seen from this GPU.
+    homes
+        (E,) int64, the rank in whose GPU alone an episode lies; -1 where all are equally near.
     hbm_bytes, peer_bytes, host_bytes
-        Bytes of rows served from either tier: this GPU's memory, that of other GPUs of the node,
-        pinned host memory.  The host copy of the whole table stays in memory
-        if `host_bytes` is not 0.
+        Bytes of rows served from this GPU's memory, that of other GPUs of the node, pinned host
+        memory.
     reason
         The decision in one line.
     """
 
     episodes: EpisodeIndex
-    groups: tuple[PlacedGroup, ...]
+    groups: tuple[GroupAddresses, ...]
     device: torch.device
+    tiers: npt.NDArray[np.uint8]
+    homes: Int64Array
     hbm_bytes: int
+    peer_bytes: int
     host_bytes: int
     reason: str
-    peer_bytes: int = 0
     _held: list[Any] = field(default_factory=list, repr=False)
     _close: weakref.finalize[Any, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        finish = weakref.finalize(self, _release, self.device, self._held)
+        finish = weakref.finalize(self, _release, self._held)
         finish.atexit = False  # the driver frees everything when the process ends
         object.__setattr__(self, "_close", finish)
 
@@ -103,11 +111,9 @@ class PlacedTable:
         self._close()
 
 
-def _release(device: torch.device, held: list[Any]) -> None:
-    if device.type == "cuda" and held:
-        import torch
-
-        torch.cuda.synchronize(device)  # a kernel may still read what is freed here
+def _release(held: list[Any]) -> None:
+    if held:
+        held[0].wait()
     held.clear()
 
 
@@ -118,7 +124,7 @@ def place_table(
     placement: Placement = "auto",
     hbm_budget: int | None = None,
     episode_weight: npt.ArrayLike | None = None,
-    world: World | None = None,
+    ranks: Ranks | None = None,
 ) -> PlacedTable:
     """Bring a table's rows to where a GPU can read them.
 
@@ -136,174 +142,339 @@ def place_table(
     hbm_budget
         Bytes of GPU memory to use; by default `HBM_SHARE` of what is free, for ``"hbm"`` all of it.
     episode_weight
-        (E,), how often each episode is drawn, in any unit; by default its length, which is the
-        law of ``uniform_steps``.
-    world
-        The ranks that place the same table together, one a GPU.
+        (E,), how often each episode is drawn, in any unit; by default its length, which is how
+        ``uniform_steps`` draws.
+    ranks
+        The processes that place the same table together; all of them call this, with the same
+        options.  What other GPUs have mapped stays in this one's memory until the process ends.
 
     Raises
     ------
     GearError
-        ``HBM_SHORT`` if ``"hbm"`` does not fit; ``HOST_PIN`` or ``MEMLOCK_LIMIT``.
+        ``MEMORY`` if it does not fit, or cannot be page-locked; ``RANK_FAILED`` if another GPU of
+        the node failed.
     InputError
-        ``PLACEMENT`` (unknown, negative budget), ``EPISODE_WEIGHT``.
+        ``LOADER_OPTION``
     UnavailableError
-        ``CUDA_RUNTIME``
+        ``DEVICE``, ``PACKAGE_MISSING``
     """
     import torch
 
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise UnavailableError(
-            "CUDA_RUNTIME",
+            "DEVICE",
             f"a table cannot be placed for device {str(device)!r}: no such CUDA device",
             remedy="run `gear-offline doctor`, or use device='cpu'",
         )
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    memory = CudaMemory(device)
-    if world is not None and world.size > 1:
-        from gear_offline.tables.peer_placement import NodePeers, place_with
-
-        return place_with(
-            memory,
-            NodePeers(world),
-            table,
-            device=device,
-            placement=placement,
-            hbm_budget=hbm_budget,
-            episode_weight=episode_weight,
-        )
     return place_in(
-        memory,
+        DeviceMemory(device),
         table,
-        device=device,
         placement=placement,
         hbm_budget=hbm_budget,
         episode_weight=episode_weight,
+        ranks=Ranks() if ranks is None else ranks,
     )
 
 
 def place_in(
-    memory: Memory,
+    memory: DeviceMemory,
     table: Table,
     *,
-    device: torch.device,
-    placement: Placement,
-    hbm_budget: int | None,
-    episode_weight: npt.ArrayLike | None,
+    placement: Placement = "auto",
+    hbm_budget: int | None = None,
+    episode_weight: npt.ArrayLike | None = None,
+    ranks: Ranks,
 ) -> PlacedTable:
     """As `place_table`, in the given memory."""
-    check_placement(table, placement, hbm_budget)
-    row_bytes = sum(bytes_of_row(group) for group in table.groups)
-    lengths = table.episodes.lengths
-    plan, reason = decide(
-        lengths * row_bytes,
-        episode_weights(episode_weight, lengths),
-        placement=placement,
-        hbm_budget=hbm_budget,
-        spare_bytes=ALIGNMENT_BYTES * len(table.groups),
-        memory=memory,
+    _check_options(placement, hbm_budget, min(ranks.nodes.count(node) for node in ranks.nodes))
+    sizes = table.episodes.lengths * table.row_bytes
+    weights = _check_weights(episode_weight, table.episodes.lengths)
+    spare = ALIGNMENT_BYTES * len(table.groups)
+    own = memory.free_bytes() if hbm_budget is None else hbm_budget
+    if hbm_budget is None and placement != "hbm":
+        own = int(own * HBM_SHARE)
+    gpus = ranks.neighbours
+    shares = placement in ("auto", "peer") and len(ranks.nodes) > 1  # the same on every rank
+    total = int(sizes.sum())
+    # Every rank hears of every budget, so that all of a node decide alike, and no rank waits in a
+    # collective call for one of another node that decided otherwise.
+    budgets = ranks.gather(own) if shares else [own] * len(ranks.nodes)
+    budget = min(budgets[rank] for rank in gpus)
+    whole = placement == "hbm" or (placement == "auto" and total + spare <= budget)
+    if placement == "hbm" and total + spare > budget:
+        source = "free on the device" if hbm_budget is None else "the given budget"
+        raise too_large(total + spare, budget, source)
+    if placement == "host" or whole:
+        gpus = [ranks.rank]
+    plan = plan_episodes(
+        sizes,
+        weights,
+        0 if placement == "host" else total if whole else budget - spare,
+        len(gpus),
+        copy=placement != "peer",
     )
-    held: list[Any] = []
-    begins = begins_of(table, plan.in_hbm)
-    base, buffer = memory.allocate(begins[-1]) if plan.hbm_bytes else (0, None)
-    packed = np.cumsum(lengths * plan.in_hbm) - lengths * plan.in_hbm  # chosen steps before each
-    groups = []
-    for group, begin in zip(table.groups, begins, strict=False):
-        if buffer is not None:
-            upload(memory, buffer, begin, table, group.rows, plan.in_hbm)
-        addresses = base + begin + packed * bytes_of_row(group)
-        rows = np.empty((0, group.width), group.dtype)  # width and dtype without the memory
-        if plan.host_bytes:
-            rows = group.rows
-            pinned = memory.pin(rows)
-            held.append(pinned)
-            first = table.margin + table.episodes.offsets[:-1]
-            in_host = pinned.address + first * bytes_of_row(group)
-            addresses = np.where(plan.in_hbm, addresses, in_host)
-        groups.append(
-            PlacedGroup(
-                group=replace(group, rows=rows),
-                addresses=addresses,
-                row_bytes=bytes_of_row(group),
-                tiers=np.where(plan.in_hbm, HBM, HOST).astype(np.uint8),
-            )
-        )
+    error: GearError | None = None
+    rows: _Rows | None = None
+    handle = ""
+    try:
+        if placement == "peer" and (plan.tiers == HOST).any():
+            raise too_large(total, budget * len(gpus), f"free on {len(gpus)} GPUs")
+        rows = _Rows(memory, table, plan, gpus.index(ranks.rank), parted=len(gpus) > 1)
+        handle = rows.handle
+    except GearError as raised:
+        error = raised
+    answers: list[Any] = []
+    if shares:
+        answers = ranks.gather((handle, "" if error is None else str(error)))
+    if error is not None:
+        raise error
+    assert rows is not None, "no error was raised"
+    bases = [rows.base]
+    if len(gpus) > 1:  # everybody has uploaded by now, or failed
+        for rank in gpus:
+            if answers[rank][1]:
+                raise GearError("RANK_FAILED", f"rank {rank} failed: {answers[rank][1]}")
+        bases = [
+            rows.base if rank == ranks.rank else memory.open_shared(answers[rank][0])
+            for rank in gpus
+        ]
+    held = plan.held_by(rows.index)
+    in_host = plan.tiers == HOST
+    limit = f"budget {size_text(budget)}" + (" a GPU" if len(gpus) > 1 else "")
     return PlacedTable(
         episodes=table.episodes,
-        groups=tuple(groups),
-        device=device,
-        hbm_bytes=plan.hbm_bytes,
-        host_bytes=plan.host_bytes,
-        reason=reason,
-        _held=[*held, buffer],
+        groups=rows.groups(table, bases),
+        device=memory.device,
+        tiers=np.where(held, HBM, plan.tiers).astype(np.uint8),
+        homes=np.where(plan.tiers == PEER, np.array(gpus)[plan.owners], -1),
+        hbm_bytes=int(sizes[held].sum()),
+        peer_bytes=int(sizes[~held & ~in_host].sum()),
+        host_bytes=int(sizes[in_host].sum()),
+        reason=f"placement {placement}: {_places(sizes, plan, len(gpus))} ({limit})",
+        _held=[memory, rows],
     )
 
 
-def check_placement(table: Table, placement: str, hbm_budget: int | None) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Where each episode lies.
+
+    Attributes
+    ----------
+    tiers
+        (E,) uint8: `HBM` (in every GPU), `PEER` (in one of several) or `HOST`.
+    owners
+        (E,) int64: the GPU of an episode that lies in one; 0 elsewhere.
+    shares
+        Of reads, by weight, from a GPU's own memory (mean over GPUs), from peers, from the host.
+    """
+
+    tiers: npt.NDArray[np.uint8]
+    owners: Int64Array
+    shares: tuple[float, float, float]
+
+    def held_by(self, gpu: int) -> BoolArray:
+        """Return (E,) whether a GPU holds an episode itself."""
+        own = (self.tiers == PEER) & (self.owners == gpu)
+        return np.asarray(own | (self.tiers == HBM), dtype=np.bool_)
+
+
+def plan_episodes(
+    sizes: Int64Array, weights: Float64Array, budget_bytes: int, gpus: int = 1, *, copy: bool = True
+) -> Plan:
+    """Choose by time saved per byte of GPU memory.
+
+    An episode that comes from the host into one GPU costs its bytes once and saves the host's
+    slow reads; one that is then copied to all costs G - 1 times its bytes and saves reads over
+    NVLink.  Among equals earlier episodes come first, so that under a sampler that is uniform over
+    steps those of one GPU are a prefix: one copy.  With one GPU the weight that is left behind is
+    at most the optimum's plus one episode's, as always with this rule.
+
+    Parameters
+    ----------
+    sizes
+        (E,) int64 bytes of each episode over all groups, at least 1.
+    weights
+        (E,) float64, how often an episode is drawn, in any unit.
+    budget_bytes
+        Of each GPU.
+    gpus
+        G.
+    copy
+        Whether an episode may be in every GPU.
+    """
+    density = weights / sizes
+    order = np.argsort(-density, kind="stable")
+    everywhere = 0
+    if copy and gpus > 1:
+        spread_cost = ((gpus - 1) * PEER_COST + HBM_COST) / gpus
+        gains = np.concatenate(
+            [
+                (HOST_COST - spread_cost) * density[order],
+                (spread_cost - HBM_COST) / (gpus - 1) * density[order],
+            ]
+        )
+        costs = np.concatenate([sizes[order], (gpus - 1) * sizes[order]])
+        ranked = np.argsort(-gains, kind="stable")
+        taken = int(np.searchsorted(np.cumsum(costs[ranked]), budget_bytes * gpus, side="right"))
+        everywhere = int((ranked[:taken] >= len(order)).sum())
+    fits = int(sizes.sum()) <= budget_bytes * gpus
+    while True:
+        tiers, owners = _deal(order, everywhere, sizes, budget_bytes, gpus)
+        # Equal shares are not exactly equal: then fewer copies rather than rows in the host.
+        if not fits or not everywhere or not (tiers == HOST).any():
+            break
+        everywhere -= 1 + everywhere // 50
+    total = float(weights.sum()) or 1.0
+    copied, parted, rest = (float(weights[tiers == t].sum()) / total for t in (HBM, PEER, HOST))
+    own, others = copied + parted / gpus, parted * (gpus - 1) / gpus
+    return Plan(tiers=tiers, owners=owners, shares=(own, others, rest))
+
+
+def _deal(
+    order: Int64Array, everywhere: int, sizes: Int64Array, budget_bytes: int, gpus: int
+) -> tuple[npt.NDArray[np.uint8], Int64Array]:
+    """Return tiers and owners: the first `everywhere` in every GPU, the others dealt out.
+
+    Forth and back in the order of weight per byte, so that GPUs hold like shares of bytes and of
+    probability; each takes what fits.
+    """
+    tiers, owners = np.full(len(sizes), HOST, np.uint8), np.zeros(len(sizes), np.int64)
+    copied, dealt = order[:everywhere], order[everywhere:]
+    tiers[copied] = HBM
+    turn = np.arange(len(dealt)) % (2 * gpus)
+    owner = np.where(turn < gpus, turn, 2 * gpus - 1 - turn)
+    left = budget_bytes - int(sizes[copied].sum())
+    for gpu in range(gpus):
+        taken = _first_that_fit(dealt[owner == gpu], sizes, left)
+        tiers[taken] = PEER if gpus > 1 else HBM
+        owners[taken] = gpu
+    return tiers, owners
+
+
+def _first_that_fit(order: Int64Array, sizes: Int64Array, budget_bytes: int) -> Int64Array:
+    """Return the episodes of `order` that fit the budget, leaving out those that do not."""
+    taken: list[Int64Array] = []
+    while len(order):
+        order = order[sizes[order] <= budget_bytes]
+        count = int(np.searchsorted(np.cumsum(sizes[order]), budget_bytes, side="right"))
+        taken.append(order[:count])
+        budget_bytes -= int(sizes[order[:count]].sum())
+        order = order[count:]
+    return np.concatenate([np.zeros(0, np.int64), *taken])
+
+
+class _Rows:
+    """What one GPU holds of a table: its episodes packed in GPU memory, the host's rows pinned."""
+
+    def __init__(
+        self, memory: DeviceMemory, table: Table, plan: Plan, index: int, *, parted: bool
+    ) -> None:
+        self.index, self.handle, self.base, self._plan = index, "", 0, plan
+        held = plan.held_by(index)
+        begins = _begins(table, held)
+        if parted:
+            self.base, self.handle = memory.allocate_shared(max(begins[-1], ALIGNMENT_BYTES))
+        elif begins[-1]:
+            self.base, self._buffer = memory.allocate(begins[-1])
+        for group, begin in zip(table.groups, begins, strict=False):
+            at = self.base + begin
+            for rows in _packed(table, group.rows, held):
+                memory.upload(at, rows)
+                at += rows.nbytes
+        in_host = (plan.tiers == HOST).any()
+        self._pinned = [memory.pin(group.rows) for group in table.groups] if in_host else []
+
+    def groups(self, table: Table, bases: list[int]) -> tuple[GroupAddresses, ...]:
+        """Return where each group's episodes lie, given each GPU's base address."""
+        lengths = table.episodes.lengths
+        placed = []
+        for number, group in enumerate(table.groups):
+            addresses = np.zeros(len(lengths), np.int64)
+            rows = np.empty((0, group.width), group.dtype)  # width and dtype without the memory
+            if self._pinned:
+                rows = group.rows
+                first = table.margin + table.episodes.offsets[:-1]
+                addresses = self._pinned[number].address + first * group.row_bytes
+            # Own memory last, so that episodes that are everywhere are read there.
+            for gpu in sorted(range(len(bases)), key=lambda gpu: gpu == self.index):
+                held = self._plan.held_by(gpu)
+                packed = np.cumsum(lengths * held) - lengths * held  # held steps before each
+                begin = bases[gpu] + _begins(table, held)[number]
+                addresses = np.where(held, begin + packed * group.row_bytes, addresses)
+            placed.append(GroupAddresses(group=replace(group, rows=rows), addresses=addresses))
+        return tuple(placed)
+
+
+def _begins(table: Table, held: BoolArray) -> list[int]:
+    """Return where each group begins in the memory of a GPU, and the size of all."""
+    steps = int(table.episodes.lengths[held].sum())
+    begins = [0]
+    for group in table.groups:
+        end = begins[-1] + steps * group.row_bytes
+        begins.append(end + -end % ALIGNMENT_BYTES)
+    return begins
+
+
+def _packed(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
+    """Yield the rows of the held episodes in their order: long runs directly, short ones packed."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], held.view(np.int8), [0]))))
+    offsets = table.margin + table.episodes.offsets[edges]
+    short: list[Array] = []
+    for low, high in offsets.reshape(-1, 2).tolist():
+        run = rows[low:high]
+        if short and sum(part.nbytes for part in short) + run.nbytes > STAGING_BYTES:
+            yield np.concatenate(short)
+            short = []
+        if run.nbytes > STAGING_BYTES:
+            yield run
+        else:
+            short.append(run)
+    if short:
+        yield np.concatenate(short)
+
+
+def _check_options(placement: str, hbm_budget: int | None, gpus: int) -> None:
     if placement not in ("auto", "hbm", "host", "peer"):
         raise InputError(
-            "PLACEMENT",
+            "LOADER_OPTION",
             f"placement={placement!r} is not usable",
             remedy="use 'auto', 'hbm', 'peer' or 'host'",
         )
     if hbm_budget is not None and hbm_budget < 0:
         raise InputError(
-            "PLACEMENT", f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0"
+            "LOADER_OPTION", f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0"
+        )
+    if placement == "peer" and gpus == 1:
+        raise InputError(
+            "LOADER_OPTION",
+            "placement 'peer' needs several GPUs of one node",
+            remedy="start one process a GPU with torchrun, or use 'auto'",
         )
 
 
-def bytes_of_row(group: ColumnGroup) -> int:
-    return group.width * group.dtype.itemsize
+def _check_weights(given: npt.ArrayLike | None, lengths: Int64Array) -> Float64Array:
+    weights = np.asarray(lengths if given is None else given, dtype=np.float64)
+    if weights.shape != lengths.shape or not np.isfinite(weights).all() or (weights < 0).any():
+        raise InputError(
+            "LOADER_OPTION",
+            f"episode weights of shape {weights.shape} are not usable",
+            remedy=f"give {len(lengths)} finite numbers from 0, one an episode",
+        )
+    return weights
 
 
-def begins_of(table: Table, in_hbm: BoolArray) -> list[int]:
-    """Return where each group begins in the GPU's buffer, and the buffer's size."""
-    steps = int(table.episodes.lengths[in_hbm].sum())
-    begins = [0]
-    for group in table.groups:
-        end = begins[-1] + steps * bytes_of_row(group)
-        begins.append(end + -end % ALIGNMENT_BYTES)
-    return begins
-
-
-def upload(
-    memory: Memory, buffer: Any, begin: int, table: Table, rows: Array, in_hbm: BoolArray
-) -> None:
-    """Copy the chosen episodes, packed in their order: long runs directly, short ones together."""
-    row_bytes = rows.shape[1] * rows.itemsize
-    staging: list[Array] = []
-    staged = 0
-
-    def flush() -> None:
-        nonlocal begin, staged
-        if staging:
-            memory.upload(buffer, begin, np.concatenate(staging))
-            begin += staged
-            staging.clear()
-            staged = 0
-
-    for first, last in _runs(in_hbm):
-        low, high = (table.margin + int(table.episodes.offsets[e]) for e in (first, last))
-        run_bytes = (high - low) * row_bytes
-        if staged + run_bytes > STAGING_BYTES:
-            flush()
-        if run_bytes > STAGING_BYTES:
-            memory.upload(buffer, begin, rows[low:high])
-            begin += run_bytes
-        else:
-            staging.append(rows[low:high])
-            staged += run_bytes
-    flush()
-
-
-def _runs(chosen: BoolArray) -> Iterator[tuple[int, int]]:
-    """Yield runs ``[first, last)`` of consecutive chosen episodes."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], chosen.view(np.int8), [0]))))
-    yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
-def group_addresses(placed: PlacedTable) -> list[GroupAddresses]:
-    """Return where the GPU's gather finds the rows."""
-    return [GroupAddresses(group=each.group, addresses=each.addresses) for each in placed.groups]
+def _places(sizes: Int64Array, plan: Plan, gpus: int) -> str:
+    """Say how many bytes lie where, and where reads are expected."""
+    names = {
+        HBM: "in every GPU" if gpus > 1 else "in GPU memory",
+        PEER: f"over {gpus} GPUs",
+        HOST: "in pinned host memory",
+    }
+    amounts = {tier: int(sizes[plan.tiers == tier].sum()) for tier in names}
+    text = ", ".join(f"{size_text(n)} {names[tier]}" for tier, n in amounts.items() if n)
+    own, peer, host = (f"{share:.1%}" for share in plan.shares)
+    return f"{text}; expected reads: {own} from own memory, {peer} from peers, {host} from the host"

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gear_offline.core.types import Array
 from gear_offline.errors import GearError
-from gear_offline.kernels.columns import Array
 from gear_offline.tables.read_plan import Held, Job, ReadPlan
 from gear_offline.tables.window_reader import WindowReader
 

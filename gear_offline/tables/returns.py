@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.core.types import Float64Array
 from gear_offline.tables.fields import REWARDS, to_float32
 
-Float64Array = npt.NDArray[np.float64]
 Float32Array = npt.NDArray[np.float32]
 
 FEW_EPISODES = 8  # up to here a discounted sum is faster step by step than episodes side by side
@@ -43,8 +43,6 @@ def sum_returns(
     *,
     gamma: float,
     scale: float,
-    work: Float64Array | None = None,
-    out: Float32Array | None = None,
 ) -> Float32Array:
     """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
 
@@ -56,26 +54,21 @@ def sum_returns(
         First step of each episode, and the end of the last.
     gamma, scale
         ``sum_{k >= t} gamma**(k - t) r_k / scale``, ``0 <= gamma <= 1``.
-    work, out
-        Memory for n elements or more; `out` is what is returned, ``out[:n]``.
 
     Raises
     ------
     InputError
-        ``CAST_OVERFLOW`` if finite rewards have a return that float32 cannot hold.
+        ``COLUMN`` if finite rewards have a return that float32 cannot hold.
     """
     flat = rewards.reshape(-1)
-    count = len(flat)
-    wide = np.empty(count) if work is None else work[:count]
-    found = np.empty(count, np.float32) if out is None else out[:count]
-    wide[...] = flat
+    wide = flat.astype(np.float64)
     with np.errstate(over="ignore"):
         _sum_back(wide, np.diff(offsets), gamma)
         if scale != 1.0:
-            np.divide(wide, scale, out=wide)
-        np.copyto(found, wide, casting="same_kind")
-    if np.isfinite(found).all():
-        return found
+            wide /= scale
+        returns = wide.astype(np.float32)
+    if np.isfinite(returns).all():
+        return returns
     return to_float32(wide, REWARDS, int(offsets[0]), finite=bool(np.isfinite(flat).all()))
 
 

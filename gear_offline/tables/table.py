@@ -1,4 +1,4 @@
-"""Columns in memory, arranged so that a segment is one contiguous read.
+"""Columns in memory, arranged so that a segment is one contiguous read: plan, build, fill.
 
 A table holds what batches are cut from: states, actions, rewards, returns-to-go and any further
 columns, over all steps of all episodes.  The float32 fields of one step lie side by side in one row
@@ -10,46 +10,50 @@ discrete actions and extra columns.
 Before the first and after the last step lie `margin` rows of zeros, so that a window of that many
 steps may begin or end outside the table.
 
-Shape legend: N steps, E episodes, W elements of a row, M margin.
+Shape legend: N steps, E episodes, n steps of a chunk, W elements of a row, M margin.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from gear_offline.core.system import usable_cores
+from gear_offline.core.types import Array, Int64Array
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.errors import InputError
-from gear_offline.kernels.columns import Array, ColumnGroup, Field
+from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.tables.fields import (
     ACTIONS,
     EXTRA,
     REWARDS,
     STATES,
-    TableSource,
+    HasColumns,
     returns_field,
     standard_fields,
+    to_float32,
 )
+from gear_offline.tables.joint import JointDataset, Source, Task, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
-
-__all__ = ["Table", "build_table"]
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
-CHUNK_BYTES = 8 << 20  # how much of the rewards is read at a time
+CHUNK_BYTES = 2 << 20  # of a shard's columns and their rows, which a core's own cache holds
+RUN_STEPS = 1 << 16  # of whole episodes whose returns-to-go are summed at a time
+MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
 
 Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """All groups of a dataset.
+    """All column groups of a dataset, or of some of its shards.
 
     Attributes
     ----------
@@ -58,22 +62,36 @@ class Table:
     groups
         Each field is in exactly one.
     margin
-        Rows of zeros on either side of each group; windows up to this long can be cut.
+        Rows of zeros before the first step and after the last; windows up to this long can be cut.
+    placed
+        Copies of the rows on GPUs, by device and options; loaders of one table share them.
     """
 
     episodes: EpisodeIndex
     groups: tuple[ColumnGroup, ...]
     margin: int
+    placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes of the rows: ``(N + 2 M) * row bytes`` over the groups."""
+        """Bytes of the rows, margins and landing rows included."""
         return sum(group.rows.nbytes for group in self.groups)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one step over all groups."""
+        return sum(group.row_bytes for group in self.groups)
+
+    def without_rows(self) -> Table:
+        """Return what the table is without its memory, for rows that a GPU holds."""
+        empty = (np.empty((0, group.width), group.dtype) for group in self.groups)
+        groups = (replace(g, rows=rows) for g, rows in zip(self.groups, empty, strict=True))
+        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """What a group in memory will hold, before there is memory for it.
+    """What a column group will hold, before there is memory for it.
 
     Attributes
     ----------
@@ -81,14 +99,81 @@ class GroupPlan:
         By column of the source; ``None`` stands for the returns-to-go.
     width, dtype
         Elements of a row, and their kind.
-    packed
-        Whether the values become the batch's float32; otherwise the column stays as it is.
+    final
+        Whether the values become the batch's; otherwise the column stays as it is.
     """
 
     fields: Mapping[str | None, Field]
     width: int
     dtype: np.dtype[Any]
-    packed: bool
+    final: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one step to the next."""
+        return self.width * self.dtype.itemsize
+
+
+def plan_groups(
+    source: HasColumns | JointDataset,
+    *,
+    normalize_states: bool = False,
+    extra_columns: Sequence[str] = (),
+    frame_stack: int = 1,
+) -> list[GroupPlan]:
+    """Return the column groups of a table, in their order; `build_table` states the errors."""
+    joint = isinstance(source, JointDataset)
+    if isinstance(source, JointDataset):
+        for part in source.tasks:
+            standard_fields(part.dataset, normalize_states=normalize_states)
+    # Tasks have moments of their own, which their rows are normalised with when they are filled in.
+    fields = standard_fields(
+        source,  # type: ignore[arg-type]  # without normalisation no statistics are asked for
+        normalize_states=normalize_states and not joint,
+        frame_stack=frame_stack,
+    )
+    taken = [STATES, ACTIONS, REWARDS, *extra_columns]
+    if len(set(taken)) != len(taken):
+        raise InputError(
+            "COLUMN",
+            f"extra columns {list(extra_columns)} repeat a column or a standard field",
+            remedy="name each further column once; observations, actions, rewards are always there",
+        )
+    packed: dict[str | None, Field] = {
+        c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
+    }
+    packed[None] = returns_field()
+    alone = {column: f for column, f in fields.items() if column not in packed}
+    for column in extra_columns:
+        spec = source.spec[column]
+        alone[column] = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
+    plans = [_packed_plan(packed)]
+    for column, single in alone.items():
+        spec = source.spec[column]
+        final = joint and normalize_states and column == STATES
+        dtype = single.dtype if final else spec.dtype
+        plans.append(
+            GroupPlan(fields={column: single}, width=prod(spec.shape), dtype=dtype, final=final)
+        )
+    return plans
+
+
+def _is_packed(spec: ColumnSpec, single: Field) -> bool:
+    narrow = 4 * single.width <= PACKED_BYTES
+    return len(spec.shape) <= 1 and single.dtype == np.float32 and narrow
+
+
+def _packed_plan(fields: Mapping[str | None, Field]) -> GroupPlan:
+    """Return one float32 group of several fields side by side."""
+    placed: dict[str | None, Field] = {}
+    width = 0
+    for column, single in fields.items():
+        placed[column] = replace(single, offset=width)
+        width += single.width
+    if len(fields) > 1:
+        unit = RECORD_ALIGNMENT_BYTES // 4
+        width = -(-width // unit) * unit
+    return GroupPlan(fields=placed, width=width, dtype=np.dtype(np.float32), final=True)
 
 
 def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -103,7 +188,7 @@ def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def build_table(
-    source: TableSource,
+    source: Source,
     *,
     context_length: int,
     gamma: float = 1.0,
@@ -111,55 +196,54 @@ def build_table(
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
+    shards: Sequence[int] | None = None,
     allocate: Allocate = private_rows,
     fill: bool = True,
-    verify: bool | None = None,
+    landing_rows: int = 0,
     threads: int | None = None,
 ) -> Table:
     """Read the columns of `source` and derive the returns-to-go.
 
     Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; fields that
     stand alone and extra columns keep their source dtype; each group has
-    ``2 * (context_length + frame_stack - 1)`` more rows.  While reading, each thread
-    has up to nine megabytes more, or some ten times the rewards of the longest episode.
+    ``2 * (context_length + frame_stack - 1) + landing_rows`` more rows.  While reading, each thread
+    has some megabytes more, and the rewards and returns of a shard.
 
     Parameters
     ----------
     source
-        A dataset.
+        A dataset, or several as `gear_offline.tables.joint.join_datasets` joins them.
     context_length
         Longest window that will be cut, K.
     gamma, returns_scale
         ``returns_to_go[t] = sum_{k >= t} gamma**(k - t) r_k / returns_scale`` over the rest of the
         episode, summed from its end in float64, rounded once to float32.
     normalize_states
-        ``(x - mean) / (std + 1e-6)`` with the source's statistics, in float64, rounded once to
-        float32.
+        ``(x - mean) / (std + 1e-6)`` with the statistics of the rows' own dataset, in float64,
+        rounded once to float32.
     extra_columns
         Further columns, kept in their source dtype bit for bit.
     frame_stack
         Frames that make up a state; the column holds single ones.
+    shards
+        Numbers of the shards that the table holds, ascending; by default all.
     allocate
         Gives zeroed, C-contiguous memory of a shape and dtype for each group, in their order; such
-        as `gear_offline.tables.host_memory.HostBlock.allocate`.
+        as `gear_offline.tables.shared.SharedMemory.allocate`.
     fill
         ``False`` takes the rows as they are: another process has filled the same memory.
-    verify
-        Compare the digest of every block on the way; ``None`` does unless `source` was
-        opened with ``verify=False``.
+    landing_rows
+        Rows behind the last margin of each group, for segments that arrive from other nodes.
     threads
         That read at once, by default one per core up to 8.
 
     Raises
     ------
     InputError
-        ``COLUMN``, ``COLUMN_KIND`` (a column that cannot be that field),
-        ``EXTRA_COLUMN`` (named twice or a standard field), ``NORMALIZE_IMAGES``, ``FRAME_STACK``
-        (of something else than images), ``CAST_OVERFLOW`` (a value too large for float32), and what
-        reading raises: ``DATASET_DAMAGED``, ``FILE_*``.
+        ``COLUMN`` (a column that is missing, cannot be that field, is named twice, or has a value
+        too large for float32), ``LOADER_OPTION`` (frame_stack or normalize_states for data that
+        they do not fit), and what reading raises: ``DATASET_DAMAGED``.
     """
-    from gear_offline.tables.table_filling import fill_groups
-
     plans = plan_groups(
         source,
         normalize_states=normalize_states,
@@ -167,91 +251,184 @@ def build_table(
         frame_stack=frame_stack,
     )
     margin = context_length + frame_stack - 1
-    count = source.episodes.steps + 2 * margin
-    groups = [
-        ColumnGroup(fields=_placed(plan), rows=allocate((count, plan.width), plan.dtype))
+    jobs = list(_jobs(source, shards))
+    lengths = [job.lengths for job in jobs]
+    index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))
+    count = index.steps + 2 * margin + landing_rows
+    groups = tuple(
+        ColumnGroup(fields=_held_fields(plan), rows=allocate((count, plan.width), plan.dtype))
         for plan in plans
-    ]
+    )
+    table = Table(episodes=index, groups=groups, margin=margin)
     if fill:
-        fill_groups(
-            source,
-            list(zip(plans, groups, strict=True)),
-            margin=margin,
-            gamma=gamma,
-            returns_scale=returns_scale,
-            check=source.checked if verify is None else verify,
-            threads=threads,
+        filler = _Filler(
+            list(zip(plans, groups, strict=True)), margin, normalize_states, gamma, returns_scale
         )
-    return Table(episodes=source.episodes, groups=tuple(groups), margin=margin)
+        filler.fill(jobs, max(1, threads or min(MAX_THREADS, usable_cores())))
+    return table
 
 
-def plan_groups(
-    source: TableSource,
+def table_bytes(
+    source: Source,
     *,
+    context_length: int,
     normalize_states: bool = False,
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
-) -> list[GroupPlan]:
-    """Return the groups of a table in memory, in their order; `build_table` states the errors."""
-    fields = standard_fields(source, normalize_states=normalize_states, frame_stack=frame_stack)
-    taken = [STATES, ACTIONS, REWARDS, *extra_columns]
-    if len(set(taken)) != len(taken):
-        raise InputError(
-            "EXTRA_COLUMN",
-            f"extra columns {list(extra_columns)} repeat a column or a standard field",
-            remedy="name each further column once; observations, actions, rewards are always there",
-        )
-    packed: dict[str | None, Field] = {
-        c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
-    }
-    packed[None] = returns_field()
-    plans = [_packed_plan(packed)]
-    alone = {column: field for column, field in fields.items() if column not in packed}
-    for column in extra_columns:
-        spec = source.spec[column]
-        alone[column] = Field(name=EXTRA + column, dtype=spec.dtype, shape=spec.shape)
-    for column, field in alone.items():
-        spec = source.spec[column]
-        plans.append(
-            GroupPlan(
-                fields={column: field}, width=prod(spec.shape), dtype=spec.dtype, packed=False
-            )
-        )
-    return plans
+    shards: Sequence[int] | None = None,
+    landing_rows: int = 0,
+) -> int:
+    """Return the bytes that `build_table` takes for the rows, each group at pages of its own."""
+    plans = plan_groups(
+        source,
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
+    )
+    steps = sum(int(job.lengths.sum()) for job in _jobs(source, shards))
+    rows = steps + 2 * (context_length + frame_stack - 1) + landing_rows
+    return sum(whole_pages(rows * plan.row_bytes) for plan in plans)
 
 
-def _packed_plan(group: Mapping[str | None, Field]) -> GroupPlan:
-    """Return one float32 group of several fields side by side."""
-    placed: dict[str | None, Field] = {}
-    width = 0
-    for column, field in group.items():
-        placed[column] = replace(field, offset=width)
-        width += field.width
-    if len(group) > 1:
-        unit = RECORD_ALIGNMENT_BYTES // 4
-        width = -(-width // unit) * unit
-    return GroupPlan(fields=placed, width=width, dtype=np.dtype(np.float32), packed=True)
+def whole_pages(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return nbytes + -nbytes % mmap.PAGESIZE
 
 
-def _placed(plan: GroupPlan) -> tuple[Field, ...]:
-    """Return a group's fields: packed rows hold final values, which are not normalised again."""
-    if not plan.packed:
+def _held_fields(plan: GroupPlan) -> tuple[Field, ...]:
+    """Return a group's fields: final values are not normalised again."""
+    if not plan.final:
         return tuple(plan.fields.values())
-    return tuple(replace(field, mean=None, divisor=None) for field in plan.fields.values())
+    return tuple(replace(single, mean=None, divisor=None) for single in plan.fields.values())
 
 
-def returns_to_go(source: TableSource, *, gamma: float, scale: float) -> npt.NDArray[np.float32]:
-    """Return (N, 1) float32 returns-to-go; `build_table` states the formula."""
-    offsets = source.episodes.offsets.tolist()
-    out = np.empty((source.episodes.steps, 1), dtype=np.float32)
-    itemsize = source.spec[REWARDS].step_bytes
-    for first, last in whole_episodes(offsets, max(CHUNK_BYTES // itemsize, 1)):
-        base = offsets[first]
-        rewards = source.read(REWARDS, base, offsets[last], check=source.checked)
-        found = sum_returns(rewards, offsets[first : last + 1], gamma=gamma, scale=scale)
-        out[base : offsets[last], 0] = found
-    return out
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A shard to be read: whose it is, where it goes, and the lengths of its episodes."""
+
+    part: Task
+    shard: int
+    first_step: int  # in the table
+    lengths: Int64Array
 
 
-def _is_packed(spec: ColumnSpec, field: Field) -> bool:
-    return len(spec.shape) <= 1 and field.dtype == np.float32 and 4 * field.width <= PACKED_BYTES
+def _jobs(source: Source, shards: Sequence[int] | None) -> Iterator[_Job]:
+    """Yield the chosen shards of a source, in their order."""
+    everything, first_step = shards_of(source), 0
+    for number in range(len(everything)) if shards is None else shards:
+        part, shard = everything[number]
+        steps = part.dataset.first_steps[shard : shard + 2]
+        low, high = np.searchsorted(part.dataset.episodes.offsets, steps)
+        lengths = part.dataset.episodes.lengths[low:high]
+        yield _Job(part, shard, first_step, lengths)
+        first_step += int(lengths.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class _Filler:
+    """Reads shards into the rows of a table; threads write to different rows or groups."""
+
+    groups: list[tuple[GroupPlan, ColumnGroup]]
+    margin: int
+    normalize_states: bool
+    gamma: float
+    returns_scale: float
+    part_fields: dict[str, dict[str, Field]] = field(default_factory=dict)
+
+    def fill(self, jobs: Sequence[_Job], threads: int) -> None:
+        """Read all shards; the first error ends it."""
+        for part in {job.part.name: job.part for job in jobs}.values():
+            self.part_fields[part.name] = standard_fields(
+                part.dataset, normalize_states=self.normalize_states
+            )
+        # Where there are few shards, each group is work of its own.
+        apart = threads > 1 and len(jobs) <= 2 * threads
+        work = [(job, [g]) for job in jobs for g in self.groups] if apart else [
+            (job, self.groups) for job in jobs
+        ]  # fmt: skip
+        with ThreadPoolExecutor(threads, thread_name_prefix="gear-load") as pool:
+            futures = [pool.submit(self._fill_shard, job, groups) for job, groups in work]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _fill_shard(self, job: _Job, groups: Sequence[tuple[GroupPlan, ColumnGroup]]) -> None:
+        for plan, group in groups:
+            first = self.margin + job.first_step
+            rows = group.rows[first : first + int(job.lengths.sum())]
+            if plan.final:
+                self._fill_final(job, plan, rows)
+            else:
+                (column,) = (c for c in plan.fields if c is not None)
+                base = int(job.part.dataset.first_steps[job.shard])
+                for step, values in job.part.dataset.stream(
+                    job.shard, column, chunk_bytes=CHUNK_BYTES
+                ):
+                    flat = values.reshape(len(values), -1)  # narrower than the rows of some tasks
+                    rows[step - base : step - base + len(flat), : flat.shape[1]] = flat
+
+    def _fill_final(self, job: _Job, plan: GroupPlan, rows: Array) -> None:
+        """Read the columns of a group side by side, in chunks that stay in a core's cache."""
+        dataset, fields = job.part.dataset, self.part_fields[job.part.name]
+        ahead: dict[str | None, Array] = {}
+        if None in plan.fields:  # summed from the ends of episodes, hence before all others
+            rewards, returns = self._rewards(job)
+            ahead = {None: returns}
+            if REWARDS in plan.fields:
+                ahead[REWARDS] = rewards
+        columns = [c for c in plan.fields if c is not None and c not in ahead]
+        step_bytes = {c: dataset.spec[c].step_bytes for c in columns}
+        chunk = max(CHUNK_BYTES // (plan.row_bytes + sum(step_bytes.values())), 1)
+        streams = [dataset.stream(job.shard, c, chunk_bytes=chunk * step_bytes[c]) for c in columns]
+        base = int(dataset.first_steps[job.shard])
+        for begin, *chunks in zip(range(0, len(rows), chunk), *streams, strict=True):
+            target = rows[begin : begin + chunk]
+            for column, (step, values) in zip(columns, chunks, strict=True):
+                assert step == base + begin, "columns are read side by side"
+                _lay(
+                    target, plan.fields[column].offset, _final(values, fields[column], column, step)
+                )
+            for name, summed in ahead.items():
+                _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
+
+    def _rewards(self, job: _Job) -> tuple[Array, Array]:
+        """Return (n, 1) float32 rewards and returns-to-go of a shard."""
+        dataset = job.part.dataset
+        base, steps = int(dataset.first_steps[job.shard]), int(job.lengths.sum())
+        raw = np.empty((steps, 1), dataset.spec[REWARDS].dtype)
+        for step, values in dataset.stream(job.shard, REWARDS):
+            raw[step - base : step - base + len(values)] = values.reshape(-1, 1)
+        offsets = base + np.concatenate([[0], np.cumsum(job.lengths)])
+        returns = np.empty((steps, 1), np.float32)
+        for first, last in whole_episodes(offsets, RUN_STEPS):
+            low, high = (int(offsets[at]) - base for at in (first, last))
+            returns[low:high, 0] = sum_returns(
+                raw[low:high],
+                offsets[first : last + 1],
+                gamma=self.gamma,
+                scale=self.returns_scale * job.part.returns_scale,
+            )
+        return to_float32(raw, REWARDS, base), returns
+
+
+def _final(values: Array, single: Field, column: str, first_step: int) -> Array:
+    """Return the batch's values of a field, normalised or cast."""
+    if single.mean is not None or single.dtype != np.float32:
+        return convert(values.reshape(len(values), *single.shape), single)
+    return to_float32(values, column, first_step)
+
+
+def _lay(rows: Array, offset: int, values: Array) -> None:
+    """Write n values of a field into (n, W) rows, from element `offset` of each on.
+
+    As one opaque item a row: NumPy then makes one loop over the rows, where a two-dimensional copy
+    would begin a loop of a few elements in each of them.
+    """
+    flat = np.ascontiguousarray(values).reshape(len(rows), -1)
+    item = np.dtype((np.void, flat.itemsize * flat.shape[1]))
+    start = rows.itemsize * offset
+    places: Array = np.ndarray((len(rows),), item, rows.data, start, (rows.strides[0],))
+    places[:] = flat.view(item).reshape(-1)

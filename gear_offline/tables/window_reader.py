@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from gear_offline.core.files import file_identity
 from gear_offline.core.system import most_open
+from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
-from gear_offline.kernels.columns import Array
 from gear_offline.tables.read_plan import Int64Array, Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this

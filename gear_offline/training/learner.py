@@ -29,6 +29,8 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
+from gear_offline.tables.joint import Source
+from gear_offline.tables.shared import SharedTables
 from gear_offline.training.captured_part import CapturedPart
 from gear_offline.training.captured_step import CapturedStep, start_compilers, why_not_captured
 from gear_offline.training.compilation import is_compiled
@@ -84,19 +86,22 @@ class Learner:
         self,
         recipe: Recipe,
         sizes: ModelSizes,
-        dataset: Dataset,
+        dataset: Source,
         device: torch.device,
         *,
         world: World | None = None,
+        tables: SharedTables | None = None,
     ) -> None:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
         self.world = World() if world is None else world
         made = make_training_model(recipe, sizes, device, self.world)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
+        options = loader_options(recipe, dataset)
         self.loader = GearLoader(
             dataset,
-            **loader_options(recipe, dataset),
+            **options,
+            table=None if tables is None else tables.table(dataset, options),
             selection=recipe_sampler(recipe, dataset),
             seed=recipe.seed,
             device=device,
@@ -122,7 +127,7 @@ class Learner:
         seed_rank(recipe.seed, self.world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
-        if recipe.loader.normalize_states and not sizes.tasks:
+        if recipe.loader.normalize_states and isinstance(dataset, Dataset):
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
         self.meter = make_meter(recipe, self.loader.share, device, half=made.half)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.distributed.sharding import share_shards, take_share
+from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.kernels.gather import Padding
 from gear_offline.loaders.loader import GearLoader
@@ -37,29 +37,24 @@ def padded(values: Any, width: int) -> Any:
     return np.concatenate([values, np.zeros((len(values), width - values.shape[1]))], axis=1)
 
 
+def rows_of(joint: JointDataset, **options: Any) -> dict[str, Any]:
+    """The fields of a joint table, (N, width)."""
+    table = build_table(joint, context_length=2, **options)
+    return {
+        field.name: group.rows[2:-2, field.offset : field.offset + field.width]
+        for group in table.groups
+        for field in group.fields
+    }
+
+
 def test_columns_are_the_tasks_columns_padded_with_zeros(parts: dict[str, Dataset]) -> None:
-    joint = join(parts, normalize_states=False)
-    assert joint.task_names == tuple(parts) and len(joint.manifest.shards) > len(parts)
+    joint = join(parts)
     assert joint.first_episodes.tolist() == [0, 4, 8, 11]
-    for column, width in (("observations", 17), ("actions", 6), ("rewards", 1)):
+    rows = rows_of(joint)
+    columns = {"observations": ("states", 17), "actions": ("actions", 6), "rewards": ("rewards", 1)}
+    for column, (name, width) in columns.items():
         wanted = np.concatenate([padded(part.column(column), width) for part in parts.values()])
-        found = joint.column(column)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found.reshape(len(found), -1), wanted)
-        np.testing.assert_array_equal(joint.read(column, 33, 71), found[33:71])
-        assert joint.read(column, 5, 5).shape == (0, *joint.spec[column].shape)
-    assert failing_code(lambda: joint.read("rewards", 3, 10_000)) == "SELECTION"
-
-
-def test_statistics_are_those_of_the_steps_that_have_an_element(parts: dict[str, Dataset]) -> None:
-    joint = join(parts, normalize_states=False)
-    found = joint.statistics["observations"]
-    rows = {name: part.column("observations") for name, part in parts.items()}
-    for element in range(17):
-        values = np.concatenate([r[:, element] for r in rows.values() if r.shape[1] > element])
-        assert found.mean[element] == pytest.approx(values.astype(float).mean(), abs=1e-9)
-        assert found.std[element] == pytest.approx(values.astype(float).std(), rel=1e-9)
-        assert (found.min[element], found.max[element]) == (values.min(), values.max())
+        np.testing.assert_array_equal(rows[name], wanted)
 
 
 @settings(
@@ -83,10 +78,12 @@ def test_windows_are_those_of_each_task_alone(
     picks: list[int],
 ) -> None:
     """Bit for bit, padding apart, whatever side, scale and normalisation."""
-    joint = join(parts, normalize_states=normalize)
+    joint = join(parts)
     common: dict[str, Any] = {"context_length": span, "gamma": gamma}
     whole = cpu_gather(
-        build_table(joint, threads=threads, **common), context_length=span, padding=padding
+        build_table(joint, threads=threads, normalize_states=normalize, **common),
+        context_length=span,
+        padding=padding,
     )
     names = list(parts)
     for pick in picks:
@@ -124,7 +121,7 @@ def test_one_task_gives_the_batches_of_its_dataset(parts: dict[str, Dataset]) ->
     name = "walk"
     joint = join({name: parts[name]})
     options: dict[str, Any] = {"batch_size": 16, "context_length": 6, "seed": 3, "device": "cpu"}
-    mine = GearLoader(joint, **options)
+    mine = GearLoader(joint, normalize_states=True, **options)
     alone = GearLoader(parts[name], normalize_states=True, returns_scale=SCALES[name], **options)
     for _ in range(3):
         one, other = next(mine), next(alone)
@@ -169,24 +166,21 @@ def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Datase
     fewer = {name: parts[name] for name in ("hop", "walk")}
     turned = {name: parts[name] for name in ("walk", "hop", "point")}
     scaled = join_datasets([Task(name=n, dataset=d) for n, d in parts.items()])
-    for other in (join(fewer), join(turned), join(parts, normalize_states=False), scaled):
+    for other in (join(fewer), join(turned), scaled):
         load = GearLoader(other, **options).load_state_dict
         assert failing_code(partial(load, state)) == "LOADER_STATE"
 
 
 def test_the_share_of_a_node_reads_its_tasks(parts: dict[str, Dataset]) -> None:
     joint = join(parts)
-    owners = share_shards([s.steps for s in joint.manifest.shards], 2)
-    rows = joint.column("observations")
+    whole = build_table(joint, context_length=2)
+    owners = share_shards(shard_weights(joint), 2)
     for node in range(2):
         share = take_share(joint, owners, node)
-        assert isinstance(share.dataset, JointDataset)
-        mine = np.repeat(share.nodes == node, joint.episodes.lengths)
-        np.testing.assert_array_equal(share.dataset.column("observations"), rows[mine])
-        table = build_table(share.dataset, context_length=2)
-        whole = build_table(joint, context_length=2)
-        assert table.groups[0].rows is not None and whole.groups[0].rows is not None
-        np.testing.assert_array_equal(table.groups[0].rows[2:-2], whole.groups[0].rows[2:-2][mine])
+        held = np.repeat(share.nodes == node, joint.episodes.lengths)
+        table = build_table(joint, context_length=2, shards=share.shards.tolist())
+        assert table.episodes.steps == held.sum()
+        np.testing.assert_array_equal(table.groups[0].rows[2:-2], whole.groups[0].rows[2:-2][held])
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -226,12 +220,34 @@ def test_kinds_are_widened_without_loss(tmp_path: Path) -> None:
         "wide": make_dataset(tmp_path / "a", [12], columns=wide),
         "flat": make_dataset(tmp_path / "b", [12], columns=flat),
     }
-    joint = join(parts, normalize_states=False)
+    joint = join(parts)
     assert joint.spec["observations"].dtype == np.float64
     assert joint.spec["rewards"].shape == ()
-    np.testing.assert_array_equal(joint.column("observations")[:12], wide["observations"])
-    np.testing.assert_array_equal(joint.column("observations")[12:, 0], flat["observations"])
-    assert not joint.column("observations")[12:, 1].any()
+    states = rows_of(joint)["states"]
+    np.testing.assert_array_equal(states[:12], wide["observations"].astype(np.float32))
+    np.testing.assert_array_equal(states[12:, 0], flat["observations"])
+    assert not states[12:, 1].any()
+
+
+def test_wide_states_keep_their_bits_or_are_normalised_by_task(tmp_path: Path) -> None:
+    wide = hopper_columns(12, state_dim=300)
+    wide["observations"] = wide["observations"].astype(np.float64)
+    parts = {
+        "wide": make_dataset(tmp_path / "a", [12], columns=wide),
+        "narrow": make_dataset(tmp_path / "b", [5, 7], seed=1),
+    }
+    stored = {name: padded(part.column("observations"), 300) for name, part in parts.items()}
+    states = rows_of(join(parts))["states"]
+    assert states.dtype == np.float64
+    np.testing.assert_array_equal(states, np.concatenate(list(stored.values())))
+    states = rows_of(join(parts), normalize_states=True)["states"]
+    assert states.dtype == np.float32
+    for name, rows in zip(parts, (states[:12], states[12:]), strict=True):
+        moments = parts[name].statistics["observations"]
+        width = len(moments.mean)
+        expected = (stored[name][:, :width] - moments.mean) / (moments.std + 1e-6)
+        np.testing.assert_array_equal(rows[:, :width], expected.astype(np.float32))
+        assert not rows[:, width:].any()
 
 
 def test_discrete_actions_stay_integers(tmp_path: Path) -> None:
@@ -242,24 +258,20 @@ def test_discrete_actions_stay_integers(tmp_path: Path) -> None:
 
 def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_path: Path) -> None:
     discrete = make_discrete(tmp_path, {"few": 2})
-    assert failing_code(lambda: join({**parts, **discrete})) == "TASK_MIXED"
+    assert failing_code(lambda: join({**parts, **discrete})) == "COLUMN"
     frames = make_dataset(tmp_path / "f", [6, 4], columns=image_columns(10, (8, 8)))
-    assert failing_code(lambda: join({**parts, "f": frames}, normalize_states=False)) == (
-        "TASK_MIXED"
-    )
-    assert failing_code(lambda: join({"f": frames})) == "NORMALIZE_IMAGES"
+    assert failing_code(lambda: join({**parts, "f": frames})) == ("COLUMN")
+    still = join({"f": frames})
+    options: dict[str, Any] = {"context_length": 2, "normalize_states": True}
+    assert failing_code(lambda: build_table(still, **options)) == "LOADER_OPTION"
     twice = [Task(name="a", dataset=parts["hop"])] * 2
-    assert failing_code(lambda: join_datasets(twice)) == "TASK_NAMES"
-    loader: dict[str, Any] = {"batch_size": 4, "device": "cpu"}
+    assert failing_code(lambda: join_datasets(twice)) == "LOADER_OPTION"
     joint = join(parts)
     for other in (joint, str(parts["hop"].path)):  # scales within a joint one were lost
         tasks = [Task(name="a", dataset=other)]  # type: ignore[arg-type]
-        assert failing_code(partial(join_datasets, tasks)) == "DATASET_NOT_FOUND"
+        assert failing_code(partial(join_datasets, tasks)) == "LOADER_OPTION"
     numpy_ = [Task(name="a", dataset=parts["hop"], returns_scale=np.float32(4))]  # type: ignore[arg-type]
-    assert join_datasets(numpy_).returns_scales[0] == 4
+    assert join_datasets(numpy_).tasks[0].returns_scale == 4
     for scale in (0.0, -3.0, float("nan"), "ten"):
         tasks = [Task(name="a", dataset=parts["hop"], returns_scale=scale)]  # type: ignore[arg-type]
-        assert failing_code(partial(join_datasets, tasks)) == "TASK_SCALE"
-    assert failing_code(lambda: GearLoader(joint, normalize_states=True, **loader)) == (
-        "LOADER_OPTION"
-    )
+        assert failing_code(partial(join_datasets, tasks)) == "LOADER_OPTION"

@@ -1,21 +1,19 @@
-"""Placement on a GPU: every address is read by a kernel and histories to the episode's bytes."""
+"""Placement on a GPU: every address is read by a kernel and leads to the episode's bytes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from gear_offline.tables.host_memory import HostBlock
-from gear_offline.tables.host_table import host_table
 from gear_offline.tables.placement import HBM, HOST, PlacedTable, place_table
+from gear_offline.tables.shared import share_table
 from gear_offline.tables.table import Table
 from tests.gpu_support import ON_GPU
+from tests.placement_support import make_table
 from tests.support import failing_code, make_dataset
-from tests.test_placement import make_table
 
 pytestmark = ON_GPU
 LENGTHS = [5, 30, 1, 7, 55, 20, 3]
@@ -36,38 +34,35 @@ def read_on_gpu(address: int, nbytes: int) -> bytes:
     return bytes(cupy.asnumpy(out).tobytes())
 
 
-def assert_readable(found: PlacedTable, table: Table) -> None:
+def assert_readable(placed: PlacedTable, table: Table) -> None:
     offsets, margin = table.episodes.offsets, table.margin
-    for group, source in zip(found.groups, table.groups, strict=True):
-        assert source.rows is not None
-        for e, length in enumerate(table.episodes.lengths.tolist()):
-            expected = source.rows[margin + offsets[e] : margin + offsets[e + 1]]
-            there = read_on_gpu(int(group.addresses[e]), length * group.row_bytes)
-            assert there == expected.tobytes()
+    for addressed, source in zip(placed.groups, table.groups, strict=True):
+        for episode, length in enumerate(table.episodes.lengths.tolist()):
+            expected = source.rows[margin + offsets[episode] : margin + offsets[episode + 1]]
+            address = int(addressed.addresses[episode])
+            assert read_on_gpu(address, length * source.row_bytes) == expected.tobytes()
 
 
 @pytest.mark.parametrize("placement", ["auto", "hbm", "host"])
 def test_every_tier_is_read_by_a_kernel(placement: Any) -> None:
     table = make_table(LENGTHS)
-    found = place_table(table, device="cuda", placement=placement)
-    expected = HOST if placement == "host" else HBM
-    assert all((group.tiers == expected).all() for group in found.groups)
-    assert_readable(found, table)
-    found.close()
+    placed = place_table(table, device="cuda", placement=placement)
+    assert (placed.tiers == (HOST if placement == "host" else HBM)).all()
+    assert_readable(placed, table)
+    placed.close()
 
 
 def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
-    table, block = host_table(dataset, context_length=4)
+    table, memory = share_table(dataset, context_length=4)
     weight = [1, 0, 9, 1, 0, 9, 9]
-    found = place_table(table, device="cuda:0", hbm_budget=64 * 40, episode_weight=weight)
-    assert {HBM, HOST} <= set(found.groups[0].tiers.tolist())
-    print(found.reason)
-    assert_readable(found, table)
+    placed = place_table(table, device="cuda:0", hbm_budget=64 * 40, episode_weight=weight)
+    assert {HBM, HOST} <= set(placed.tiers.tolist())
+    assert_readable(placed, table)
     again = place_table(table, device="cuda", placement="host")  # pinned twice at once
-    found.close()
+    placed.close()
     assert_readable(again, table)
-    attached, second = host_table(dataset, context_length=4, share=block.handle())
+    attached, _ = share_table(dataset, context_length=4, handle=memory.handle())
     other = place_table(attached, device="cuda", placement="host")  # another mapping of the pages
     assert_readable(other, table)
     again.close()
@@ -76,20 +71,22 @@ def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
     third = place_table(table, device="cuda", placement="host")  # after everything was let go
     assert_readable(third, table)
     third.close()
-    assert second.nbytes == block.nbytes
 
 
 def test_errors_leave_torch_usable() -> None:
     table = make_table(LENGTHS)
     code = failing_code(lambda: place_table(table, device="cuda", placement="hbm", hbm_budget=100))
-    assert code == "HBM_SHORT"
-    block = HostBlock.create(1 << 20)
-    rows = block.allocate((1 << 20,), np.dtype(np.uint8))
-    from gear_offline.tables.pinning import CudaRuntime, Pinned
-
-    runtime = CudaRuntime()
-    first = Pinned(rows, runtime)
-    assert failing_code(lambda: Pinned(rows, runtime)) == "HOST_PIN"  # twice, by hand
+    assert code == "MEMORY"
+    first = place_table(table, device="cuda", placement="host")
+    half = Table(
+        episodes=table.episodes,
+        margin=table.margin,
+        groups=tuple(
+            type(g)(fields=g.fields, rows=g.rows[: len(g.rows) // 2]) for g in table.groups
+        ),
+    )
+    code = failing_code(lambda: place_table(half, device="cuda", placement="host"))
+    assert code == "MEMORY", "registered already, as another size"
     assert int(torch.ones(1000, device="cuda").sum()) == 1000  # no error is left behind
     torch.cuda.synchronize()
-    assert first.address
+    first.close()

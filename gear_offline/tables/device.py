@@ -1,0 +1,176 @@
+"""Memory that a GPU reads: its own, that of other GPUs of the node, host memory mapped into it.
+
+CuPy calls the CUDA runtime, in the context that torch's kernels run in.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import weakref
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from gear_offline.core.text import size_text
+from gear_offline.core.types import Array
+from gear_offline.errors import GearError, UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+PORTABLE, MAPPED = 1, 2  # cudaHostRegister*: for every context; with a device address
+HOST_TO_DEVICE = 1  # cudaMemcpyKind
+LAZY_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
+
+
+class Pinned:
+    """Host memory that is page-locked and mapped; stays so until the last reference is gone.
+
+    Attributes
+    ----------
+    array
+        The memory, kept alive.
+    address
+        int, where the device sees the array's first byte.
+    """
+
+    def __init__(self, array: Array, address: int) -> None:
+        self.array, self.address = array, address
+
+
+class DeviceMemory:
+    """Memory of one GPU, and host memory mapped into it.
+
+    Raises
+    ------
+    UnavailableError
+        ``PACKAGE_MISSING`` without CuPy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from cupy.cuda import runtime
+        except ImportError as error:
+            raise UnavailableError(
+                "PACKAGE_MISSING",
+                f"tables are not placed for GPUs without CuPy ({error})",
+                remedy="pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'",
+            ) from error
+        self.device, self._runtime = device, runtime
+
+    def free_bytes(self) -> int:
+        """Return what is free on the device."""
+        import torch
+
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        """Return the address of new device memory and what keeps it alive."""
+        import torch
+
+        try:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise too_large(nbytes, self.free_bytes(), "free on the device") from error
+        return int(buffer.data_ptr()), buffer
+
+    def allocate_shared(self, nbytes: int) -> tuple[int, str]:
+        """Return address and handle of memory that other processes of the node can map.
+
+        It is freed when the process ends: only then is it certain that no other one reads it.
+        """
+        import torch
+
+        torch.cuda.empty_cache()  # this memory does not come from torch's pool
+        with self._current():
+            try:
+                address = int(self._runtime.malloc(nbytes))
+            except self._runtime.CUDARuntimeError as error:
+                raise too_large(nbytes, self.free_bytes(), "free on the device") from error
+            try:
+                return address, bytes(self._runtime.ipcGetMemHandle(address)).hex()
+            except self._runtime.CUDARuntimeError as error:
+                raise _not_shared(error) from error
+
+    def open_shared(self, handle: str) -> int:
+        """Return where another process's memory is mapped, until this process ends."""
+        with self._current():
+            try:
+                raw = bytes.fromhex(handle)
+                return int(self._runtime.ipcOpenMemHandle(raw, LAZY_PEERS))
+            except self._runtime.CUDARuntimeError as error:
+                raise _not_shared(error) from error
+
+    def upload(self, address: int, rows: Array) -> None:
+        """Copy the bytes of C-contiguous `rows` to device memory."""
+        with self._current():
+            self._runtime.memcpy(address, rows.ctypes.data, rows.nbytes, HOST_TO_DEVICE)
+
+    def pin(self, rows: Array) -> Pinned:
+        """Page-lock and map C-contiguous memory; what is mapped already is shared, not repeated.
+
+        Raises
+        ------
+        GearError
+            ``MEMORY``
+        """
+        key = (rows.ctypes.data, rows.nbytes)
+        with _pins_lock, self._current():
+            pinned = _pins.get(key)
+            if pinned is None:
+                try:
+                    self._runtime.hostRegister(*key, PORTABLE | MAPPED)
+                    found = self._runtime.pointerGetAttributes(key[0])
+                except self._runtime.CUDARuntimeError as error:
+                    raise not_pinned(rows.nbytes, str(error)) from error
+                pinned = _pins[key] = Pinned(rows, int(found.devicePointer))
+                undo = weakref.finalize(pinned, self._runtime.hostUnregister, key[0])
+                undo.atexit = False  # the driver drops what is left when the process ends
+        return pinned
+
+    def wait(self) -> None:
+        """Wait for the GPU: a kernel may still read what is freed next."""
+        import torch
+
+        torch.cuda.synchronize(self.device)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.device(self.device)
+
+
+_pins: weakref.WeakValueDictionary[tuple[int, int], Pinned] = weakref.WeakValueDictionary()
+_pins_lock = threading.Lock()
+
+
+def too_large(nbytes: int, budget: int, source: str) -> GearError:
+    """Return the error of a table that GPU memory cannot hold."""
+    return GearError(
+        "MEMORY",
+        f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}",
+        remedy="use placement='auto' to keep the rest in pinned host memory, or raise hbm_budget",
+    )
+
+
+def not_pinned(nbytes: int, why: str) -> GearError:
+    """Return the error of host memory that cannot be page-locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = ""
+    if soft != resource.RLIM_INFINITY and soft < nbytes:
+        limit = f"; the limit of this process is {size_text(soft)}, see `ulimit -l`"
+    return GearError(
+        "MEMORY",
+        f"{size_text(nbytes)} of host memory cannot be page-locked and mapped ({why}{limit})",
+        remedy="free host memory, raise the limit (docker --ulimit memlock=-1), or use "
+        "placement='hbm'",
+    )
+
+
+def _not_shared(error: Exception) -> GearError:
+    return GearError(
+        "DEVICE",
+        f"GPUs of this node cannot map each other's memory ({error})",
+        remedy="use loader.placement=hbm or host; peers need NVLink or PCIe peer access, and "
+        "one container for all processes of the node",
+    )

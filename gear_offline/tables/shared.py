@@ -1,0 +1,243 @@
+"""One table for the processes of a node: memory that one of them fills and the others map.
+
+The memory is an anonymous file (``memfd_create``): it has no name in any file system, only
+processes of the same user can reach it (mode 0600), its size is sealed, and the kernel frees it
+when the last process that holds it is gone, ``kill -9`` included.
+
+    rank 0:   table, memory = share_table(dataset, context_length=20); handle = memory.handle()
+    others:   table, _ = share_table(dataset, context_length=20, handle=handle)  # the same pages
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+
+from gear_offline.core.system import RESERVE_BYTES, available_bytes, check_available
+from gear_offline.core.text import size_text
+from gear_offline.core.types import Array
+from gear_offline.errors import GearError, UnavailableError
+from gear_offline.tables.joint import Source, source_digest, source_name
+from gear_offline.tables.table import Table, build_table, table_bytes, whole_pages
+
+_VALUES = ("gamma", "returns_scale")  # options of `build_table` on which no size depends
+_OPTIONS = ("context_length", "normalize_states", "extra_columns", "frame_stack", *_VALUES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handle:
+    """What another process of the node needs to attach; plain numbers.
+
+    Attributes
+    ----------
+    process, descriptor
+        Who holds the memory open, and as what.
+    nbytes
+        Size.
+    device, inode
+        The file's identity, so that a number that was used again is noticed.
+    """
+
+    process: int
+    descriptor: int
+    nbytes: int
+    device: int
+    inode: int
+
+
+class SharedMemory:
+    """Memory that processes share, with an allocator: arrays begin at pages of their own.
+
+    Arrays keep the memory alive; after `close` no other process can attach through this one.
+
+    Attributes
+    ----------
+    nbytes
+        Size, a multiple of the page size.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Take over an open `descriptor`; use `create` or `attach`."""
+        self.nbytes = nbytes
+        self._descriptor = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._bytes = np.frombuffer(mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED), np.uint8)
+        self._used = 0
+
+    @classmethod
+    def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
+        """Make at least `nbytes` zeros that take memory when touched; `name` is seen in /proc.
+
+        Raises
+        ------
+        GearError
+            ``MEMORY`` if the machine, or this container, has less memory available.
+        UnavailableError
+            ``SYSTEM`` if the system has no anonymous files.
+        """
+        nbytes = max(whole_pages(nbytes), mmap.PAGESIZE)
+        check_available(nbytes)
+        try:
+            descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError) as error:
+            raise UnavailableError(
+                "SYSTEM",
+                f"no shared memory: memfd_create failed ({error})",
+                remedy="use Linux 3.17 or newer, and a container that allows memfd_create",
+            ) from error
+        try:
+            os.fchmod(descriptor, 0o600)
+            os.ftruncate(descriptor, nbytes)
+            # Nobody can make it shorter: reading it never ends in SIGBUS.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, nbytes)
+
+    @classmethod
+    def attach(cls, handle: Handle) -> Self:
+        """Map the memory of another process of this user on this node.
+
+        Raises
+        ------
+        GearError
+            ``MEMORY`` if the process is gone, or is not visible from here.
+        """
+        try:
+            path = f"/proc/{handle.process}/fd/{handle.descriptor}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise _not_attached(handle, str(error.strerror)) from error
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (handle.device, handle.inode):
+            os.close(descriptor)
+            raise _not_attached(handle, "its descriptor is another file now")
+        return cls(descriptor, status.st_size)
+
+    def handle(self) -> Handle:
+        """Return what `attach` takes in another process, as long as this one holds the memory."""
+        status = os.fstat(self._descriptor)
+        return Handle(
+            process=os.getpid(),
+            descriptor=self._descriptor,
+            nbytes=self.nbytes,
+            device=status.st_dev,
+            inode=status.st_ino,
+        )
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return the next array of `shape` and `dtype`, at a page; same calls give same places."""
+        begin, size = self._used, prod(shape) * dtype.itemsize
+        self._used += whole_pages(size)
+        assert self._used <= self.nbytes, "made with the sum of the page-aligned sizes"
+        return self._bytes[begin : begin + size].view(dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Close the descriptor; arrays stay valid, further processes cannot attach."""
+        self._close()
+
+
+def share_table(
+    source: Source, *, handle: Handle | None = None, threads: int | None = None, **options: Any
+) -> tuple[Table, SharedMemory]:
+    """Build a table in shared memory, or take one that another process of the node has built.
+
+    The first process calls this without `handle` and gives ``memory.handle()`` to the others, which
+    pass it with the same options; they return at once and read the same pages.  The first one must
+    have returned before it sends the handle: then every row is there and verified.
+
+    Parameters
+    ----------
+    source, threads, options
+        As `gear_offline.tables.table.build_table`.
+    handle
+        Of the memory that holds the table.
+
+    Raises
+    ------
+    GearError
+        ``MEMORY`` before anything is read if the table does not fit, or if the other process is
+        gone; and what `build_table` raises.
+    """
+    nbytes = table_bytes(source, **_sizes(options))
+    memory = SharedMemory.create(nbytes) if handle is None else SharedMemory.attach(handle)
+    if handle is not None and memory.nbytes != max(nbytes, mmap.PAGESIZE):
+        raise _not_attached(
+            handle, f"it has {size_text(memory.nbytes)}, {size_text(nbytes)} were expected"
+        )
+    table = build_table(
+        source, allocate=memory.allocate, fill=handle is None, threads=threads, **options
+    )
+    return table, memory
+
+
+class SharedTables:
+    """Tables that several runs read, each built once.
+
+    Parameters
+    ----------
+    handles
+        Tables of another process, from its `handles`.
+    publish
+        Build tables in shared memory, so that other processes can take them.
+    """
+
+    def __init__(
+        self, handles: Mapping[str, Mapping[str, int]] | None = None, *, publish: bool = False
+    ) -> None:
+        self._handles, self._publish = dict(handles or {}), publish
+        self._tables: dict[str, Table] = {}
+        self._memory: dict[str, SharedMemory] = {}
+
+    def table(self, source: Source, loader: Mapping[str, Any]) -> Table | None:
+        """Return the table of a loader with these options, built once.
+
+        ``None`` where the rows stay on disk, or may have to: then the loader decides.
+        """
+        options = {name: loader[name] for name in _OPTIONS if name in loader}
+        name = json.dumps([source_name(source), source_digest(source), options], sort_keys=True)
+        if name not in self._tables:
+            handle = self._handles.get(name)
+            if handle is None and not _fits(source, loader, options):
+                return None
+            if handle is not None or self._publish:
+                attached = None if handle is None else Handle(**handle)
+                table, self._memory[name] = share_table(source, handle=attached, **options)
+            else:
+                table = build_table(source, **options)
+            self._tables[name] = table
+        return self._tables[name]
+
+    def handles(self) -> dict[str, dict[str, int]]:
+        """Return what other processes take the tables by, JSON-able."""
+        return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
+
+
+def _fits(source: Source, loader: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
+        return False
+    return table_bytes(source, **_sizes(options)) + RESERVE_BYTES <= available_bytes()
+
+
+def _sizes(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in _VALUES}
+
+
+def _not_attached(handle: Handle, why: str) -> GearError:
+    return GearError(
+        "MEMORY",
+        f"cannot attach to the table of process {handle.process}: {why}",
+        remedy="check that it still runs on this node as the same user and in the same container, "
+        "with the same dataset and options",
+    )

@@ -1,0 +1,313 @@
+"""Placement: the choice of episodes, budgets, and addresses that lead to each episode's bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gear_offline.errors import GearError
+from gear_offline.sampling import make_sampler
+from gear_offline.tables import placement as module
+from gear_offline.tables.placement import (
+    ALIGNMENT_BYTES,
+    HBM,
+    HBM_COST,
+    HBM_SHARE,
+    HOST,
+    HOST_COST,
+    PEER,
+    PEER_COST,
+    PlacedTable,
+    Ranks,
+    place_in,
+    place_table,
+    plan_episodes,
+)
+from gear_offline.tables.table import Table
+from tests.placement_support import FakeMemory, make_table, place_all
+from tests.support import failing_code
+
+lengths_of = st.lists(st.integers(1, 9), min_size=1, max_size=9)
+budgets = st.one_of(st.none(), st.integers(0, 6000))
+weight_seeds = st.one_of(st.none(), st.integers(0, 5))
+
+
+def placed(table: Table, memory: FakeMemory, **options: Any) -> PlacedTable:
+    return place_in(memory, table, ranks=Ranks(), **options)
+
+
+def weights_of(seed: int | None, lengths: list[int]) -> npt.NDArray[np.float64] | None:
+    if seed is None:
+        return None
+    return np.random.default_rng(seed).integers(0, 4, len(lengths)).astype(float)
+
+
+def assert_addresses_lead_to_the_rows(result: PlacedTable, table: Table) -> None:
+    offsets, margin = table.episodes.offsets, table.margin
+    for addressed, source in zip(result.groups, table.groups, strict=True):
+        assert (addressed.group.width, addressed.group.dtype) == (source.width, source.dtype)
+        if source.row_bytes % 16 == 0:
+            assert not (addressed.addresses % 16).any()
+        for episode, length in enumerate(table.episodes.lengths.tolist()):
+            expected = source.rows[margin + offsets[episode] : margin + offsets[episode + 1]]
+            address = int(addressed.addresses[episode])
+            assert ctypes.string_at(address, length * source.row_bytes) == expected.tobytes()
+    sizes = table.episodes.lengths * table.row_bytes
+    parts = result.hbm_bytes, result.peer_bytes, result.host_bytes
+    assert parts == tuple(int(sizes[result.tiers == tier].sum()) for tier in (HBM, PEER, HOST))
+
+
+@given(
+    lengths=lengths_of,
+    placement=st.sampled_from(["auto", "auto", "hbm", "host"]),
+    budget=budgets,
+    weight_seed=weight_seeds,
+    staging=st.sampled_from([1, 300, 64 << 20]),
+)
+def test_one_gpu_reads_every_episode_within_its_budget(
+    lengths: list[int], placement: Any, budget: int | None, weight_seed: int | None, staging: int
+) -> None:
+    table, memory = make_table(lengths), FakeMemory()
+    options = {"hbm_budget": budget, "episode_weight": weights_of(weight_seed, lengths)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STAGING_BYTES", staging)
+        try:
+            result = placed(table, memory, placement=placement, **options)
+        except GearError as error:
+            assert error.code == "MEMORY" and placement == "hbm" and budget is not None
+            return
+    if placement != "host" and budget is not None:
+        assert memory.allocated <= budget
+    assert_addresses_lead_to_the_rows(result, table)
+    assert {"hbm": (result.tiers == HBM).all(), "host": (result.tiers == HOST).all()}.get(
+        placement, True
+    )
+    assert (result.homes == -1).all()
+    assert result.reason.startswith(f"placement {placement}: ") and "\n" not in result.reason
+    # Only what is read from host memory is registered and kept, and closing lets go of it.
+    assert bool(memory.registered) == bool(result.host_bytes)
+    assert all(bool(g.group.rows.size) == bool(result.host_bytes) for g in result.groups)
+    result.close()
+    result.close()
+    assert not memory.registered and memory.waits == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths_of,
+    nodes=st.sampled_from([[0, 0], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1], [0, 0, 1]]),
+    budget=budgets,
+    weight_seed=weight_seeds,
+)
+def test_every_gpu_of_a_node_reads_every_episode(
+    lengths: list[int], nodes: list[int], budget: int | None, weight_seed: int | None
+) -> None:
+    table, memories = make_table(lengths), [FakeMemory() for _ in nodes]
+    options = {"hbm_budget": budget, "episode_weight": weights_of(weight_seed, lengths)}
+    results = place_all(table, memories, nodes, **options)
+    for rank, (result, memory) in enumerate(zip(results, memories, strict=True)):
+        assert isinstance(result, PlacedTable), result
+        assert_addresses_lead_to_the_rows(result, table)
+        if budget is not None and budget >= ALIGNMENT_BYTES * len(table.groups):
+            assert memory.allocated <= budget
+        # An episode is at home with the one rank of its node that holds it alone.
+        homes = result.homes
+        assert ((homes == rank) <= (result.tiers == HBM)).all()
+        assert ((result.tiers == PEER) == ((homes >= 0) & (homes != rank))).all()
+        assert all(nodes[home] == nodes[rank] for home in homes if home >= 0)
+
+
+def test_nodes_may_decide_differently() -> None:
+    """Memory of one node holds all, that of the other does not: no rank waits for a call that
+    others do not make."""
+    table = make_table([50, 90, 30])
+    need = table.row_bytes * 170
+    memories = [FakeMemory(free) for free in (need, need, 1 << 30, 1 << 30)]
+    results = place_all(table, memories, [0, 0, 1, 1])
+    tight, roomy = results[:2], results[2:]
+    assert all(isinstance(r, PlacedTable) and r.peer_bytes > 0 for r in tight)
+    assert all(isinstance(r, PlacedTable) and r.hbm_bytes == need for r in roomy)
+
+
+def test_a_gpu_that_fails_is_told_to_its_node_and_hangs_nobody() -> None:
+    table = make_table([5, 9, 3])
+    memories = [FakeMemory(), FakeMemory(refuse="malloc"), FakeMemory(), FakeMemory()]
+    results = place_all(table, memories, [0, 0, 1, 1], placement="peer")
+    codes = [result.code if isinstance(result, GearError) else "" for result in results]
+    assert codes == ["RANK_FAILED", "MEMORY", "", ""]
+    unlinked = [FakeMemory(refuse="ipcOpenMemHandle") for _ in range(2)]
+    results = place_all(table, unlinked, [0, 0], placement="peer")
+    assert [r.code for r in results if isinstance(r, GearError)] == ["DEVICE", "DEVICE"]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    seed=st.integers(0, 9),
+    budget=st.integers(0, 60),
+)
+def test_one_gpu_takes_the_knapsack_rule_by_density(
+    sizes: list[int], seed: int, budget: int
+) -> None:
+    weights = np.random.default_rng(seed).integers(0, 9, len(sizes)).astype(np.float64)
+    plan = plan_episodes(np.array(sizes, dtype=np.int64), weights, budget)
+    chosen = plan.held_by(0)
+    taken = sum(s for s, c in zip(sizes, chosen, strict=True) if c)
+    assert taken <= budget and set(plan.tiers.tolist()) <= {HBM, HOST}
+    assert all(c or s > budget - taken for s, c in zip(sizes, chosen, strict=True))
+    best = max(
+        float(weights[list(subset)].sum())
+        for count in range(len(sizes) + 1)
+        for subset in combinations(range(len(sizes)), count)
+        if sum(sizes[i] for i in subset) <= budget
+    )
+    assert float(weights[chosen].sum()) >= best - weights.max()
+    if sum(sizes) <= budget:
+        assert chosen.all() and plan.shares == ((1.0, 0.0, 0.0) if weights.sum() else (0, 0, 0))
+
+
+@given(
+    count=st.integers(2, 300),
+    gpus=st.integers(2, 8),
+    fraction=st.floats(0.0, 2.0),
+    skew=st.floats(0.0, 3.0),
+    seed=st.integers(0, 99),
+)
+def test_several_gpus_keep_their_budget_and_beat_simpler_choices(
+    count: int, gpus: int, fraction: float, skew: float, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(90, 110, count)
+    weights = sizes * generator.permutation(np.arange(1, count + 1) ** -skew)
+    budget = int(sizes.sum() * fraction / gpus)
+    plan = plan_episodes(sizes, weights, budget, gpus)
+    for gpu in range(gpus):
+        assert sizes[plan.held_by(gpu)].sum() <= budget
+    holders = np.stack([plan.held_by(gpu) for gpu in range(gpus)]).sum(0)
+    assert (holders[plan.tiers == HBM] == gpus).all()
+    assert (holders[plan.tiers == PEER] == 1).all() and (holders[plan.tiers == HOST] == 0).all()
+    assert sum(plan.shares) == pytest.approx(1.0)
+    # No worse than one kind of choice alone, but for a few episodes that did not fit any more.
+    own, peer, host = plan.shares
+    cost = own * HBM_COST + peer * PEER_COST + host * HOST_COST
+    order = np.argsort(-weights / sizes, kind="stable")
+    spare = (gpus + 1) * weights.max() / weights.sum() * HOST_COST
+    spread_cost = ((gpus - 1) * PEER_COST + HBM_COST) / gpus
+    for room, price in ((budget, HBM_COST), (budget * gpus, spread_cost)):
+        reached = np.cumsum(sizes[order]) <= room
+        share = weights[order][reached].sum() / weights.sum()
+        assert cost <= share * price + (1 - share) * HOST_COST + spare
+
+
+def test_predicted_reads_are_those_of_the_sampler() -> None:
+    lengths = np.random.default_rng(0).integers(5, 40, 200)
+    index = make_table(lengths.tolist()).episodes
+    plan = plan_episodes(lengths * 64, lengths.astype(float), int(lengths.sum() * 64 * 0.2), 4)
+    assert {HBM, PEER, HOST} >= set(plan.tiers.tolist()) >= {PEER, HOST}
+    drawn = make_sampler("uniform_steps", index).sample(1, 0, 1, 200_000)[0].episodes
+    counts = [np.mean(plan.held_by(gpu)[drawn]) for gpu in range(4)]
+    own, _, host = plan.shares
+    assert np.mean(counts) == pytest.approx(own, abs=0.005)
+    assert max(counts) - min(counts) < 0.02, "GPUs hold like shares"
+    assert np.mean(plan.tiers[drawn] == HOST) == pytest.approx(host, abs=0.005)
+
+
+def test_uniform_steps_take_a_prefix_and_weights_the_hottest() -> None:
+    table = make_table([5, 3, 9, 1, 4])
+    spare = ALIGNMENT_BYTES * len(table.groups)
+    result = placed(table, FakeMemory(), hbm_budget=8 * table.row_bytes + spare)
+    assert result.tiers.tolist() == [HBM, HBM, HOST, HOST, HOST]
+    assert "36.4% from own memory" in result.reason
+    weights = [0, 0, 100, 0.1, 0]
+    budget = 9 * table.row_bytes + spare
+    hot = placed(table, FakeMemory(), hbm_budget=budget, episode_weight=weights)
+    assert hot.tiers.tolist() == [HOST, HOST, HBM, HOST, HOST]
+    assert hot.hbm_bytes == 9 * table.row_bytes
+
+
+def test_the_default_budget_leaves_memory_for_training() -> None:
+    table = make_table([5, 5])
+    enough = int((table.row_bytes * 10 + 256 * len(table.groups)) / HBM_SHARE) + 1
+    assert placed(table, FakeMemory(enough)).host_bytes == 0
+    assert placed(table, FakeMemory(enough - 100)).host_bytes > 0
+    assert placed(table, FakeMemory(enough - 100), placement="hbm").host_bytes == 0
+
+
+def test_auto_parts_only_what_does_not_fit_and_peer_copies_nothing() -> None:
+    table = make_table([5, 9, 3])
+    sizes = [n * table.row_bytes for n in (5, 9, 3)]
+    for result in place_all(table, [FakeMemory() for _ in range(3)], [0, 0, 0]):
+        assert isinstance(result, PlacedTable) and result.hbm_bytes == sum(sizes)
+    budget = 9 * table.row_bytes + 256 * len(table.groups)
+    memories = [FakeMemory() for _ in range(3)]
+    for result in place_all(table, memories, [0, 0, 0], hbm_budget=budget):
+        assert isinstance(result, PlacedTable) and result.peer_bytes and not result.host_bytes
+        assert "over 3 GPUs" in result.reason
+    memories = [FakeMemory() for _ in range(3)]
+    results = place_all(table, memories, [0, 0, 0], placement="peer")  # there is room for copies
+    held = [result.hbm_bytes for result in results if isinstance(result, PlacedTable)]
+    assert sorted(held) == sorted(sizes)
+
+
+def test_pinned_memory_is_shared_and_outlives_the_first_user() -> None:
+    table, memory = make_table([4, 4]), FakeMemory()
+    one = placed(table, memory, placement="host")
+    two = placed(table, memory, placement="host")
+    assert len(memory.registered) == len(table.groups)
+    assert (one.groups[0].addresses == two.groups[0].addresses).all()
+    one.close()
+    assert len(memory.registered) == len(table.groups)
+    del two
+    gc.collect()
+    assert not memory.registered
+
+
+def test_tables_in_memory_of_one_process_share_no_page() -> None:
+    """Otherwise registering the second of two small tables would fail."""
+    pages: set[int] = set()
+    kept = [make_table([2]) for _ in range(4)]
+    for group in (group for table in kept for group in table.groups):
+        begin, end = group.rows.ctypes.data, group.rows.ctypes.data + group.rows.nbytes
+        own = set(range(begin // 4096, -(-end // 4096)))
+        assert begin % 4096 == 0 and not own & pages
+        pages |= own
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table([4, 4])
+
+    def code(memory: FakeMemory | None = None, **options: Any) -> str:
+        return failing_code(lambda: placed(table, memory or FakeMemory(), **options))
+
+    wrongs: list[dict[str, Any]] = [
+        {"placement": "disk"},
+        {"placement": "peer"},
+        {"hbm_budget": -1},
+        *({"episode_weight": weights} for weights in ([], [1.0], [1.0, -1.0], [1.0, np.nan])),
+    ]
+    for wrong in wrongs:
+        assert code(**wrong) == "LOADER_OPTION"
+    assert code(placement="hbm", hbm_budget=100) == "MEMORY"
+    assert code(FakeMemory(free=100), placement="hbm") == "MEMORY"
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (64, 64))
+    with pytest.raises(GearError, match="the limit of this process is 64 B") as caught:
+        placed(table, FakeMemory(refuse="hostRegister"), placement="host")
+    assert caught.value.code == "MEMORY"
+    codes = {
+        result.code if isinstance(result, GearError) else ""
+        for result in place_all(table, [FakeMemory()] * 3, [0, 0, 1], placement="peer")
+    }
+    assert codes == {"LOADER_OPTION"}, "every node needs several GPUs: all ranks hear of it"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_the_error_says_so() -> None:
+    assert failing_code(lambda: place_table(make_table([3]), device="cpu")) == "DEVICE"

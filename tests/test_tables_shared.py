@@ -1,0 +1,185 @@
+"""One table a node, shared by real processes: private, the same pages, and gone with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gear_offline.core.system import available_bytes
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.errors import GearError
+from gear_offline.loaders.loader import GearLoader
+from gear_offline.tables import shared as module
+from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
+from gear_offline.tables.table import build_table
+from tests.segment_oracle import same_bits
+from tests.support import failing_code, make_dataset
+
+ROOT = Path(__file__).resolve().parents[1]
+F4 = np.dtype(np.float32)
+CREATE = """
+import json, sys
+from dataclasses import asdict
+import numpy as np
+from gear_offline.tables.shared import SharedMemory
+memory = SharedMemory.create(1 << 20)
+rows = memory.allocate((1000, 4), np.dtype(np.float32))
+rows[:] = np.arange(4000).reshape(1000, 4)
+print(json.dumps(asdict(memory.handle())), flush=True)
+sys.stdin.readline()
+print(float(rows[7, 3]), flush=True)
+sys.stdin.readline()
+"""
+ATTACH = """
+import json, sys
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.tables import shared
+from gear_offline.tables.shared import SharedTables
+real = shared.build_table
+def attach(*arguments, fill=True, **options):
+    assert not fill, "it reads the table again"
+    return real(*arguments, fill=fill, **options)
+shared.build_table = attach
+loader = {"context_length": 5, "gamma": 0.5}
+table = SharedTables(json.loads(sys.argv[2])).table(open_dataset(sys.argv[1]), loader)
+print(table.groups[0].rows.tobytes().hex())
+"""
+
+
+@contextmanager
+def python(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("shared")
+    return make_dataset(folder, [30, 1, 7, 55, 20], shard_bytes=3000)
+
+
+def test_processes_share_the_same_pages_until_the_last_is_gone() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with python(CREATE) as owner:
+        handle = Handle(**json.loads(line(owner)))
+        path = f"/proc/{owner.pid}/fd/{handle.descriptor}"
+        assert os.readlink(path) == "/memfd:gear-table (deleted)"
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        assert set(os.listdir("/dev/shm")) <= before
+        rows = SharedMemory.attach(handle).allocate((1000, 4), F4)
+        rows[7, 3] = -5  # the owner sees it: one copy
+        assert owner.stdin is not None
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert float(line(owner)) == -5
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert rows[999, 3] == 3999  # still here, through us alone
+        with pytest.raises(GearError) as caught:
+            SharedMemory.attach(handle)
+        assert caught.value.code == "MEMORY" and str(handle.process) in str(caught.value)
+
+
+def test_arrays_begin_at_pages_and_outlive_the_memory() -> None:
+    memory = SharedMemory.create(4096 + 8192)
+    small, large = memory.allocate((3, 1), F4), memory.allocate((1025,), F4)
+    assert small.ctypes.data % 4096 == large.ctypes.data % 4096 == 0
+    assert large.ctypes.data - small.ctypes.data == 4096
+    handle = memory.handle()
+    with pytest.raises(OSError):
+        os.ftruncate(handle.descriptor, 0)  # the size is sealed
+    other = replace(handle, inode=handle.inode + 1)
+    assert failing_code(lambda: SharedMemory.attach(other)) == "MEMORY"
+    large[:] = 7
+    memory.close()
+    memory.close()
+    assert large.sum() == 7 * 1025
+
+
+def test_too_much_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < available_bytes() < 1 << 46
+    with pytest.raises(GearError, match=r"1.0 PiB .* available") as caught:
+        SharedMemory.create(1 << 50)
+    assert caught.value.code == "MEMORY"
+
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(38, "not here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert failing_code(lambda: SharedMemory.create(1)) == "SYSTEM"
+
+
+def test_a_shared_table_has_the_bits_of_a_private_one_in_one_copy(dataset: Dataset) -> None:
+    options: dict[str, Any] = {"context_length": 5, "gamma": 0.5}
+    table, memory = share_table(dataset, threads=2, **options)
+    assert same_bits(table.groups[0].rows, build_table(dataset, **options).groups[0].rows)
+    attached, second = share_table(dataset, handle=memory.handle(), **options)
+    attached.groups[0].rows[5, 0] = 77
+    assert table.groups[0].rows[5, 0] == 77 and second.nbytes == memory.nbytes
+    wrong = {**options, "context_length": 400}
+    assert failing_code(lambda: share_table(dataset, handle=memory.handle(), **wrong)) == "MEMORY"
+
+
+def test_published_tables_are_attached_by_other_processes(dataset: Dataset) -> None:
+    tables = SharedTables(publish=True)
+    loader = {"context_length": 5, "gamma": 0.5}
+    table = tables.table(dataset, loader | {"batch_size": 9})
+    assert table is not None and tables.table(dataset, loader) is table
+    assert tables.table(dataset, loader | {"gamma": 1.0}) is not table
+    assert len(tables.handles()) == 2
+    with python(ATTACH, str(dataset.path), json.dumps(tables.handles())) as other:
+        assert line(other) == table.groups[0].rows.tobytes().hex()
+    assert asdict(Handle(**next(iter(tables.handles().values()))))["process"] == os.getpid()
+
+
+def test_rows_that_may_have_to_stay_on_disk_are_left_to_the_loader(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, loader = SharedTables(), {"context_length": 5}
+    assert tables.table(dataset, loader | {"placement": "disk"}) is None
+    assert tables.table(dataset, loader | {"host_budget": 1 << 40}) is None
+    monkeypatch.setattr(module, "available_bytes", lambda: 0)
+    assert tables.table(dataset, loader) is None
+
+
+def test_loaders_of_one_table_give_the_batches_of_their_own(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"context_length": 3, "device": "cpu", "batch_size": 5}
+    first = GearLoader(dataset, seed=1, **options)
+    second = GearLoader(dataset, seed=2, table=first.table, **options)
+    assert second.table is first.table
+    alone = next(GearLoader(dataset, seed=2, **options)).model_inputs()
+    for name, tensor in next(second).model_inputs().items():
+        assert torch.equal(tensor, alone[name])
+    other = make_dataset(tmp_path, [9, 8])
+    for source, span in ((other, 3), (dataset, 4)):
+        wrong = options | {"context_length": span, "table": first.table}
+        assert failing_code(lambda s=source, w=wrong: GearLoader(s, **w)) == "LOADER_OPTION"  # type: ignore[misc]
