@@ -103,7 +103,7 @@ format:
 
 bench:
 	@.ci/setup test
-	@for name in convert loader; do $(BIN)/gear-offline bench $$name --json > docs/benchmarks/$$name.json; done
+	@for name in convert loader; do $(BIN)/python -m benchmarks $$name --json > docs/benchmarks/$$name.json; done
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import DecisionTransformerModel
 
-from gear_offline.bench import machine
+from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.evaluation.results import mean_interval

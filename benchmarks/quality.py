@@ -42,9 +42,9 @@ from benchmarks.parity import (
     released_loss,
     run,
 )
-from gear_offline.bench import machine
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
+from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.models.decision_transformer import DecisionTransformer

@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 import gear_offline
-from gear_offline import bench
+from benchmarks.common import names
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.cli import values as cli_values
 from gear_offline.cli.main import app
@@ -95,6 +95,9 @@ def _python_command(words: Sequence[str], *, whole: bool) -> list[str]:
         module, rest = words[at + 1], words[at + 2 :]
         if module == "gear_offline":
             return _our_command(list(rest), whole=whole)
+        if module == "benchmarks" and rest and rest[0] not in (*names(), "NAME"):
+            return [f"-m benchmarks {rest[0]}"]
+        module = "benchmarks.__main__" if module == "benchmarks" else module
         found = find_spec(module) if module.split(".")[0] in SOURCES else None
         if found is None or found.origin is None:
             return [f"-m {module}"]
@@ -124,8 +127,6 @@ def _our_command(words: list[str], *, whole: bool) -> list[str]:
     unknown = [w for w in words if w.startswith("--") and w.split("=")[0] not in options]
     if unknown:
         return [f"gear-offline {name} {word}" for word in unknown]
-    if names == ["bench"] and words and words[0] not in (*bench.BENCHES, "list", "NAME"):
-        return [f"gear-offline bench {words[0]}"]
     if not whole or not names:
         return []
     try:
@@ -138,10 +139,7 @@ def _our_command(words: list[str], *, whole: bool) -> list[str]:
 
 def _check_values(name: str, given: dict[str, Any]) -> None:
     """Raise what the command would raise over its arguments before it looks at any data."""
-    if name == "bench" and given["name"] != "list":
-        run = import_module(f"gear_offline.bench.{given['name']}").run
-        bench._sizes(given["name"], run, given["sizes"] or ())
-    elif name == "collect":
+    if name == "collect":
         requested_mix(given["policy"], given["quality"], cli_values.parse_shares(given["mix"]))
         cli_values.parse_count(given["steps"], "--steps")
         cli_values.parse_count(given["train_steps"], "--train-steps")

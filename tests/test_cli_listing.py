@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from gear_offline.bench import BENCHES
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import list_recipes
 
@@ -27,9 +26,7 @@ def shown(
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("words", "rows"), [(["recipes", "ls"], RECIPES), (["bench", "list"], [*BENCHES.items()])]
-)
+@pytest.mark.parametrize(("words", "rows"), [(["recipes", "ls"], RECIPES)])
 @pytest.mark.parametrize("columns", [30, 60, 80])
 def test_a_narrow_terminal_gets_whole_words(
     words: list[str],
@@ -45,9 +42,7 @@ def test_a_narrow_terminal_gets_whole_words(
     assert " ".join(" ".join(lines).split()) == " ".join(f"{name} {text}" for name, text in rows)
 
 
-@pytest.mark.parametrize(
-    ("words", "rows"), [(["recipes", "ls"], RECIPES), (["bench", "list"], [*BENCHES.items()])]
-)
+@pytest.mark.parametrize(("words", "rows"), [(["recipes", "ls"], RECIPES)])
 def test_lists_as_json(
     words: list[str], rows: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.progress import progress, say
+from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError, InputError
@@ -68,8 +69,6 @@ def compare(
         ``SELECTION``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``COLUMN`` for returns
         that are NaN or infinite; those of preparing the recipe's data.
     """
-    from gear_offline.bench import machine
-
     candidates = parse_candidates(strategies, recipe)
     dataset = prepare_dataset(recipe, quiet=quiet)
     _refuse_nonfinite(dataset)

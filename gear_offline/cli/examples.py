@@ -58,11 +58,6 @@ gear-offline evaluate runs/smoke-s0
 gear-offline evaluate runs/hopper-medium-s0 \
   --targets 3600,1800 --episodes 100 --checkpoint best
 """,
-    "bench": """
-gear-offline bench list
-gear-offline bench loader --quick
-gear-offline bench select items=1e6 --json
-""",
     "doctor": """
 gear-offline doctor
 gear-offline doctor --json

@@ -343,33 +343,6 @@ def evaluate(
         print_run(report)
 
 
-@app.command(epilog=examples("bench"))
-def bench(
-    name: Annotated[str, typer.Argument(help="Benchmark name; `list` shows them.")],
-    sizes: Annotated[
-        list[str] | None, typer.Argument(help="Sizes of some benchmarks, as items=1e6,1e8.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few repeats.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Measure a part against named peers in the same run."""
-    from gear_offline.bench import BENCHES, print_document, run_bench
-
-    if name == "list":
-        if as_json:
-            _print_json([{"name": key, "description": text} for key, text in BENCHES.items()])
-        else:
-            print_names(list(BENCHES.items()), width=12)
-        return
-    document = run_bench(name, quick=quick, sizes=sizes or ())
-    if os.environ.get("RANK", "0") != "0":
-        return  # torchrun: the first of us speaks
-    if as_json:
-        _print_json(document)
-    else:
-        print_document(document)
-
-
 @app.command(short_help="Show what is installed and what will run.", epilog=examples("doctor"))
 def doctor(as_json: Json = False) -> None:
     """Show what is installed, what is missing, and which path each feature will take."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -113,3 +117,26 @@ def most_open(most: int) -> int:
     """Return how many files to keep open: `most`, or a quarter of what the process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if limit < 0 else max(1, min(most, limit // 4))
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on: processor, cores, memory, date, versions."""
+    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    versions: dict[str, str | None] = {}
+    for package in ("gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return {
+        "cpu": cpu,
+        "cores": usable_cores(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.now(UTC).date().isoformat(),
+    }

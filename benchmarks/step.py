@@ -1,9 +1,7 @@
 """A training step of large models: milliseconds, TFLOP/s, memory, and how long it waits for data.
 
-    gear-offline bench step
-    gear-offline bench step rows=2,1
-    torchrun --nproc-per-node 4 -m gear_offline bench step
-    torchrun --nproc-per-node 4 -m gear_offline bench step rows=2,6
+    python -m benchmarks step
+    torchrun --nproc-per-node 4 -m benchmarks step
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
@@ -18,19 +16,18 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gear_offline.bench.loader import _hopper_like
+from benchmarks.common import hopper_like, need_cuda
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.progress import progress, say
 from gear_offline.core.text import size_text
-from gear_offline.dataset.dataset import Dataset
+from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
-from gear_offline.errors import InputError, UnavailableError
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.captured_step import CapturedStep
 from gear_offline.training.learner import Learner
@@ -72,27 +69,15 @@ SEVERAL: dict[str, tuple[str, tuple[str, ...]]] = {
 QUICK = 2  # rows
 
 
-def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
-    """Measure; about six minutes on one GPU, most of them compiling.
-
-    Parameters
-    ----------
-    rows
-        Which rows, from 1, in the order to be measured; default: all, or the first `QUICK`.
-
-    Raises
-    ------
-    InputError
-        ``BENCH_SIZE`` for a row that is not there.
-    """
-    if not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE", "this benchmark needs a CUDA device", remedy="run it on a machine with a GPU"
-        )
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure; about six minutes on one GPU, most of them compiling (`quick`: two rows)."""
+    need_cuda()
     device = rank_device("cuda")
-    with open_world(device) as world, _hopper_like(100_000, 219) as (dataset, _):
+    with open_world(device) as world, hopper_like(quick=True) as data:
+        path = world.gather(str(data.dataset.path))[0]
+        dataset = open_dataset(path, verify=False)
         variants = ALONE if world.size == 1 else SEVERAL
-        names = chosen(list(variants), rows, quick=quick)
+        names = list(variants)[: QUICK if quick else None]
         results = []
         with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
             for name in names:
@@ -100,49 +85,9 @@ def run(*, quick: bool = False, rows: Sequence[int] = ()) -> dict[str, Any]:
                 results.append(measure(name, *variant, dataset, device, world, quick=quick))
                 say(f"{results[-1]}", quiet=not world.is_first)
                 advance(1)
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": world.size,
-        "formula": FORMULA,
-        "peak_tflops": peak_tflops(device, half=True),
-        "results": results,
-    }
-
-
-def chosen(names: list[str], rows: Sequence[int], *, quick: bool = False) -> list[str]:
-    """Return the names of these rows, counted from 1; raises as `run`."""
-    if not rows:
-        return names[: QUICK if quick else None]
-    if max(rows) > len(names):
-        known = ", ".join(f"{number} ({name})" for number, name in enumerate(names, start=1))
-        raise InputError(
-            "BENCH_SIZE", f"benchmark 'step' has no row {max(rows)}", remedy=f"give some of {known}"
-        )
-    return [names[row - 1] for row in rows]
-
-
-def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return a header and one row a variant."""
-    heads = ("ms", "segments/s", "million tokens/s", "TFLOP/s", "MFU", "GiB", "stall", "s to begin")
-    rows: list[tuple[Any, ...]] = [(f"{document['gpus']} x {document['gpu']}", *heads)]
-    for row in document["results"]:
-        if "error" in row:
-            rows.append((row["name"], row["error"], *[""] * (len(heads) - 1)))
-            continue
-        rows.append(
-            (
-                row["name"],
-                f"{row['milliseconds']:.2f}",
-                f"{row['segments_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / 1e6:.3f}",
-                f"{row['tflops']:.1f}",
-                "" if row["mfu"] is None else f"{row['mfu']:.1%}",
-                f"{row['memory_bytes'] / 2**30:.1f}",
-                "" if row["stall"] is None else f"{row['stall']:.2%}",
-                f"{row['begin_seconds']:.0f}",
-            )
-        )
-    return rows
+        world.gather(None)
+    peak = peak_tflops(device, half=True)
+    return {"gpus": world.size, "formula": FORMULA, "peak_tflops": peak, "results": results}
 
 
 def make_recipe(base: str, changes: tuple[str, ...], *, path: str, ranks: int) -> Recipe:
@@ -190,7 +135,7 @@ def measure(
     return {
         "name": name,
         "recipe": base,
-        "changes": list(changes),
+        "changes": " ".join(changes),
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "segments_of_a_gpu": batch // world.size,
         "context_length": recipe.loader.context_length,

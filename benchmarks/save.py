@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.common import wait
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.progress import progress
-from gear_offline.core.text import size_text
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.training.checkpoint_saving import TrainingState
 from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
@@ -42,25 +42,19 @@ BEFORE_SECONDS = 1.0  # of undisturbed steps before each save
 Save = Callable[[Path, int], Callable[[], bool]]  # begins; what it returns says whether it is done
 
 
-def run(*, quick: bool = False, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Measure on the GPU, else on the CPU; three minutes (`quick`, or a CPU: the smallest size).
-
-    Parameters
-    ----------
-    sizes
-        Names of `SIZES`; default: all.
-    """
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure on the GPU, else on the CPU; three minutes (`quick`, or a CPU: the smallest size)."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    small = quick or device.type == "cpu"
-    chosen = sizes or (("1 M",) if small else tuple(SIZES))
+    chosen = list(SIZES)[:1] if quick or device.type == "cpu" else list(SIZES)
     rows = []
     with (
-        tempfile.TemporaryDirectory(prefix="gear-offline-bench-") as temporary,
+        tempfile.TemporaryDirectory(prefix="gear-benchmark-") as temporary,
         _one_process(),
         progress(len(chosen) * len(WAYS), "save", unit="rows") as advance,
     ):
         for size in chosen:
             options, batch, turns = SIZES[size]
+            turns = 1 if quick else turns
             trained = _Trained(options, batch, device)
             for way in WAYS:
                 save = getattr(trained, f"save_{way.replace('.', '_')}")
@@ -71,46 +65,17 @@ def run(*, quick: bool = False, sizes: tuple[str, ...] = ()) -> dict[str, Any]:
                         "way": way,
                         "bytes": trained.bytes,
                         "lost_seconds": statistics.median(lost for lost, _ in found),
-                        "lost_seconds_all": [lost for lost, _ in found],
                         "saved_seconds": statistics.median(done for _, done in found),
-                        "turns": turns,
                         "step_milliseconds": trained.step_seconds * 1e3,
                     }
                 )
                 advance(1)
             del trained
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-    return {"device": str(device), "gpu": gpu, "results": rows}
-
-
-def table(document: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return a header and one row a size and way."""
-    rows: list[tuple[Any, ...]] = [
-        ("parameters, way", "bytes", "s of training lost", "s until it is on the disk", "ms a step")
-    ]
-    for row in document["results"]:
-        rows.append(
-            (
-                f"{row['size']}, {row['way']}",
-                size_text(row["bytes"]),
-                f"{row['lost_seconds']:.3f}",
-                f"{row['saved_seconds']:.2f}",
-                f"{row['step_milliseconds']:.2f}",
-            )
-        )
-    return rows
+    return {"device": str(device), "results": rows}
 
 
 class _Trained:
-    """A model, its optimiser and one batch.
-
-    Parameters
-    ----------
-    options
-        Of `build_model`.
-    batch
-        Windows in the batch.
-    """
+    """A model, its optimiser and one batch of `batch` windows."""
 
     def __init__(self, options: dict[str, Any], batch: int, device: torch.device) -> None:
         self.device = device
@@ -156,11 +121,11 @@ class _Trained:
 
     def lost(self, save: Save, folder: Path) -> tuple[float, float]:
         """Return the seconds that one save costs training, and until it is on the disk."""
-        self.wait()
+        wait()
         began, steps = time.perf_counter(), 0
         while time.perf_counter() - began < BEFORE_SECONDS or steps < 3:
             self.step()
-            self.wait()
+            wait()
             steps += 1
         self.step_seconds = (time.perf_counter() - began) / steps
         place = folder / "save"
@@ -169,7 +134,7 @@ class _Trained:
         saved = None
         while saved is None or steps < 3:
             self.step()
-            self.wait()
+            wait()
             steps += 1
             if saved is None and is_done():
                 saved = time.perf_counter() - began
@@ -179,11 +144,6 @@ class _Trained:
         self._writers.clear()
         shutil.rmtree(place)
         return lost, saved
-
-    def wait(self) -> None:
-        """Wait for the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _ours(self, folder: Path, step: int, *, beside: bool) -> Callable[[], bool]:
         tensors = self.tensors()

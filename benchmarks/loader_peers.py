@@ -8,37 +8,16 @@ Shape legend: N steps, E episodes, B segments, K steps of a segment.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.common import Data
+
 NextBatch = Callable[[], object]
-Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Data:
-    """Flat columns in memory.
-
-    Attributes
-    ----------
-    states, actions
-        (N, S) and (N, A) float32.
-    rewards, returns_to_go
-        (N,) float32.
-    offsets
-        (E + 1,) int64.
-    """
-
-    states: Float32Array
-    actions: Float32Array
-    rewards: Float32Array
-    returns_to_go: Float32Array
-    offsets: Int64Array
 
 
 class PlainGather:

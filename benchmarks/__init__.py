@@ -1,0 +1,1 @@
+"""Figures of the documentation, each from a command of its own; not installed."""

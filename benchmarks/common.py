@@ -1,0 +1,193 @@
+"""What the benchmarks share: timing, data that look like hopper's, the document and its table."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gear_offline.convert import convert
+from gear_offline.core.progress import progress
+from gear_offline.core.system import machine
+from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.errors import UnavailableError
+from gear_offline.sources import from_arrays
+
+STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2
+STATE_DIM, ACTION_DIM, CONTEXT = 11, 3, 20
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Data:
+    """A dataset on disk, and its columns as flat arrays in memory.
+
+    Attributes
+    ----------
+    states, actions
+        (N, S) and (N, A) float32.
+    rewards, returns_to_go
+        (N,) float32.
+    offsets
+        (E + 1,) int64.
+    """
+
+    dataset: Dataset
+    states: npt.NDArray[np.float32]
+    actions: npt.NDArray[np.float32]
+    rewards: npt.NDArray[np.float32]
+    returns_to_go: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.int64]
+
+
+@contextmanager
+def hopper_like(*, quick: bool = False, shard_bytes: int = 256 << 20) -> Iterator[Data]:
+    """Make random data of hopper's shape; `quick`: a tenth of them."""
+    steps, episodes = (STEPS // 10, EPISODES // 10) if quick else (STEPS, EPISODES)
+    rng = np.random.default_rng(0)
+    lengths = rng.multinomial(steps - episodes, np.full(episodes, 1 / episodes)) + 1
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    terminals = np.zeros(steps, bool)
+    terminals[offsets[1:] - 1] = True
+    states = rng.normal(size=(steps, STATE_DIM)).astype(np.float32)
+    actions = rng.uniform(-1, 1, size=(steps, ACTION_DIM)).astype(np.float32)
+    rewards = rng.normal(1.0, 0.5, size=steps).astype(np.float32)
+    columns = {"observations": states, "actions": actions, "rewards": rewards}
+    columns |= {"terminals": terminals, "timeouts": np.zeros(steps, bool)}
+    sums = np.concatenate([[0.0], np.cumsum(rewards, dtype=np.float64)])
+    rest = np.repeat(sums[offsets[1:]], lengths) - sums[:-1]
+    with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
+        path = Path(folder) / "dataset"
+        convert(from_arrays(columns), path, shard_bytes=shard_bytes, quiet=True)
+        yield Data(
+            dataset=open_dataset(path, verify=False),
+            states=states,
+            actions=actions,
+            rewards=rewards,
+            returns_to_go=rest.astype(np.float32),
+            offsets=offsets,
+        )
+
+
+def need_cuda() -> None:
+    """Refuse a machine without a GPU."""
+    if not torch.cuda.is_available():
+        remedy = "run it on a machine with a GPU"
+        raise UnavailableError("DEVICE", "this benchmark needs a CUDA device", remedy=remedy)
+
+
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(call: Call, count: int = 1) -> float:
+    """Return the seconds of a call, of `count` calls, the GPU waited for."""
+    wait()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    wait()
+    return (time.perf_counter() - began) / count
+
+
+def alternate(
+    candidates: Mapping[str, Call], *, turns: int, seconds: float, label: str = "turns"
+) -> dict[str, float]:
+    """Return the median seconds of a call of each candidate.
+
+    They take turns of about `seconds`, so that a disturbance of the machine meets all of them.
+    """
+    calls: dict[str, int] = {}
+    for name, call in candidates.items():
+        timed(call)  # caches, lazy buffers, imports
+        few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
+        calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    with progress(turns * len(candidates), label, unit="turns") as advance:
+        for _ in range(turns):
+            for name, call in candidates.items():
+                found[name].append(timed(call, calls[name]))
+                advance(1)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def gpu_seconds(call: Call, *, turns: int = 7, calls: int = 2) -> float:
+    """Return the median seconds of a call on the GPU, by CUDA events, after warm-up."""
+    for _ in range(3):
+        call()
+    found: list[float] = []
+    for _ in range(turns):
+        start, stop = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        start.record()
+        for _ in range(calls):
+            call()
+        stop.record()
+        stop.synchronize()
+        found.append(start.elapsed_time(stop) / 1e3 / calls)
+    return statistics.median(found)
+
+
+def captured_seconds(call: Call, *, turns: int = 7) -> float:
+    """Return the seconds of a call inside a CUDA graph of 100."""
+    timed(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            call()
+    return gpu_seconds(graph.replay, turns=turns, calls=3) / 100
+
+
+def names() -> dict[str, str]:
+    """Return the benchmarks and the first line of what each says of itself."""
+    folder = Path(__file__).parent
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "\ndef run(*, quick: bool" in text:
+            found[path.stem] = text.split('"""')[1].strip().splitlines()[0].rstrip(".")
+    return found
+
+
+def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
+    """Run one and return its JSON document: the machine, and rows of figures."""
+    with redirect_stdout(sys.stderr):  # peers print as they like; stdout is for the result
+        found: dict[str, Any] = import_module(f"benchmarks.{name}").run(quick=quick)
+    command = f"python -m benchmarks {name}{' --quick' if quick else ''}"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"benchmark": name, "command": command, "machine": machine(), "gpu": gpu, **found}
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print the rows as a table."""
+    rows = document["results"]
+    table = Table(title=f"{document['command']}: {document['gpu'] or document['machine']['cpu']}")
+    for key in (keys := list(dict.fromkeys(key for row in rows for key in row))):
+        table.add_column(key.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row.get(key)) for key in keys))
+    Console().print(table, highlight=False)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else f"{value:,}" if type(value) is int else str(value)

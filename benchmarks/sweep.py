@@ -1,0 +1,93 @@
+"""Several runs of the paper's size on one GPU: steps a second in sum, by way of sharing it.
+
+"alone" is one run as `train` does it, which is what running them one after another gives;
+"stacked" are models with stacked weights as ``sweep --mode stacked`` trains them; "streams" are
+graphs of their own on streams of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common import hopper_like, need_cuda, timed
+from benchmarks.train import paper_learner
+from gear_offline.dataset.dataset import Dataset
+from gear_offline.sweep.track import Track
+from gear_offline.training.stack import Stack
+
+OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
+CHUNK = 50  # steps of a run that are launched together
+Advance = Callable[[int], None]
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    """Measure; about three minutes, `quick` one."""
+    need_cuda()
+    # The driver's default of 8 queues would make runs beyond the eighth wait for others.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    rows = []
+    with hopper_like(quick=quick) as data:
+        cases = [("alone", 1), ("stacked", 8), ("streams", 8)]
+        if not quick:
+            cases += [("stacked", 2), ("stacked", 16), ("stacked", 32)]
+        for way, count in cases:
+            advance = {"alone": _alone, "stacked": _stacked, "streams": _streams}[way](
+                data.dataset, count
+            )
+            rate = count * _steps_per_second(advance)
+            rows.append({"way": way, "runs": count, "steps_per_second": rate})
+            del advance
+            torch.cuda.empty_cache()
+    for row in rows:
+        row["ratio"] = row["steps_per_second"] / rows[0]["steps_per_second"]  # type: ignore[operator]
+    return {"results": rows}
+
+
+def _steps_per_second(advance: Advance, seconds: float = 1.0) -> float:
+    advance(CHUNK)
+    steps = max(1, int(seconds / timed(lambda: advance(CHUNK)))) * CHUNK
+    return sorted(steps / timed(lambda: advance(steps)) for _ in range(3))[1]
+
+
+def _alone(dataset: Dataset, count: int) -> Advance:
+    learner = paper_learner(dataset, OPTIONS)
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            learner.advance()
+
+    return advance
+
+
+def _stacked(dataset: Dataset, count: int) -> Advance:
+    stack = Stack([paper_learner(dataset, OPTIONS, seed=seed) for seed in range(count)])
+
+    def advance(steps: int) -> None:
+        for _ in range(steps):
+            stack.advance()
+
+    return advance
+
+
+def _streams(dataset: Dataset, count: int) -> Advance:
+    tracks = [Track(torch.device("cuda")) for _ in range(count)]
+    learners = []
+    for seed, track in enumerate(tracks):
+        with track.alone():
+            learners.append(paper_learner(dataset, OPTIONS, seed=seed))
+            learners[-1].advance()
+            torch.cuda.synchronize()
+
+    def advance(steps: int) -> None:
+        for done in range(0, steps, CHUNK):
+            for track, learner in zip(tracks, learners, strict=True):
+                with track.launching():
+                    for _ in range(min(CHUNK, steps - done)):
+                        learner.advance()
+            torch.cuda.synchronize()
+
+    return advance
