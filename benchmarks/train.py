@@ -22,8 +22,8 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.checks import trainable_parameters
 from gear_offline.models.loss import action_loss
-from gear_offline.training.training_model import ModelSizes
 from gear_offline.training.learner import Learner
+from gear_offline.training.training_model import ModelSizes
 
 BATCH = 64
 OURS = {
