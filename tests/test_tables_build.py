@@ -287,9 +287,10 @@ def test_damage_is_found_on_the_way_in_every_column(tmp_path: Path) -> None:
             raw = bytearray(whole)
             raw[shard.header_bytes + place] ^= 1
             file.write_bytes(raw)
+            opened = open_dataset(tmp_path / "d", verify=False)  # reads no column
             with pytest.raises(InputError, match=tensor.name) as caught:
                 build_table(
-                    dataset, context_length=2, extra_columns=["frames", "flags", "waves"], threads=2
+                    opened, context_length=2, extra_columns=["frames", "flags", "waves"], threads=2
                 )
             assert caught.value.code == "DATASET_DAMAGED"
     os.truncate(file, len(whole) - 1)
