@@ -10,40 +10,31 @@ of a batch, S slots.
 
 from __future__ import annotations
 
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
-from typing import IO, Any
 
 import numpy as np
 
 from gear_offline.core.system import check_available
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
-from gear_offline.dataset.shard import byte_view
-from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.columns import ColumnGroup, Field, convert
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.errors import InputError
+from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
-from gear_offline.tables.joint import JointDataset, Source, Task, parts_of
+from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
+from gear_offline.tables.joint import JointDataset, Source, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
 from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
-from gear_offline.tables.returns import sum_returns
-from gear_offline.tables.table import Table, plan_groups
+from gear_offline.tables.table import Table
 from gear_offline.tables.window_reader import (
     COPY_BYTES,
     GAP_BYTES,
-    DiskColumn,
-    Lay,
     ShardFiles,
-    UInt8Array,
     WindowReader,
     chunk_bytes,
     margin_bytes,
@@ -61,58 +52,31 @@ COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as muc
 HORIZON = 4  # references known for each slot, at most
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
-RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskCounts:
-    """What was done since the loader was made.
+    """What was done since the loader was made."""
 
-    Attributes
-    ----------
-    read_bytes, reads
-        From disk: whole pages, and parts of files.
-    window_bytes, windows
-        Of the windows handed out: their real steps over all columns.
-    evicted
-        Windows that were let go of before their use, since others were needed sooner.
-    """
-
-    read_bytes: int
-    reads: int
-    window_bytes: int
+    read_bytes: int  # from disk, in whole pages
+    reads: int  # parts of files
+    window_bytes: int  # of the windows handed out: their real steps over all columns
     windows: int
-    evicted: int
+    evicted: int  # windows that were let go of before their use, since others came sooner
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSizes:
-    """How a budget of host memory is shared out.
+    """How a budget of host memory is shared out."""
 
-    Attributes
-    ----------
-    slots
-        Windows that are kept, S.
-    chunk_steps, chunks
-        Steps of a chunk, and how many a thread reads at a time.
-    threads
-        That read.
-    output_bytes
-        Of one block of batches.
-    depth, horizon
-        References that are read ahead for their own sake, and that are kept from a chunk.
-    resident
-        Which columns are in memory whole.
-    """
-
-    slots: int
+    slots: int  # windows that are kept, S
     chunk_steps: int
-    chunks: int
+    chunks: int  # that a thread reads at a time
     threads: int
-    output_bytes: int
-    depth: int
-    horizon: int
-    resident: tuple[bool, ...]
+    output_bytes: int  # of one block of batches
+    depth: int  # references that are read ahead for their own sake
+    horizon: int  # references that are kept from a chunk that is read
+    resident: tuple[bool, ...]  # which columns are in memory whole
 
     def block_limits(self, segments: int, nbytes: int) -> tuple[int, int]:
         """Return the most segments and bytes of outputs that are gathered in one pass."""
@@ -134,23 +98,14 @@ def share_out(
 
     Parameters
     ----------
-    budget_bytes
-        For everything that the disk tier keeps in memory.
-    row_bytes
-        Of a step of each column.
-    rows
-        H + K.
+    row_bytes, rows
+        Bytes of a step of each column; H + K.
     batch_bytes, converted_share
         Bytes of a batch, and how much of it the widest field is of those that are converted.
     fixed_bytes
         What is needed in any case.
     steps, batch
         N, B.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` if it does not hold two batches and what they need.
     """
     widest = max(range(len(row_bytes)), key=lambda c: row_bytes[c])
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
@@ -204,24 +159,6 @@ def share_out(
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Source:
-    """One column of the slots: its name in the datasets (None: returns-to-go), dtype and field."""
-
-    name: str | None
-    width: int
-    dtype: np.dtype[Any]
-    field: Field
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
-
-    @property
-    def is_converted(self) -> bool:
-        return self.field.dtype != self.dtype or self.field.mean is not None
-
-
 class DiskGather:
     """Fills windows from shards, through a bounded memory that is filled ahead of use.
 
@@ -265,7 +202,7 @@ class DiskGather:
         frame_stack: int = 1,
         pin: bool = False,
     ) -> None:
-        sources = _sources(
+        sources = slot_columns(
             dataset,
             normalize_states=normalize_states,
             extra_columns=extra_columns,
@@ -293,16 +230,16 @@ class DiskGather:
         counts = [len(part.dataset.manifest.shards) for part in parts]
         steps = np.concatenate([np.diff(part.dataset.first_steps) for part in parts])
         first_steps = np.concatenate([[0], np.cumsum(steps)])
-        columns, derived = _load_columns(
+        columns, derived = load_columns(
             parts,
             sources,
-            self.sizes,
+            self.sizes.resident,
             first_steps,
             margin=rows,
             normalize_states=normalize_states and isinstance(dataset, JointDataset),
-            returns=partial(
-                _returns, parts, gamma=gamma, scale=returns_scale, budget_bytes=host_budget
-            ),
+            gamma=gamma,
+            returns_scale=returns_scale,
+            budget_bytes=host_budget,
         )
         files = ShardFiles([part.dataset for part in parts], derived)
         self._windows = WindowReader(
@@ -391,13 +328,13 @@ class DiskGather:
 
     def counts(self) -> DiskCounts:
         """Return what was read and what `fill_steps` gave until now."""
-        read = self._ahead.counts()
+        read_bytes, reads, evicted = self._ahead.counts()
         return DiskCounts(
-            read_bytes=read.read_bytes,
-            reads=read.reads,
+            read_bytes=read_bytes,
+            reads=reads,
             window_bytes=self._bytes_given,
             windows=self._windows_given,
-            evicted=read.evicted,
+            evicted=evicted,
         )
 
     def close(self) -> None:
@@ -410,7 +347,7 @@ class _Slots:
 
     def __init__(
         self,
-        sources: Sequence[_Source],
+        sources: Sequence[SlotColumn],
         episodes: EpisodeIndex,
         slots: int,
         *,
@@ -446,179 +383,6 @@ class _Slots:
         # What a slot holds around the rows of an episode may be any bits, until it is cleared.
         with np.errstate(invalid="ignore"):
             return self._gather.fill(segments, landing)
-
-
-def _sources(
-    dataset: Source, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
-) -> list[_Source]:
-    joint = isinstance(dataset, JointDataset)  # then states are normalised before the slots
-    plans = plan_groups(
-        dataset,
-        normalize_states=normalize_states,
-        extra_columns=extra_columns,
-        frame_stack=frame_stack,
-    )
-    fields = {column: field for plan in plans for column, field in plan.fields.items()}
-    found = []
-    for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
-        field = replace(fields[name], offset=0)
-        final = name is None or (joint and normalize_states and name == STATES)
-        dtype = field.dtype if final else dataset.spec[name or STATES].dtype
-        shape = field.shape if name is None else dataset.spec[name].shape
-        found.append(_Source(name=name, width=prod(shape), dtype=dtype, field=field))
-    return found
-
-
-def _load_columns(
-    parts: Sequence[Task],
-    sources: Sequence[_Source],
-    sizes: DiskSizes,
-    first_steps: Int64Array,
-    *,
-    margin: int,
-    normalize_states: bool,
-    returns: Callable[[], Iterator[UInt8Array]],
-) -> tuple[list[DiskColumn], IO[bytes] | None]:
-    """Find each column's rows; bring those into memory that stay there, and derive the returns.
-
-    Returns-to-go that do not stay in memory go to a file without a name, gone with the process.
-    With `normalize_states` states are normalised when they are read, by their own part's moments.
-    """
-    steps, columns, derived = int(first_steps[-1]), [], None
-    for source, stays in zip(sources, sizes.resident, strict=True):
-        column = _located(parts, source, first_steps, normalize_states=normalize_states)
-        if stays:
-            rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
-            at = margin
-            for some in _rows(parts, source.name, column.lay) if source.name else returns():
-                rows[at : at + len(some)] = some
-                at += len(some)
-            column = replace(column, rows=rows, margin=margin)
-        elif source.name is None:
-            derived = _written(parts, returns())
-        columns.append(column)
-    return columns, derived
-
-
-def _located(
-    parts: Sequence[Task], source: _Source, first_steps: Int64Array, *, normalize_states: bool
-) -> DiskColumn:
-    """Return where the rows of a column lie."""
-    row_bytes = source.row_bytes
-    lay: tuple[Lay | None, ...] = (None,) * len(parts)
-    if source.name is None:  # one file for all shards
-        stored = np.full(len(first_steps) - 1, row_bytes)
-        offsets = first_steps[:-1] * row_bytes
-    else:
-        layouts = [
-            (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
-            for part in parts
-            for shard in part.dataset.manifest.shards
-            for tensor in part.dataset.manifest.tensors(shard)
-            if tensor.name == source.name
-        ]
-        offsets, stored = np.array(layouts, np.int64).T
-        own = [
-            standard_fields(part.dataset, normalize_states=True)[STATES]
-            if normalize_states and source.name == STATES
-            else None
-            for part in parts
-        ]
-        specs = [part.dataset.spec[source.name] for part in parts]
-        lay = tuple(_lay_of(source, *both) for both in zip(specs, own, strict=True))
-    return DiskColumn(
-        history=source.field.history,
-        row_bytes=row_bytes,
-        stored_bytes=stored,
-        offsets=offsets,
-        derived=source.name is None,
-        lay=lay,
-    )
-
-
-def _lay_of(source: _Source, column: ColumnSpec, single: Field | None) -> Lay | None:
-    """Return how the stored rows of a part become those of the table; None: they are the same."""
-    if single is None and (column.dtype, prod(column.shape)) == (source.dtype, source.width):
-        return None
-
-    def lay(stored: UInt8Array) -> UInt8Array:
-        values = stored.view(column.dtype).reshape(len(stored), *column.shape)
-        if single is not None:
-            values = convert(values.reshape(len(values), *single.shape), single)
-        rows = np.zeros((len(stored), source.width), source.dtype)
-        flat = values.reshape(len(values), -1)
-        rows[:, : flat.shape[1]] = flat
-        return rows.view(np.uint8)
-
-    return lay
-
-
-def _rows(parts: Sequence[Task], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
-    """Yield all rows of a column in their order, (n, row bytes), digests compared."""
-    for part, lay in zip(parts, lays, strict=True):
-        for shard in range(len(part.dataset.manifest.shards)):
-            for _, values in part.dataset.stream(shard, name):
-                rows = _bytes_of(values)
-                yield rows if lay is None else lay(rows)
-
-
-def _returns(
-    parts: Sequence[Task], *, gamma: float, scale: float, budget_bytes: int
-) -> Iterator[UInt8Array]:
-    """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
-    most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
-    for part in parts:
-        dataset, own = part.dataset, part.returns_scale
-        offsets = dataset.episodes.offsets
-        for shard in range(len(dataset.manifest.shards)):
-            kept: Array = np.empty(0)
-            chunk_bytes = most * dataset.spec[REWARDS].step_bytes
-            for first, rewards in dataset.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
-                begin, end = first - len(kept), first + len(rewards)
-                kept = np.concatenate([kept, rewards.reshape(-1)])
-                low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
-                if low < high:
-                    whole = int(offsets[high]) - begin
-                    yield _bytes_of(
-                        sum_returns(
-                            kept[:whole], offsets[low : high + 1], gamma=gamma, scale=scale * own
-                        )
-                    )
-                    kept = kept[whole:]
-
-
-def _bytes_of(values: Array) -> UInt8Array:
-    return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
-
-
-def _written(parts: Sequence[Task], chunks: Iterator[UInt8Array]) -> IO[bytes]:
-    """Write the returns-to-go, in order, to a file without a name and return it.
-
-    It lies beside the dataset, where the disk is surely large; if nothing can be written there,
-    where temporary files go.
-
-    Raises
-    ------
-    GearError
-        ``OUTPUT_WRITE``
-    """
-    with ExitStack() as at_error:
-        try:
-            try:
-                file = at_error.enter_context(tempfile.TemporaryFile(dir=parts[0].dataset.path))
-            except OSError:
-                file = at_error.enter_context(tempfile.TemporaryFile())
-            for rows in chunks:
-                file.write(rows.data)
-            file.flush()
-        except OSError as error:
-            raise GearError(
-                "OUTPUT_WRITE",
-                f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
-                remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
-            ) from error
-        at_error.pop_all()
-    return file
 
 
 def _needs(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError
@@ -20,28 +19,10 @@ from gear_offline.tables.read_plan import Held, Job, ReadPlan
 from gear_offline.tables.window_reader import WindowReader
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadCounts:
-    """What was read until now: bytes (whole pages), parts of files, windows that went unused."""
-
-    read_bytes: int
-    reads: int
-    evicted: int
-
-
 class ReadAhead:
-    """Reads what a plan says.
+    """Reads what a plan says; `targets` as `WindowReader.read`.
 
-    Parameters
-    ----------
-    windows
-        Reads the windows of a job.
-    plan
-        What to read; from here on used under this object's lock only.
-    targets
-        As `WindowReader.read`.
-    threads
-        That read; they start with the first `take`.
+    The plan is used under this object's lock only.  The threads start with the first `take`.
     """
 
     def __init__(
@@ -92,12 +73,10 @@ class ReadAhead:
             self._plan.move(step)
             self._changed.notify()
 
-    def counts(self) -> ReadCounts:
-        """Return what was read."""
+    def counts(self) -> tuple[int, int, int]:
+        """Return bytes and parts of files that were read, and windows that went unused."""
         with self._changed:
-            return ReadCounts(
-                read_bytes=self._read_bytes, reads=self._reads, evicted=self._plan.evicted
-            )
+            return self._read_bytes, self._reads, self._plan.evicted
 
     def stop(self) -> None:
         """End the threads, wait for them and close the files; can be repeated."""

@@ -16,20 +16,19 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO
 
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.core.files import file_identity
 from gear_offline.core.system import most_open
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.dataset.shard import damaged
+from gear_offline.tables.disk_columns import DiskColumn, UInt8Array
 from gear_offline.tables.read_plan import Int64Array, Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
@@ -39,46 +38,10 @@ SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together
 DERIVED = -1  # number of the file of derived columns, beside those of the shards
 
-UInt8Array = npt.NDArray[np.uint8]
-Lay = Callable[[UInt8Array], UInt8Array]
-
 
 def pages(nbytes: int) -> int:
     """Return `nbytes` rounded up to whole pages."""
     return nbytes + -nbytes % PAGE_BYTES
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DiskColumn:
-    """Where the rows of a column lie in the files, and how they become those of its slots.
-
-    Attributes
-    ----------
-    history
-        Rows in front of a window that are wanted too, H or 0.
-    row_bytes
-        Of a step in a slot.
-    stored_bytes, offsets
-        (s,) int64: bytes of a step in each shard, and the byte of the shard's first row.
-    derived
-        The file is that of the derived columns rather than the shard's.
-    lay
-        Of each dataset: turns (m, stored bytes) uint8 into (m, row bytes) uint8; None if they are
-        the same.
-    rows
-        (margin + N + margin, row bytes) uint8 if the column is in memory whole, else None.
-    margin
-        Rows of zeros, at least K + H.
-    """
-
-    history: int
-    row_bytes: int
-    stored_bytes: Int64Array
-    offsets: Int64Array
-    derived: bool
-    lay: tuple[Lay | None, ...]
-    rows: UInt8Array | None = None
-    margin: int = 0
 
 
 class ShardFiles:
@@ -175,10 +138,6 @@ class WindowReader:
 
     Parameters
     ----------
-    files
-        The shards, and the file of derived columns.
-    columns
-        Where each lies.
     first_steps, part_of
         (s + 1,) and (s,) int64: first step of each shard in the table, and its dataset.
     span, history

@@ -1,0 +1,248 @@
+"""The columns of a table that stays on disk: where their rows lie, and what is derived from them.
+
+Columns that take little of the budget stay in memory whole.  Returns-to-go are computed once, as
+the rewards stream by; if they do not stay in memory they go to a file without a name.
+
+Shape legend: N steps, s shards, K steps of a window, H rows of history in front, m rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.core.types import Array
+from gear_offline.dataset.schema import ColumnSpec
+from gear_offline.dataset.shard import byte_view
+from gear_offline.errors import GearError
+from gear_offline.kernels.columns import Field, convert
+from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
+from gear_offline.tables.joint import JointDataset, Source, Task
+from gear_offline.tables.read_plan import Int64Array
+from gear_offline.tables.returns import sum_returns
+from gear_offline.tables.table import plan_groups
+
+RETURNS_BYTES = 32  # in passing for each step whose returns-to-go are computed
+
+UInt8Array = npt.NDArray[np.uint8]
+Lay = Callable[[UInt8Array], UInt8Array]  # (m, stored bytes) to (m, row bytes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotColumn:
+    """A column of the slots: its name in the datasets (None: returns-to-go), dtype and field."""
+
+    name: str | None
+    width: int
+    dtype: np.dtype[Any]
+    field: Field
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a step."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the gather casts or normalises it."""
+        return self.field.dtype != self.dtype or self.field.mean is not None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DiskColumn:
+    """Where the rows of a column lie in the files, and how they become those of its slots."""
+
+    history: int  # rows in front of a window that are wanted too, H or 0
+    row_bytes: int  # of a step in a slot
+    stored_bytes: Int64Array  # (s,), of a step in each shard
+    offsets: Int64Array  # (s,), byte of each shard's first row
+    derived: bool  # the file is that of the derived columns rather than the shard's
+    lay: tuple[Lay | None, ...]  # of each dataset: from stored rows to those of slots; None: same
+    rows: UInt8Array | None = None  # (margin + N + margin, row bytes) if it is in memory whole
+    margin: int = 0  # rows of zeros, at least K + H
+
+
+def slot_columns(
+    dataset: Source, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
+) -> list[SlotColumn]:
+    """Return the columns that batches are made of, in their source dtype."""
+    joint = isinstance(dataset, JointDataset)  # then states are normalised before the slots
+    plans = plan_groups(
+        dataset,
+        normalize_states=normalize_states,
+        extra_columns=extra_columns,
+        frame_stack=frame_stack,
+    )
+    fields = {column: field for plan in plans for column, field in plan.fields.items()}
+    found = []
+    for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
+        field = replace(fields[name], offset=0)
+        final = name is None or (joint and normalize_states and name == STATES)
+        dtype = field.dtype if final else dataset.spec[name or STATES].dtype
+        shape = field.shape if name is None else dataset.spec[name].shape
+        found.append(SlotColumn(name=name, width=prod(shape), dtype=dtype, field=field))
+    return found
+
+
+def load_columns(
+    parts: Sequence[Task],
+    sources: Sequence[SlotColumn],
+    resident: Sequence[bool],
+    first_steps: Int64Array,
+    *,
+    margin: int,
+    normalize_states: bool,
+    gamma: float,
+    returns_scale: float,
+    budget_bytes: int,
+) -> tuple[list[DiskColumn], IO[bytes] | None]:
+    """Find each column's rows; bring those into memory that stay there, and derive the returns.
+
+    Returns-to-go that do not stay in memory go to a file without a name, gone with the process.
+    With `normalize_states` states are normalised when they are read, by their own part's moments.
+    """
+    steps, columns = int(first_steps[-1]), []
+
+    def returns() -> Iterator[UInt8Array]:
+        return _returns(parts, gamma=gamma, scale=returns_scale, budget_bytes=budget_bytes)
+
+    for source, stays in zip(sources, resident, strict=True):
+        column = _located(parts, source, first_steps, normalize_states=normalize_states)
+        if stays:
+            rows = np.zeros((steps + 2 * margin, source.row_bytes), np.uint8)
+            at = margin
+            for some in _rows(parts, source.name, column.lay) if source.name else returns():
+                rows[at : at + len(some)] = some
+                at += len(some)
+            column = replace(column, rows=rows, margin=margin)
+        columns.append(column)
+    is_written = any(column.derived and column.rows is None for column in columns)
+    return columns, _written(parts, returns()) if is_written else None
+
+
+def _located(
+    parts: Sequence[Task], source: SlotColumn, first_steps: Int64Array, *, normalize_states: bool
+) -> DiskColumn:
+    """Return where the rows of a column lie."""
+    row_bytes = source.row_bytes
+    lay: tuple[Lay | None, ...] = (None,) * len(parts)
+    if source.name is None:  # one file for all shards
+        stored = np.full(len(first_steps) - 1, row_bytes)
+        offsets = first_steps[:-1] * row_bytes
+    else:
+        layouts = [
+            (shard.header_bytes + tensor.start, tensor.bytes // shard.steps)
+            for part in parts
+            for shard in part.dataset.manifest.shards
+            for tensor in part.dataset.manifest.tensors(shard)
+            if tensor.name == source.name
+        ]
+        offsets, stored = np.array(layouts, np.int64).T
+        own = [
+            standard_fields(part.dataset, normalize_states=True)[STATES]
+            if normalize_states and source.name == STATES
+            else None
+            for part in parts
+        ]
+        specs = [part.dataset.spec[source.name] for part in parts]
+        lay = tuple(_lay_of(source, *both) for both in zip(specs, own, strict=True))
+    return DiskColumn(
+        history=source.field.history,
+        row_bytes=row_bytes,
+        stored_bytes=stored,
+        offsets=offsets,
+        derived=source.name is None,
+        lay=lay,
+    )
+
+
+def _lay_of(source: SlotColumn, column: ColumnSpec, single: Field | None) -> Lay | None:
+    """Return how the stored rows of a part become those of the table; None: they are the same."""
+    if single is None and (column.dtype, prod(column.shape)) == (source.dtype, source.width):
+        return None
+
+    def lay(stored: UInt8Array) -> UInt8Array:
+        values = stored.view(column.dtype).reshape(len(stored), *column.shape)
+        if single is not None:
+            values = convert(values.reshape(len(values), *single.shape), single)
+        rows = np.zeros((len(stored), source.width), source.dtype)
+        flat = values.reshape(len(values), -1)
+        rows[:, : flat.shape[1]] = flat
+        return rows.view(np.uint8)
+
+    return lay
+
+
+def _rows(parts: Sequence[Task], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
+    """Yield all rows of a column in their order, (n, row bytes), digests compared."""
+    for part, lay in zip(parts, lays, strict=True):
+        for shard in range(len(part.dataset.manifest.shards)):
+            for _, values in part.dataset.stream(shard, name):
+                rows = _bytes_of(values)
+                yield rows if lay is None else lay(rows)
+
+
+def _returns(
+    parts: Sequence[Task], *, gamma: float, scale: float, budget_bytes: int
+) -> Iterator[UInt8Array]:
+    """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
+    most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
+    for part in parts:
+        dataset, own = part.dataset, part.returns_scale
+        offsets = dataset.episodes.offsets
+        for shard in range(len(dataset.manifest.shards)):
+            kept: Array = np.empty(0)
+            chunk_bytes = most * dataset.spec[REWARDS].step_bytes
+            for first, rewards in dataset.stream(shard, REWARDS, chunk_bytes=chunk_bytes):
+                begin, end = first - len(kept), first + len(rewards)
+                kept = np.concatenate([kept, rewards.reshape(-1)])
+                low, high = offsets.searchsorted([begin, end + 1]) - [0, 1]
+                if low < high:
+                    whole = int(offsets[high]) - begin
+                    yield _bytes_of(
+                        sum_returns(
+                            kept[:whole], offsets[low : high + 1], gamma=gamma, scale=scale * own
+                        )
+                    )
+                    kept = kept[whole:]
+
+
+def _bytes_of(values: Array) -> UInt8Array:
+    return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
+
+
+def _written(parts: Sequence[Task], chunks: Iterator[UInt8Array]) -> IO[bytes]:
+    """Write the returns-to-go, in order, to a file without a name and return it.
+
+    It lies beside the dataset, where the disk is surely large; if nothing can be written there,
+    where temporary files go.
+
+    Raises
+    ------
+    GearError
+        ``OUTPUT_WRITE``
+    """
+    with ExitStack() as at_error:
+        try:
+            try:
+                file = at_error.enter_context(tempfile.TemporaryFile(dir=parts[0].dataset.path))
+            except OSError:
+                file = at_error.enter_context(tempfile.TemporaryFile())
+            for rows in chunks:
+                file.write(rows.data)
+            file.flush()
+        except OSError as error:
+            raise GearError(
+                "OUTPUT_WRITE",
+                f"the returns-to-go cannot be written to a temporary file: {error.strerror}",
+                remedy="make room, or set TMPDIR to a directory on a disk with 4 bytes a step",
+            ) from error
+        at_error.pop_all()
+    return file
