@@ -57,7 +57,7 @@ def prepare(*modules: str) -> None:
 
     The first command that a process runs imports pydantic and more; `recipes ls` makes it do so.
     """
-    for module in ("cli.main", "convert", "dataset.inspection", "config.recipe", *modules):
+    for module in ("cli.main", "convert", "dataset.inspect", "config.recipe", *modules):
         importlib.import_module(f"gear_offline.{module}")
     import typer.main
 
