@@ -182,3 +182,5 @@ def test_loaders_of_one_table_give_the_batches_of_their_own(
     for source, span in ((other, 3), (dataset, 4)):
         wrong = options | {"context_length": span, "table": first.table}
         assert failing_code(lambda s=source, w=wrong: GearLoader(s, **w)) == "LOADER_OPTION"  # type: ignore[misc]
+    gone = options | {"table": first.table.without_rows()}  # as where a GPU holds them all
+    assert failing_code(lambda: GearLoader(dataset, **gone)) == "LOADER_OPTION"
