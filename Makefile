@@ -29,8 +29,8 @@ demo:
 # sources.  Last, what public classes inherit: pdoc shows it only from modules that it is given.
 API = gear_offline $(addprefix gear_offline., \
 	sources convert dataset.inspection dataset.manifest dataset.statistics collect \
-	sampling loaders.feedback loaders.device_batches \
-	loaders.device_feedback tables.table tables.placement tables.host_memory tables.host_table \
+	sampling loaders.feedback loaders.static_batch \
+	tables.table tables.placement tables.host_memory tables.host_table \
 	tables.joint distributed.world distributed.exchange distributed.reads \
 	models.decision_transformer models.loss models.checks models.policy config.recipe runs.trainer \
 	training.checkpoint evaluation.evaluate dataset.scores sweep.sweep sweep.points \

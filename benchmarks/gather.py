@@ -62,7 +62,7 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
                         placement=tier,  # type: ignore[arg-type]
                         world=world if world.size > 1 else None,
                     )
-                    seconds = gpu_seconds(loader.device_batches().enqueue)
+                    seconds = gpu_seconds(loader.static_batch().enqueue)
                     speeds = world.gather(count * size / seconds / 1e9)
                     peer = bus if tier == "host" else _index_select(size)
                     rows.append(
@@ -111,7 +111,7 @@ def _small_batches(*, quick: bool) -> list[dict[str, Any]]:
                 engine="on",
                 placement=tier,  # type: ignore[arg-type]
             )
-            seconds = captured_seconds(loader.device_batches().enqueue)
+            seconds = captured_seconds(loader.static_batch().enqueue)
             rows.append(
                 {"what": f"{strategy}, B=64, {tier}, in a graph", "microseconds": seconds * 1e6}
             )

@@ -1,4 +1,4 @@
-"""The CUDA sources of this folder, compiled once a process through CuPy and launched."""
+"""The CUDA sources of this folder, compiled once a process through CuPy, and launched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from gear_offline.errors import UnavailableError
 
@@ -59,7 +64,7 @@ def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Funct
     Raises
     ------
     UnavailableError
-        ``CUPY_MISSING``, ``CUPY_BROKEN`` (built for another CUDA, or no NVRTC), or ``GPU_TOO_OLD``.
+        ``PACKAGE_MISSING`` without a CuPy that works here, ``DEVICE`` for a GPU that is too old.
     """
     return {name: _function(source, name, device) for name in names}
 
@@ -81,7 +86,7 @@ def _module(source: str, device: int) -> Any:
         capability = int(chosen.compute_capability)
         if capability < LEAST_CAPABILITY:
             raise UnavailableError(
-                "GPU_TOO_OLD",
+                "DEVICE",
                 f"the GPU has compute capability {capability / 10}, the kernels need "
                 f"{LEAST_CAPABILITY / 10}",
                 remedy="use engine='off'",
@@ -104,7 +109,7 @@ def import_cupy() -> Any:
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             raise UnavailableError(
-                "CUPY_MISSING",
+                "PACKAGE_MISSING",
                 "CuPy is not installed",
                 remedy="pip install 'gear-offline[gpu]', or use engine='off'",
             ) from error
@@ -118,7 +123,7 @@ def import_cupy() -> Any:
 
 def _broken(what: str) -> UnavailableError:
     return UnavailableError(
-        "CUPY_BROKEN",
+        "PACKAGE_MISSING",
         what,
         remedy="install the CuPy for your CUDA: gear-offline[gpu] for CUDA 13, [gpu-cuda12] for "
         "CUDA 12; or use engine='off'",
@@ -128,3 +133,19 @@ def _broken(what: str) -> UnavailableError:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip() if lines else type(error).__name__
+
+
+class DeviceArrays:
+    """Copies of arrays on a device, for as long as this lives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._tensors: list[Tensor] = []
+
+    def keep(self, values: npt.NDArray[Any]) -> int:
+        """Return the address of a copy."""
+        copied = np.array(values)
+        # torch has few operations on uint64; nothing here computes with it
+        signed = copied.view(np.int64) if copied.dtype == np.uint64 else copied
+        self._tensors.append(torch.from_numpy(signed).to(self.device))
+        return int(self._tensors[-1].data_ptr())

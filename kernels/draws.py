@@ -19,7 +19,7 @@ from gear_offline.kernels.search import GuidedSearch
 if TYPE_CHECKING:
     import torch
 
-    from gear_offline.kernels.arrays import DeviceArrays
+    from gear_offline.kernels.cuda_module import DeviceArrays
     from gear_offline.kernels.priorities import DevicePriorities
 
 

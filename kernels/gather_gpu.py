@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.kernels.arrays import DeviceArrays
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
-from gear_offline.kernels.cuda_module import Function, Parameters, load
+from gear_offline.kernels.cuda_module import DeviceArrays, Function, Parameters, load
 from gear_offline.kernels.draws import (
     NAMED,
     SAMPLING,
@@ -95,6 +94,8 @@ class GpuGather:
         to its last one.
     reads_host
         Whether some rows lie in host memory.
+    reason
+        Why the rows lie where they do, in a line.
     held
         Kept alive: what owns the memory that addresses point to.
 
@@ -119,11 +120,13 @@ class GpuGather:
         first_slot: int = 0,
         global_batch: int | None = None,
         reads_host: bool = False,
+        reason: str = "",
         held: Any = None,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
         self.batch_size, self.context_length, self.padding = batch_size, context_length, padding
-        self.lengths, self.reads_host, self.held = np.diff(offsets), reads_host, held
+        self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
+        self._held = held
         self.draws = draw is not None
         self._kernels: dict[str, Function] = {}
         self._load(FILL)

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.kernels.arrays import DeviceArrays
-from gear_offline.kernels.cuda_module import Parameters, load
+from gear_offline.kernels.cuda_module import DeviceArrays, Parameters, load
 from gear_offline.kernels.draws import Draw, PriorityTree, describe_sampling
 from gear_offline.kernels.gather_gpu import describe_job
 from gear_offline.kernels.segments import Segments

@@ -13,6 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.tables.fields import EXTRA
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Batch:
@@ -150,3 +153,26 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
         padding=first.padding,
         extras={name: torch.cat([b.extras[name] for b in batches]) for name in first.extras},
     )
+
+
+def split_steps(
+    windows: Windows, padding: Padding, task_bounds: Tensor | None = None
+) -> list[Batch]:
+    """Return the batch of each step of windows (steps, B, K, ...); views, nothing is copied."""
+    fields = {name: tensor.unbind(0) for name, tensor in windows.tensors().items()}
+    fields |= {name: getattr(windows, name).unbind(0) for name in _NAMED}
+    extras = [name for name in fields if name.startswith(EXTRA)]
+    return [
+        Batch(
+            *(fields[name][step] for name in (*_FIELDS, *_NAMED)),
+            padding=padding,
+            extras={name.removeprefix(EXTRA): fields[name][step] for name in extras},
+            task_bounds=task_bounds,
+        )
+        for step in range(len(windows.segments))
+    ]
+
+
+# Fields of a `Batch` in its order: from the table, then from the windows.
+_FIELDS = ("states", "actions", "rewards", "returns_to_go")
+_NAMED = ("timesteps", "attention_mask", "segments")

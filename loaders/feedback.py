@@ -1,12 +1,13 @@
 """From the losses of segments back to a selection that learns from them.
 
-Shape legend: B segments of this rank's share of a batch, K steps of a window, A of an action.
+Shape legend: B segments of this rank's share of a batch, K steps of a window.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,13 @@ from torch import Tensor
 
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
-from gear_offline.models.loss import segment_losses
+from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.sampling import Prioritized
 
 if TYPE_CHECKING:
     from gear_offline.loaders.loader import GearLoader
 
-__all__ = ["LossFeedback", "SegmentFeedback"]
+__all__ = ["DeviceFeedback", "LossFeedback", "SegmentFeedback"]
 
 PREFIX = "selection/"  # of the selection's tensors in a checkpoint
 
@@ -41,24 +42,23 @@ class SegmentFeedback(ABC):
         self.update(batch, losses)
 
     def loss(
-        self, predictions: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
+        self, losses: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
     ) -> Tensor:
-        """Return the scalar loss, segments weighted, and tell the selection.
+        """Return the scalar loss, segments weighted, and tell the sampler.
 
-        With weights of 1 it is that of `gear_offline.models.loss.action_loss`.  Losses that are
-        not finite are kept from the selection: training stops there anyway.
+        With weights of 1 it is the mean over real steps.  Losses that are not finite are kept from
+        the sampler: training stops there anyway.
 
         Parameters
         ----------
-        predictions
-            (B, K, A), the model's predictions of the actions of `batch`.
+        losses
+            (B,), the mean loss of each segment's real steps.
         valid_steps
-            As `gear_offline.models.loss.action_loss`.
+            Divisor in place of the real steps of the batch.
         """
-        each = segment_losses(predictions, batch.actions, batch.attention_mask)
         steps = (batch.attention_mask != 0).sum(1)
-        total = (self.importance() * steps * each).sum()
-        self._tell(batch, each)
+        total = (self.importance() * steps * losses).sum()
+        self._tell(batch, losses)
         return total / (steps.sum().clamp(min=1) if valid_steps is None else valid_steps)
 
 
@@ -121,6 +121,61 @@ class LossFeedback(SegmentFeedback):
         named, values = self._of_all_ranks(batch, losses)
         if bool(torch.isfinite(values).all()):
             self._learner.update(named.numpy(), values.numpy())
+
+
+class DeviceFeedback(SegmentFeedback):
+    """As `LossFeedback`, of batches that the GPU makes: nothing waits, so that it can be captured.
+
+    One process only.  A batch with a loss that is not finite or negative changes no priority.
+
+    Parameters
+    ----------
+    loader
+        Its strategy is `prioritized`, and its engine draws.
+    batches
+        Of that loader, not a step ahead.
+
+    Raises
+    ------
+    InputError
+        ``SELECTION`` if the strategy has no priorities in GPU memory.
+    """
+
+    def __init__(self, loader: GearLoader, batches: StaticBatch) -> None:
+        learner = loader.learner
+        if learner is None or batches.chances is None:
+            raise InputError(
+                "SELECTION",
+                f"strategy {loader.selection.name!r} has no priorities",
+                remedy="use prioritized",
+            )
+        assert not batches.ahead, "the next batch depends on the losses of this one"
+        self._chances, self._counter = batches.chances, batches.counter
+        device = self._chances.device
+        self._tree, self._options = learner.on_device(device), learner.options
+        self._weights = torch.ones(len(self._chances), device=device)
+
+    def importance(self) -> Tensor:
+        """Return (B,) float32 weights for the batch that was made last; overwritten each time."""
+        self._tree.importance(
+            self._chances,
+            counter=self._counter,
+            beta=self._options.beta,
+            beta_steps=self._options.beta_steps,
+            out=self._weights,
+        )
+        return self._weights
+
+    def update(self, batch: Batch, losses: Tensor) -> None:
+        """Tell the selection the (B,) losses of a batch's segments."""
+        values = losses.detach().float().reshape(-1).contiguous()
+        self._tree.update(batch.segments, values)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out updates inside, for steps that are run to warm up."""
+        with self._tree.paused():
+            yield
 
 
 def update_count(learner: Prioritized | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -17,46 +17,37 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from gear_offline.core.closing import Closing
+from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Int64Array
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import InputError
-from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.device_batches import DeviceBatches, make_batches, split
-from gear_offline.loaders.disk_choice import open_disk
-from gear_offline.loaders.engine_choice import Engine, Gather, make_engine
+from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.segments import Segments
+from gear_offline.loaders.batch import Batch, split_steps
 from gear_offline.loaders.feedback import check_updates, update_count
-from gear_offline.loaders.node_table import node_table
+from gear_offline.loaders.open_rows import open_rows
 from gear_offline.loaders.options import (
-    check_options,
-    check_state,
-    check_table,
+    LoaderOptions,
+    Mode,
+    Placement,
+    Sharding,
     choose_sampler,
-    need_rows,
+    find_world,
     no_engine,
-    window_bytes,
 )
-from gear_offline.loaders.options import resolve_device as resolve_device
-from gear_offline.loaders.spread_choice import Sharding, choose_share, open_spread
-from gear_offline.loaders.task_bounds import task_bounds
-from gear_offline.sampling import Sampler, Segments, check_range
+from gear_offline.loaders.static_batch import StaticBatch, make_static_batch
+from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import plain
 from gear_offline.sampling.stream import Stream
-from gear_offline.tables.disk import DiskGather
-from gear_offline.tables.joint import Source, source_digest, source_name
-from gear_offline.tables.placement import Placement
+from gear_offline.tables.joint import JointDataset, Source, source_digest, source_name
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
-    from gear_offline.distributed.sharding import NodeShare
     from gear_offline.kernels.gather_gpu import GpuGather
-    from gear_offline.loaders.sharded import ShardedBatches
+    from gear_offline.tables.disk import DiskGather
 
 STATE_FORMAT = 1
-BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
-BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
-SPREAD_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -110,7 +101,8 @@ class GearLoader(Closing, Iterator[Batch]):
     world
         The ranks that share each batch equally: `batch_size` is that of all together, and this
         rank's batches have its share of the slots, in order.  The processes of a node hold the
-        table in host memory once.
+        table in host memory once.  ``"auto"``: those of torch's process group if there is one; the
+        first says who they are.  None: this process alone.
     table
         In place of reading the dataset: what `gear_offline.tables.table.build_table` made of it
         with the same options, such as `table` of another loader.
@@ -121,18 +113,19 @@ class GearLoader(Closing, Iterator[Batch]):
         As given; opened, made or found where a name was given.
     learner
         The selection if it learns from losses, else None; see `gear_offline.loaders.feedback`.
-    table, engine, disk, spread
-        What batches are made from: rows in memory, the GPU that gathers, the reader of rows on
-        disk, the rows of other nodes; None where it is not used.  To look at, not to change.
+    share
+        Segments of this rank's batches.
+    rows
+        What batches are made from: `gear_offline.loaders.open_rows.Rows`.  To look at, not to
+        change.
 
     Raises
     ------
     InputError
-        ``LOADER_OPTION``; ``SELECTION``; those of
-        `gear_offline.tables.table.build_table` and `open_dataset`.
+        ``LOADER_OPTION``, ``SELECTION``; those of `gear_offline.tables.table.build_table` and
+        `gear_offline.dataset.dataset.open_dataset`.
     UnavailableError
-        ``DEVICE`` if a CUDA device is asked for and there is none; with ``engine="on"``
-        ``ENGINE_OFF``, ``PACKAGE_MISSING``, ``DEVICE``.
+        ``DEVICE``, ``PACKAGE_MISSING`` for what is asked for and not here.
 
     Examples
     --------
@@ -165,129 +158,54 @@ class GearLoader(Closing, Iterator[Batch]):
         extra_columns: Sequence[str] = (),
         frame_stack: int = 1,
         start_step: int = 0,
-        engine: Engine = "auto",
-        placement: Placement | Literal["disk"] = "auto",
+        engine: Mode = "auto",
+        placement: Placement = "auto",
         hbm_budget: int | None = None,
         host_budget: int | None = None,
         sharding: Sharding = "auto",
-        exchange: Engine = "auto",
-        world: World | None = None,
+        exchange: Mode = "auto",
+        world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
     ) -> None:
-        batch_size, context_length, frame_stack = check_options(
+        self.device = resolve_device(device)
+        self._options = LoaderOptions(
             batch_size=batch_size,
             context_length=context_length,
-            frame_stack=frame_stack,
             padding=padding,
             gamma=gamma,
             returns_scale=returns_scale,
-            engine=engine,
-            exchange=exchange,
-            world=world,
+            normalize_states=normalize_states,
             extra_columns=extra_columns,
-        )
-        check_range(seed, start_step, 0, batch_size)
-        self.device = resolve_device(device)
-        if engine == "on" and self.device.type != "cuda":
-            raise no_engine(f"engine='on' needs a CUDA device, batches go to {self.device}")
-        self.world = World() if world is None else world
+            frame_stack=frame_stack,
+            engine=engine,
+            placement=placement,
+            hbm_budget=hbm_budget,
+            host_budget=host_budget,
+            sharding=sharding,
+            exchange=exchange,
+        ).checked(self.device)
+        self.batch_size = self._options.batch_size
+        self.context_length, self.padding = self._options.context_length, padding
+        self.extra_columns, self.frame_stack = extra_columns, self._options.frame_stack
+        check_range(seed, start_step, 0, self.batch_size)
+        self.seed, self._step = int(seed), int(start_step)
+        self.world = find_world(world, self.batch_size)
         if isinstance(dataset, (str, Path)):
-            dataset = open_dataset(dataset, verify=False)
+            dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
         self.dataset = dataset
-        self._task_bounds = task_bounds(self.dataset, self.device)
-        self.selection = choose_sampler(selection, self.dataset, context_length, padding)
+        self.selection = choose_sampler(selection, dataset, self.context_length, padding)
         self.learner = self.selection.learner  # see gear_offline.loaders.feedback
-        law = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
-        self._law = law | {"normalize_states": bool(normalize_states)}
-        self.share = self.world.share(batch_size)
-        if not self.world.feeds:  # it holds no rows, whatever the options say
-            self.share, placement, engine, sharding = 0, "host", "off", "replicate"
+        share = self.world.share(self.batch_size)
+        self.share = share if self.world.feeds else 0
         self._stream = Stream(
             selection=self.selection,
-            seed=int(seed),
-            batch_size=batch_size,
+            seed=self.seed,
+            batch_size=self.batch_size,
             first_slot=self.world.rank * self.share,
             share=self.share,
         )
-        sizes: dict[str, Any] = {
-            "context_length": context_length,
-            "normalize_states": bool(normalize_states),
-            "extra_columns": tuple(extra_columns),
-            "frame_stack": frame_stack,
-        }
-        rows: dict[str, Any] = {"gamma": float(gamma), "returns_scale": float(returns_scale)}
-        rows |= sizes
-        self.disk: DiskGather | None = None
-        node_share: NodeShare | None = None
-        if table is None:
-            self.disk = open_disk(
-                self.dataset,
-                self._stream,
-                self.world,
-                placement=placement,
-                host_budget=host_budget,
-                engine=engine,
-                device=self.device,
-                padding=padding,
-                **rows,
-            )
-        else:
-            check_table(table, self.dataset, context_length, frame_stack)
-        if table is None and self.disk is None:
-            node_share = choose_share(self.dataset, self.world, sharding, self.selection, **sizes)
-            shards = None if node_share is None else node_share.shards.tolist()
-            table = node_table(self.world, self.dataset, shards=shards, **rows)
-        self.table = self.disk.table if table is None and self.disk else cast(Table, table)
-        self.batch_size = batch_size
-        self.context_length = context_length
-        self.padding: Padding = padding
-        self.seed = int(seed)
-        self.extra_columns = tuple(extra_columns)
-        self.frame_stack = frame_stack
-        self._moves = self.device.type != "cpu"
-        self.engine: GpuGather | None = None
-        if self.device.type == "cuda" and engine != "off" and placement != "disk" and not self.disk:
-            self.engine = make_engine(
-                self.table,
-                self._stream,
-                device=self.device,
-                world=self.world,
-                engine=engine,
-                placement=placement,
-                hbm_budget=hbm_budget,
-                context_length=context_length,
-                padding=padding,
-            )
-        if self.engine is not None and not self.engine.reads_host and node_share is None:
-            self.table = self.table.without_rows()  # the GPU holds them all
-        self._gather: Gather | None = self.disk
-        if self.disk is None and self.engine is None:
-            need_rows(self.table)
-            self._gather = CpuGather(
-                self.table.groups,
-                self.table.episodes.offsets,
-                margin=self.table.margin,
-                context_length=context_length,
-                padding=padding,
-                pin=self._moves,
-            )
-        self.spread: ShardedBatches | None = None
-        if node_share is not None:
-            local = self._gather.fill if self._gather else cast("GpuGather", self.engine).gather
-            self.spread = open_spread(
-                self._stream,
-                self.world,
-                node_share,
-                self.table,
-                gather=local,
-                exchange=exchange,
-                steps=min(self._steps_per_block(), SPREAD_STEPS),
-                context_length=context_length,
-                padding=padding,
-            )
-        self._dataset_digest = source_digest(self.dataset)
-        self._step = int(start_step)
-        self._block_steps = self._steps_per_block()
+        self.rows = open_rows(dataset, self._stream, self.world, self.device, self._options, table)
+        self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
 
     def __repr__(self) -> str:
@@ -297,13 +215,24 @@ class GearLoader(Closing, Iterator[Batch]):
             f"{self.device}, next step {self._step:,})"
         )
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled."""
-        raise InputError(
-            "LOADER_OPTION",
-            "a loader cannot be copied into another process",
-            remedy="make it there: its batches follow from dataset, options and step",
-        )
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied into another process."""
+        raise _one_process("a GearLoader is not copied into another process")
+
+    @property
+    def engine(self) -> GpuGather | None:
+        """The GPU that gathers; None where the CPU does."""
+        return self.rows.engine
+
+    @property
+    def disk(self) -> DiskGather | None:
+        """The reader of rows that stay on disk; None where they are in memory."""
+        return self.rows.disk
+
+    @property
+    def table(self) -> Table:
+        """The rows in host memory, for other loaders of the same options; of a disk, its slots."""
+        return self.rows.table
 
     @property
     def step(self) -> int:
@@ -317,18 +246,14 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Return the loader itself, which goes on where it is."""
+        if get_worker_info() is not None:
+            raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         return self
 
     def __next__(self) -> Batch:
         """Return the batch of `step` and advance."""
-        if get_worker_info() is not None:  # each worker's copy would give the same batches
-            raise InputError(
-                "LOADER_OPTION",
-                "a loader gives no batches to worker processes of a DataLoader",
-                remedy="the loader itself is the iterable, of whole batches: for batch in loader",
-            )
         if not self._ready:
-            self._ready = self._batches(self._step, self._block_steps, ahead=True)[::-1]
+            self._ready = self._batches(self._step, self.rows.block_steps, ahead=True)[::-1]
         self._step += 1  # before `pop`, behind which an interruption may come
         return self._ready.pop()
 
@@ -340,7 +265,7 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of any step; the position stays."""
-        return self._batches(step, 1)[0]
+        return self._batches(step, 1, ahead=False)[0]
 
     def segments_at(self, step: int) -> Segments:
         """Return the segments of any step, (B,), with the probability of each; of all ranks."""
@@ -348,34 +273,35 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
-        if self.spread is not None:
-            return self.spread.slots_at(step)
+        if self.rows.remote is not None:
+            return self.rows.remote.slots_at(step)
         return np.arange(self.share) + self._stream.first_slot
 
-    def device_batches(
-        self, *, ahead: bool = False, windows: Windows | None = None
-    ) -> DeviceBatches:
+    def static_batch(self, *, ahead: bool = False, windows: Windows | None = None) -> StaticBatch:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
 
         It begins at `step`; its position is its own.  With `ahead` rows that come from host memory
         in bulk are fetched while the step before is computed.  It lies in `windows` if given, see
-        `gear_offline.loaders.device_batches.side_by_side`.
+        `gear_offline.loaders.static_batch.side_by_side`.
 
         Raises
         ------
         UnavailableError
-            ``ENGINE_OFF`` unless the loader has a GPU engine.
+            ``DEVICE`` unless the loader has a GPU engine.
         """
-        if self.engine is None or not self.engine.draws or self.spread is not None:
-            raise no_engine("the GPU alone does not gather this loader's batches")
-        options: dict[str, Any] = {"padding": self.padding, "task_bounds": self._task_bounds}
-        return make_batches(
+        if self.engine is None:
+            raise no_engine("the GPU does not gather this loader's batches")
+        if self.learner is not None and not self.engine.draws:
+            raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
+        return make_static_batch(
             self.engine,
+            padding=self.padding,
             step=self._step,
             ahead=ahead,
             learns=self.learner is not None,
+            task_bounds=self._task_bounds,
             windows=windows,
-            **options,
+            named=None if self.engine.draws else self.rows,
         )
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
@@ -400,7 +326,7 @@ class GearLoader(Closing, Iterator[Batch]):
             ``LOADER_STATE`` if the state is damaged or belongs to another dataset, seed,
             selection or shape of batch; the loader stays as it was.
         """
-        step = check_state(state, self._identity(), STATE_FORMAT)
+        step = _check_state(state, self._identity())
         check_updates(self.learner, state)
         self._step = step
         self._ready = []
@@ -411,13 +337,13 @@ class GearLoader(Closing, Iterator[Batch]):
         Batches that were handed out stay valid.  Dropping the loader does the same for the disk;
         with several nodes all ranks close together.
         """
-        for part in (self.disk, self.spread):
-            if part is not None:
-                part.close()
-                self._ready = []
+        self.rows.close()
+        if self.rows.disk is not None or self.rows.remote is not None:
+            self._ready = []
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
+        options = self._options
         return {
             "seed": self.seed,
             "selection": {
@@ -428,34 +354,53 @@ class GearLoader(Closing, Iterator[Batch]):
             "context_length": self.context_length,
             "frame_stack": self.frame_stack,
             "padding": self.padding,
-            **self._law,
-            "dataset": self._dataset_digest,
+            "gamma": options.gamma,
+            "returns_scale": options.returns_scale,
+            "normalize_states": options.normalize_states,
+            "dataset": source_digest(self.dataset),
         }
 
-    def _steps_per_block(self) -> int:
-        if self.learner is not None:
-            return 1  # the next step depends on the losses of this one
-        batch_bytes = self.share * window_bytes(self.table, self.context_length)
-        most_segments, most_bytes = BLOCK_SEGMENTS, BLOCK_BYTES
-        if self.disk:
-            most_segments, most_bytes = self.disk.sizes.block_limits(most_segments, most_bytes)
-        steps = min(most_segments // self.batch_size, most_bytes // max(batch_bytes, 1))
-        return max(1, steps if self.spread is None else min(steps, SPREAD_STEPS))
+    def _batches(self, first_step: int, steps: int, *, ahead: bool) -> list[Batch]:
+        windows = self.rows.windows(int(first_step), steps, ahead=ahead)
+        return split_steps(windows, self.padding, self._task_bounds)
 
-    def _batches(self, first_step: int, steps: int, *, ahead: bool = False) -> list[Batch]:
-        """Select, gather and move the batches of `steps` steps; `ahead`: the next ones follow."""
-        if self.spread is not None:
-            windows = self.spread.windows(first_step, steps)
-        elif self.engine is not None and self.engine.draws:
-            windows = self.engine.fill(first_step=first_step, steps=steps)
-        elif self.engine is not None:
-            windows = self.engine.gather(self._stream.segments(first_step, steps))
-        elif ahead and self.disk is not None:
-            windows = self.disk.fill_steps(first_step=first_step, steps=steps)
-        else:
-            assert self._gather is not None, "what gathers is the GPU, the disk or the CPU"
-            windows = self._gather.fill(self._stream.segments(first_step, steps))
-        moved = windows
-        if self._moves:
-            moved = windows.map(lambda t: t.to(self.device, non_blocking=True))
-        return split(moved, self.padding, self._task_bounds)
+
+def _task_bounds(dataset: Source, device: torch.device) -> Tensor | None:
+    """Return (T - 1,) int64 on `device`, the first episode of each task but the first."""
+    if not isinstance(dataset, JointDataset) or len(dataset.tasks) == 1:
+        return None
+    return torch.from_numpy(dataset.first_episodes[1:-1].copy()).to(device)
+
+
+def _one_process(what: str) -> InputError:
+    return InputError(
+        "LOADER_OPTION",
+        f"{what}, where it would give the same batches again: the loader itself is the iterable",
+        remedy="iterate over the loader, with num_workers=0; make one in each process",
+    )
+
+
+def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> int:
+    """Return the step of a saved state that belongs to the batches of `identity`."""
+    if not isinstance(state, Mapping):
+        state = {}
+    step = state.get("step")
+    if state.get("format") != STATE_FORMAT or type(step) is not int or not 0 <= step < 1 << 63:
+        raise InputError(
+            "LOADER_STATE",
+            f"not a loader state of format {STATE_FORMAT}",
+            remedy="pass what GearLoader.state_dict() returned",
+        )
+    saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
+    differ = [
+        f"{key} is {value!r} here and {saved.get(key)!r} in the state"
+        for key, value in identity.items()
+        if plain(saved.get(key)) != value
+    ]
+    if differ:
+        raise InputError(
+            "LOADER_STATE",
+            f"the state belongs to another stream of batches: {'; '.join(differ)}",
+            remedy="build the loader with the saved options, or start without the state",
+        )
+    return step

@@ -1,98 +1,150 @@
-"""What the options of a loader may be."""
+"""What a loader is asked for: options, checked once; the ranks, the sampler."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gear_offline.distributed.world import World
+from gear_offline.core.progress import say
+from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
+from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Sampler, make_sampler
-from gear_offline.sampling.base import plain
 from gear_offline.tables.joint import Source
-from gear_offline.tables.table import Table
+
+Mode = Literal["auto", "on", "off"]
+Placement = Literal["auto", "hbm", "peer", "host", "disk"]
+Sharding = Literal["auto", "replicate", "shard"]
 
 MAX_FRAME_STACK = 64
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device; ``"auto"`` is CUDA where there is one.
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """The options of `gear_offline.loaders.loader.GearLoader` that say how batches are made."""
 
-    Raises
-    ------
-    UnavailableError
-        ``DEVICE``
-    InputError
-        ``LOADER_OPTION`` if torch does not know the name.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch_size: int
+    context_length: int
+    padding: Padding
+    gamma: float
+    returns_scale: float
+    normalize_states: bool
+    extra_columns: Sequence[str]
+    frame_stack: int
+    engine: Mode
+    placement: Placement
+    hbm_budget: int | None
+    host_budget: int | None
+    sharding: Sharding
+    exchange: Mode
+
+    def checked(self, device: torch.device) -> LoaderOptions:
+        """Return plain values; raises ``LOADER_OPTION`` for what no loader can do."""
+        choices: dict[str, tuple[str, ...]] = {
+            "padding": ("right", "left"),
+            "engine": ("auto", "on", "off"),
+            "exchange": ("auto", "on", "off"),
+            "sharding": ("auto", "replicate", "shard"),
+            "placement": ("auto", "hbm", "peer", "host", "disk"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise bad_option(name, getattr(self, name), f"one of {', '.join(allowed)}")
+        if not (isinstance(self.gamma, Real) and 0 <= self.gamma <= 1):
+            raise bad_option("gamma", self.gamma, "a number from 0 to 1")
+        scale = self.returns_scale
+        if not (isinstance(scale, Real) and math.isfinite(scale) and scale > 0):
+            raise bad_option("returns_scale", scale, "a positive number")
+        columns = self.extra_columns
+        if isinstance(columns, str) or not isinstance(columns, Sequence):
+            raise bad_option("extra_columns", columns, "a list of columns, or [] for none")
+        if self.engine == "on" and device.type != "cuda":
+            raise no_engine(f"engine='on' needs a CUDA device, batches go to {device}")
+        if self.placement == "disk" and self.engine == "on":
+            raise bad_option("placement", "disk", "engine='auto' or 'off' with rows on disk")
+        return replace(
+            self,
+            batch_size=_whole("batch_size", self.batch_size),
+            context_length=_whole("context_length", self.context_length),
+            frame_stack=_whole("frame_stack", self.frame_stack, MAX_FRAME_STACK),
+            host_budget=_bytes("host_budget", self.host_budget, 1),
+            hbm_budget=_bytes("hbm_budget", self.hbm_budget, 0),
+            gamma=float(self.gamma),
+            returns_scale=float(scale),
+            normalize_states=bool(self.normalize_states),
+            extra_columns=tuple(columns),
+        )
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What the size of a table depends on."""
+        names = ("context_length", "normalize_states", "extra_columns", "frame_stack")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the content of a table depends on."""
+        return self.sizes | {"gamma": self.gamma, "returns_scale": self.returns_scale}
+
+
+def bad_option(name: str, value: object, allowed: str) -> InputError:
+    """Return the error ``LOADER_OPTION`` for an option's value."""
+    return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
+
+
+def no_engine(what: str) -> UnavailableError:
+    """Return the error ``DEVICE`` where the GPU does not gather."""
+    return UnavailableError(
+        "DEVICE",
+        what,
+        remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
+    )
+
+
+def _whole(name: str, value: object, most: int | None = None) -> int:
+    """Return a whole number from 1 to `most`, of Python or NumPy."""
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise bad_option("device", device, "'auto', 'cpu', 'cuda' or 'cuda:0'") from error
-    if found.type not in ("cpu", "cuda"):
-        try:
-            torch.zeros(1, device=found).cpu()
-        except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
-            known = "one that torch has here, such as 'auto', 'cpu' or 'cuda'"
-            raise bad_option("device", device, known) from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE",
-            f"device {str(device)!r} was asked for and no CUDA device is available",
-            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
+        number = 0 if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1 or (most is not None and number > most):
+        allowed = "of at least 1" if most is None else f"from 1 to {most}"
+        raise bad_option(name, value, f"an integer {allowed}")
+    return number
+
+
+def _bytes(name: str, value: object, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise bad_option(name, value, f"bytes from {least}, such as 4 << 30, or None")
+    return int(value)
+
+
+def find_world(world: World | Literal["auto"] | None, batch_size: int) -> World:
+    """Return the ranks that share batches; with ``"auto"`` say on the first one who they are."""
+    if isinstance(world, World):
+        return world
+    if world is None:
+        return World()
+    if world != "auto":
+        raise bad_option("world", world, "'auto', None, or what open_world() gives")
+    found = joined_world()
+    if found.size > 1:
+        share = found.share(batch_size)
+        say(
+            f"world auto: {found.size} ranks share each batch of {batch_size} segments, {share} "
+            "each; world=None would read the same batches in each",
+            quiet=not found.is_first,
         )
     return found
-
-
-def check_options(
-    *,
-    batch_size: int,
-    context_length: int,
-    frame_stack: int,
-    padding: Literal["right", "left"],
-    gamma: float,
-    returns_scale: float,
-    engine: str,
-    exchange: str = "auto",
-    world: object = None,
-    extra_columns: Sequence[str] = (),
-) -> tuple[int, int, int]:
-    """Refuse what no loader can do; return the three whole numbers as plain ones.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION``
-    """
-    batch = _whole("batch_size", batch_size, None)
-    context = _whole("context_length", context_length, None)
-    stack = _whole("frame_stack", frame_stack, MAX_FRAME_STACK)
-    if padding not in ("right", "left"):
-        raise bad_option("padding", padding, "'right' or 'left'")
-    if not (isinstance(gamma, Real) and 0.0 <= gamma <= 1.0):
-        raise bad_option("gamma", gamma, "a number from 0 to 1")
-    if not (isinstance(returns_scale, Real) and math.isfinite(returns_scale) and returns_scale > 0):
-        raise bad_option("returns_scale", returns_scale, "a positive number")
-    for name, chosen in (("engine", engine), ("exchange", exchange)):
-        if chosen not in ("auto", "on", "off"):
-            raise bad_option(name, chosen, "'auto', 'on' or 'off'")
-    if world is not None and not isinstance(world, World):
-        raise bad_option(
-            "world", world, "a gear_offline.distributed.world.World, or None for one process"
-        )
-    if isinstance(extra_columns, str):
-        raise bad_option("extra_columns", extra_columns, f"a list: [{extra_columns!r}]")
-    if not isinstance(extra_columns, Iterable):
-        raise bad_option("extra_columns", extra_columns, "a list of columns, or [] for none")
-    return batch, context, stack
 
 
 def choose_sampler(
@@ -130,93 +182,3 @@ def choose_sampler(
             remedy=f"make it with context_length={context_length}",
         )
     return selection
-
-
-def _whole(name: str, value: object, most: int | None) -> int:
-    """Return a whole number from 1 to `most`, of Python or NumPy."""
-    try:
-        found = 0 if isinstance(value, bool | np.bool_) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        found = 0
-    if found < 1 or (most is not None and found > most):
-        allowed = "of at least 1" if most is None else f"from 1 to {most}"
-        raise bad_option(name, value, f"an integer {allowed}")
-    return found
-
-
-def bad_option(name: str, value: object, allowed: str) -> InputError:
-    """Return the error ``LOADER_OPTION`` for an option's value."""
-    return InputError("LOADER_OPTION", f"{name}={value!r} is not usable", remedy=f"use {allowed}")
-
-
-def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], state_format: int) -> int:
-    """Return the step of a loader's saved state.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_STATE`` if it is damaged or belongs to another stream of batches than `identity`.
-    """
-    if not isinstance(state, Mapping):
-        state = {}
-    step = state.get("step")
-    if state.get("format") != state_format or type(step) is not int or not 0 <= step < 1 << 63:
-        raise InputError(
-            "LOADER_STATE",
-            f"not a loader state of format {state_format}",
-            remedy="pass what GearLoader.state_dict() returned",
-        )
-    saved = {"frame_stack": 1, **state}  # states of 0.1 do not say it
-    differ = [
-        f"{key} is {mine!r} here and {saved.get(key)!r} in the state"
-        for key, mine in identity.items()
-        if plain(saved.get(key)) != mine
-    ]
-    if differ:
-        raise InputError(
-            "LOADER_STATE",
-            f"the state belongs to another stream of batches: {'; '.join(differ)}",
-            remedy="build the loader with the saved options, or start without the state",
-        )
-    return step
-
-
-def no_engine(what: str) -> UnavailableError:
-    """Return the error ``ENGINE_OFF``."""
-    return UnavailableError(
-        "ENGINE_OFF",
-        what,
-        remedy="use device='cuda' and engine='on', which says what is missing; or engine='auto'",
-    )
-
-
-def check_table(table: Table, source: Source, context_length: int, frame_stack: int) -> None:
-    """Refuse a table of other episodes, or for other windows (``LOADER_OPTION``)."""
-    same = np.array_equal(table.episodes.lengths, source.episodes.lengths)
-    if not same or table.margin != context_length + frame_stack - 1:
-        raise InputError(
-            "LOADER_OPTION",
-            "the table is not one of this dataset for these windows",
-            remedy="give build_table the same dataset, context_length and frame_stack",
-        )
-
-
-def need_rows(table: Table) -> None:
-    """Refuse a table whose rows are in a GPU's memory alone (``LOADER_OPTION``)."""
-    if not table.owned_bytes:
-        raise InputError(
-            "LOADER_OPTION",
-            "the rows of the table are in a GPU's memory alone",
-            remedy="build one with build_table and give it to all loaders",
-        )
-
-
-def window_bytes(table: Table, context_length: int) -> int:
-    """Return the bytes that a window of `context_length` steps takes while it is gathered."""
-    rows = sum(
-        (context_length + group.history)
-        * group.width
-        * max(group.dtype.itemsize, max(field.dtype.itemsize for field in group.fields))
-        for group in table.groups
-    )
-    return rows + 16 * context_length  # timesteps and mask

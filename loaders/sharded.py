@@ -1,156 +1,165 @@
-"""Batches of a dataset that is spread over nodes: every rank its share, most of it from its node.
+"""The segments of a dataset that is spread over nodes: most of a rank's lie on its own node.
 
-Every rank draws the same global batches and assigns them alike.  What a rank trains on and does
-not hold comes through the exchange, posted a block of steps ahead, so that it travels while
-earlier steps are trained on.
+Every rank draws the same global batches and assigns them alike.  Rows of segments that a rank
+works on and its node does not hold are read into a ring of landing rows behind the rows of the
+table, a block of steps ahead, so that they travel while earlier steps are trained on.  There the
+gather reads them like any others.
 
-A law that learns from losses is drawn only when its step has come: then nothing travels ahead, and
-a step waits for what its rank does not hold.
+A sampler that learns from losses draws only when its step has come: then nothing travels ahead,
+and a step waits for what its node does not hold.
 
-Shape legend: T steps of a block, B segments of a rank, K steps of a window, L rows before it.
+Shape legend: T steps of a block, N slots of a global batch, B segments of a rank, K steps of a
+window, H rows of history before it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from gear_offline.core.types import Int64Array
 from gear_offline.distributed.assignment import ANYWHERE, Assigner
-from gear_offline.distributed.exchange import Exchange, Held, Reads
+from gear_offline.distributed.reads import Held, Reads
 from gear_offline.distributed.sharding import NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
-from gear_offline.kernels.columns import convert
-from gear_offline.kernels.gather import Padding, Windows, filled, torch_dtype
-from gear_offline.sampling import Sampler, Segments
+from gear_offline.kernels.gather import Padding
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.table import Table
 
-AnyArray = npt.NDArray[Any]
-Int64Array = npt.NDArray[np.int64]
-AHEAD = 2  # blocks whose rows may be on their way
+if TYPE_CHECKING:
+    from gear_offline.distributed.exchange import Exchange
+
+PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
 
 
-class LocalGather(Protocol):
-    """Fills windows of segments that the node holds, named by their local episodes."""
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The landing rows of a rank.
 
-    def __call__(self, segments: Segments) -> Windows: ...
+    Attributes
+    ----------
+    steps, share
+        Of the largest block: T, B.
+    context_length, history
+        K, H: a segment has K + H rows.
+    place
+        How many ranks of the node have theirs in front, in the same memory.
+    """
 
+    steps: int
+    share: int
+    context_length: int
+    history: int
+    place: int
 
-@dataclass(kw_only=True, eq=False)
-class _Block:
-    """A block of steps that is assigned, and what of it is on its way."""
+    @property
+    def segment_rows(self) -> int:
+        """Rows of a segment."""
+        return self.context_length + self.history
 
-    first_step: int
-    number: int  # of the exchange's steps
-    segments: Segments  # (T, B), of the whole dataset
-    far: Int64Array  # flat positions whose rows come from other nodes
-    real: Int64Array  # of those, the real steps
-    lands: list[AnyArray]  # (positions of the block, L + K, width), one for each group
+    @property
+    def part_rows(self) -> int:
+        """Rows of a block."""
+        return self.steps * self.share * self.segment_rows
+
+    @property
+    def rows(self) -> int:
+        """Rows of all blocks."""
+        return PARTS * self.part_rows
+
+    def of(self, table: Table) -> tuple[Any, ...]:
+        """Return this rank's (rows, W) landing rows of each column group."""
+        first = 2 * table.margin + table.episodes.steps + self.place * self.rows
+        return tuple(group.rows[first : first + self.rows] for group in table.groups)
 
 
 def held_rows(table: Table, share: NodeShare) -> Held:
-    """Return what the exchange may read from this node: whole episodes, in their order."""
-    last = table.margin + table.episodes.steps
-    rows = []
-    for group in table.groups:
-        rows.append(group.rows[table.margin : last])
-    return Held(lengths=share.lengths, nodes=share.nodes, rows=tuple(rows))
+    """Return what other nodes may read from this one: whole episodes, in their order."""
+    rows = tuple(
+        group.rows[table.margin : table.margin + table.episodes.steps] for group in table.groups
+    )
+    return Held(lengths=share.lengths, nodes=share.nodes, rows=rows)
 
 
-def landing_memory(table: Table, *, context_length: int, segments: int) -> tuple[AnyArray, ...]:
-    """Return rows for `AHEAD` blocks of segments that come from other nodes."""
-    history = max(group.history for group in table.groups)
-    count = AHEAD * segments * (context_length + history)
-    return tuple(np.zeros((count, group.width), group.dtype) for group in table.groups)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """The (T, B) segments of a rank, whose rows are on their way."""
+
+    first_step: int
+    number: int  # of the exchange's steps
+    segments: Segments
+    landing: Int64Array
 
 
-class ShardedBatches:
-    """Windows of consecutive steps, of this rank.
+class ShardedSegments:
+    """Names this rank's segments of consecutive steps, and where rows of other nodes landed.
 
     Parameters
     ----------
+    stream
+        The global batches.
     world
         All ranks; they make the same calls in the same order.
     share
         What this rank's node holds.
-    table
-        Of the shards of `share`.
-    gather
-        Fills windows from `table`.
-    exchange, landing
-        Between all ranks, into the memory of `landing_memory`.
-    selection, seed, batch_size, context_length, padding
-        As `gear_offline.loaders.loader.GearLoader`; `batch_size` is that of all ranks.
+    exchange
+        Between all ranks, into the landing rows of `ring`.
+    ring, padding
+        Of the gather that reads them.
     """
 
     def __init__(
         self,
-        *,
+        stream: Stream,
         world: World,
         share: NodeShare,
-        table: Table,
-        gather: LocalGather,
         exchange: Exchange,
-        landing: tuple[AnyArray, ...],
-        selection: Sampler,
-        seed: int,
-        batch_size: int,
-        context_length: int,
+        ring: Ring,
         padding: Padding,
     ) -> None:
-        self._world, self._share, self._table, self._gather = world, share, table, gather
-        self._lengths, self._exchange, self._selection = share.lengths, exchange, selection
-        self._seed, self._batch, self._span, self._padding = (
-            seed,
-            batch_size,
-            context_length,
-            padding,
-        )
-        self._history = max(group.history for group in table.groups)
-        self._ahead_blocks = AHEAD - 1 if selection.learner is None else 0
+        self._stream, self._world, self._share = stream, world, share
+        self._exchange, self._ring, self._left = exchange, ring, padding == "left"
+        self._blocks_ahead = 1 if stream.selection.learner is None else 0
         self._assigner = Assigner(torch.tensor(world.nodes))
         self._nodes = np.array(world.nodes)
-        self._anywhere = torch.full((batch_size,), ANYWHERE)
+        self._anywhere = torch.full((stream.batch_size,), ANYWHERE)
         self._members = [np.flatnonzero(self._nodes == node) for node in range(world.node_count)]
-        self._number = -1
         self._ahead: list[_Block] = []
-        self._landing = landing
-        self.read_segments = self.far_segments = 0  # of this rank, since the beginning
+        self._number = self._taken = -1
+        self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
+        self.all_segments = self.far_segments = 0  # of this rank, since the beginning
 
-    def windows(self, first_step: int, steps: int) -> Windows:
-        """Return (T, B, K, ...) windows, and post what comes next."""
-        wanted = (first_step, steps)
-        if not self._ahead or self._key(self._ahead[0]) != wanted:
+    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array]:
+        """Return (T, B) segments and landing rows, -1 for held ones; post what comes next.
+
+        The rows have landed, and stay until `release` has been called and two more blocks taken.
+        """
+        if not self._ahead or self._key(self._ahead[0]) != (first_step, steps):
             self._drop()
             self._ahead = [self._post(first_step, steps)]
         block = self._ahead.pop(0)
-        for later in range(len(self._ahead), self._ahead_blocks):
+        for later in range(len(self._ahead), self._blocks_ahead):
             self._ahead.append(self._post(first_step + (later + 1) * steps, steps))
-        near, mine = self._is_near(block), block.segments
-        local = Segments(
-            episodes=np.where(near, self._share.local[mine.episodes], 0),
-            starts=np.where(near, mine.starts, 0),
-            probability=mine.probability,
-            lengths=mine.lengths,
-        )
-        windows = self._gather(local)
         self._exchange.wait(block.number)
-        self._complete(windows, block)
-        self.read_segments += block.segments.episodes.size
-        self.far_segments += len(block.far)
-        return windows
+        self._taken = block.number
+        self.all_segments += block.landing.size
+        self.far_segments += int((block.landing >= 0).sum())
+        return block.segments, block.landing
+
+    def release(self, event: Any = None) -> None:
+        """Say that the block taken last is read, or will be when a CUDA event has come."""
+        self._read[self._taken % PARTS] = event
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
-        drawn = self._selection.sample(self._seed, step, 1, self._batch)[0]
-        homes = torch.from_numpy(self._share.nodes[drawn.episodes])
-        found = self._assigner.assign(self._anywhere, homes)
-        return np.asarray(found.slots[self._world.rank].numpy())
+        drawn = self._draw(step, 1)
+        slots: Int64Array = self._assign(self._share.nodes[drawn.episodes])[0, self._world.rank]
+        return slots
 
     def close(self) -> None:
         """End the exchange; all ranks together, or after an error that has broken it."""
@@ -168,122 +177,76 @@ class ShardedBatches:
 
     @staticmethod
     def _key(block: _Block) -> tuple[int, int]:
-        return block.first_step, len(block.segments.episodes)
+        return block.first_step, len(block.landing)
 
-    @staticmethod
-    def _is_near(block: _Block) -> npt.NDArray[np.bool_]:
-        near = np.ones(block.segments.episodes.size, bool)
-        near[block.far] = False
-        return near.reshape(block.segments.shape)
+    def _draw(self, first_step: int, steps: int) -> Segments:
+        stream = self._stream
+        return stream.selection.sample(stream.seed, first_step, steps, stream.batch_size)
+
+    def _assign(self, homes: Int64Array) -> Int64Array:
+        """Return (T, W, B) the slots of each rank, from (T, N) the nodes that hold them."""
+        assigned = [
+            self._assigner.assign(self._anywhere, torch.from_numpy(nodes)).slots.numpy()
+            for nodes in homes
+        ]
+        return np.stack(assigned)
 
     def _post(self, first_step: int, steps: int) -> _Block:
-        """Draw, assign, and begin to fetch a block."""
-        drawn = self._selection.sample(self._seed, first_step, steps, self._batch)
-        homes = self._share.nodes[drawn.episodes]  # (T, global batch)
-        ranks, width = self._world.rank, self._world.share(self._batch)
-        taken = np.empty((steps, width), np.int64)
-        parts = []
-        for step in range(steps):
-            found = self._assigner.assign(self._anywhere, torch.from_numpy(homes[step]))
-            slots = found.slots.numpy()
-            taken[step] = slots[ranks]
-            parts.append(self._moves(slots, homes[step], drawn[step], step, width))
-        rows = np.arange(steps)[:, None]
-        mine = Segments(
-            episodes=drawn.episodes[rows, taken],
-            starts=drawn.starts[rows, taken],
-            probability=drawn.probability[rows, taken],
-            lengths=None if drawn.lengths is None else drawn.lengths[rows, taken],
-        )
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        """Draw and assign a block, and begin to read what this rank's node does not hold."""
+        ring, rank = self._ring, self._world.rank
+        drawn = self._draw(first_step, steps)
+        homes = self._share.nodes[drawn.episodes]
+        slots = self._assign(homes)
+        every = np.arange(steps)[:, None]
+        far = homes[every[:, None], slots] != self._nodes[:, None]
+        step, readers, places = np.nonzero(far)
+        moved = slots[step, readers, places]
+        named = _pick(drawn, step, moved)
+        real = np.minimum(self._share.lengths[named.episodes] - named.starts, ring.context_length)
+        if named.lengths is not None:
+            real = np.minimum(real, np.maximum(named.lengths, 1))
+        before = np.minimum(named.starts, ring.history)
         self._number += 1
-        span = self._span + self._history
-        half = len(self._landing[0]) // AHEAD
-        first_row = self._number % AHEAD * half
-        assert steps * width * span <= half, "blocks are not larger than was said"
-        reads = Reads(**dict(zip(_COLUMNS, columns, strict=True)))
-        reads.rows[:] += first_row
-        self._exchange.post(self._number, reads)
-        lands = [
-            rows[first_row : first_row + steps * width * span].reshape(steps * width, span, -1)
-            for rows in self._landing
-        ]
-        far = np.flatnonzero(self._share.nodes[mine.episodes] != self._world.nodes[ranks])
+        part = self._number % PARTS
+        # A window lies as the gather copies it, so that what it copies besides is its own part.
+        first = part * ring.part_rows + (step * ring.share + places) * ring.segment_rows
+        first += ring.history + (ring.context_length - real) * self._left
+        owners = np.empty(len(moved), np.int64)
+        home = homes[step, moved]
+        for node, members in enumerate(self._members):  # the ranks of a node serve in turn
+            there = home == node
+            owners[there] = members[moved[there] % len(members)]
+        if self._read[part] is not None:
+            self._read[part].synchronize()
+            self._read[part] = None
+        self._exchange.post(
+            self._number,
+            Reads(
+                readers=readers,
+                owners=owners,
+                episodes=named.episodes,
+                starts=named.starts - before,
+                steps=before + real,
+                rows=first - before,
+            ),
+        )
+        landing = np.full((steps, ring.share), -1)
+        own = readers == rank
+        landing[step[own], places[own]] = ring.place * ring.rows + first[own]
         return _Block(
             first_step=first_step,
             number=self._number,
-            segments=mine,
-            far=far,
-            real=self._real(mine).reshape(-1)[far],
-            lands=lands,
+            segments=_pick(drawn, every, slots[:, rank]),
+            landing=landing,
         )
 
-    def _real(self, segments: Segments) -> Int64Array:
-        """Return how many steps of each window exist."""
-        left = self._lengths[segments.episodes] - segments.starts
-        real: Int64Array = np.minimum(left, self._span)
-        if segments.lengths is not None:
-            real = np.minimum(real, np.maximum(segments.lengths, 1))
-        return real
 
-    def _moves(
-        self, slots: Int64Array, homes: Int64Array, drawn: Segments, step: int, width: int
-    ) -> tuple[Int64Array, ...]:
-        """Return the columns of `Reads` of one step: segments that leave their node."""
-        readers, places = np.nonzero(homes[slots] != self._nodes[:, None])
-        moved = slots[readers, places]
-        episodes, starts = drawn.episodes[moved], drawn.starts[moved]
-        real = self._real(drawn)[moved]
-        first, last = filled(
-            starts, real, span=self._span, history=self._history, padding=self._padding
-        )
-        owners = np.empty(len(moved), np.int64)
-        for node, members in enumerate(self._members):  # the ranks of a node serve in turn
-            there = homes[moved] == node
-            owners[there] = members[moved[there] % len(members)]
-        rows = (step * width + places) * (self._span + self._history) + first
-        begins = starts - np.minimum(starts, self._history)
-        return readers, owners, episodes, begins, last - first, rows
-
-    def _complete(self, windows: Windows, block: _Block) -> None:
-        """Put the rows that came from other nodes into the windows, and name all of them."""
-        device = windows.segments.device
-        names = np.stack([block.segments.episodes, block.segments.starts], axis=-1)
-        windows.segments.copy_(torch.from_numpy(names))
-        if not len(block.far):
-            return
-        starts = block.segments.starts.reshape(-1)[block.far]
-        inside, first = self._inside(starts, block.real, history=0)
-        steps = np.arange(self._span)
-        times = np.where(inside, starts[:, None] + steps - first[:, None], 0)
-        at = torch.from_numpy(block.far).to(device)
-
-        def put(target: Tensor, values: Any) -> None:
-            flat = target.view(-1, *target.shape[block.segments.episodes.ndim :])
-            flat.index_copy_(0, at, torch.from_numpy(np.ascontiguousarray(values)).to(device))
-
-        put(windows.timesteps, times)
-        put(windows.attention_mask, inside.astype(np.int64))
-        for group, buffer, land in zip(
-            self._table.groups, windows.buffers, block.lands, strict=True
-        ):
-            inside, _ = self._inside(starts, block.real, history=group.history)
-            came = land[block.far, self._history - group.history :]
-            rows = np.where(inside[:, :, None], came, land.dtype.type(0))
-            if not group.is_final:
-                field = group.fields[0]
-                final = convert(rows.reshape(*rows.shape[:2], *field.shape), field)
-                rows = np.where(inside[:, :, None], final.reshape(rows.shape), field.dtype.type(0))
-                assert torch_dtype(rows.dtype) == buffer.dtype
-            put(buffer, rows)
-
-    def _inside(
-        self, starts: Int64Array, real: Int64Array, *, history: int
-    ) -> tuple[npt.NDArray[np.bool_], Int64Array]:
-        """Return (n, K + history): which rows are of the episode, and (n,) the first of them."""
-        first, last = filled(starts, real, span=self._span, history=history, padding=self._padding)
-        rows = np.arange(self._span + history)
-        return (rows >= first[:, None]) & (rows < last[:, None]), first
-
-
-_COLUMNS = ("readers", "owners", "episodes", "starts", "steps", "rows")
+def _pick(segments: Segments, steps: Int64Array, slots: Int64Array) -> Segments:
+    """Return the segments at some steps and slots."""
+    at, lengths = (steps, slots), segments.lengths
+    return Segments(
+        episodes=segments.episodes[at],
+        starts=segments.starts[at],
+        probability=segments.probability[at],
+        lengths=None if lengths is None else lengths[at],
+    )

@@ -119,7 +119,12 @@ def test_a_step_is_captured_on_a_stream_of_its_gpu(
         ((0, 0), "auto", {"sharded": True}, "graphs of several ranks need replicas"),
         ((0, 0), "auto", {"learner": 1}, "the ranks tell each other the losses of segments"),
         ((0,), "auto", {"learner": 1}, ""),
-        ((0, 0), "auto", {"spread": 1}, "rows of other nodes come through the exchange"),
+        (
+            (0,),
+            "auto",
+            {"learner": 1, "draws": False},
+            "the host draws when it has heard of the losses",
+        ),
         ((0, 0), "auto", {"engine": None}, "batches are not made by the GPU (loader.engine)"),
         ((0, 0, 1, 1), "auto", {}, "several nodes exchange gradients"),
         ((0, 0, 1, 1), "on", {}, ""),
@@ -128,8 +133,10 @@ def test_a_step_is_captured_on_a_stream_of_its_gpu(
 def test_replicas_of_one_node_are_captured(
     nodes: tuple[int, ...], graph: str, shared: dict[str, Any], reason: str
 ) -> None:
+    shared = dict(shared)
     recipe = load_recipe("paper", [f"train.graph={graph}"])
-    facts = {"sharded": False, "learner": None, "spread": None, "engine": 1, **shared}
+    engine = SimpleNamespace(draws=shared.pop("draws", True))
+    facts = {"sharded": False, "learner": None, "engine": engine, **shared}
     sharded = facts.pop("sharded")
     loader: Any = SimpleNamespace(**facts)
     world = World(nodes=nodes)

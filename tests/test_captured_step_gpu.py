@@ -11,7 +11,7 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.loaders import device_batches
+from gear_offline.loaders import static_batch
 from gear_offline.training.learner import Learner
 from gear_offline.training.training_model import ModelSizes
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
@@ -97,7 +97,7 @@ def test_resuming_goes_on(path: Path) -> None:
 def test_frames_are_trained_on(
     encoder: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_batches, "AHEAD_BYTES", 0)  # from host memory: a step ahead
+    monkeypatch.setattr(static_batch, "AHEAD_BYTES", 0)  # from host memory: a step ahead
     lengths = [30, 7, 44, 12]
     frames = make_dataset(tmp_path, lengths, columns=image_columns(sum(lengths), (84, 84)))
     sizes = ModelSizes(state_dim=84 * 84, action_dim=4, discrete=True, frame_shape=(84, 84))

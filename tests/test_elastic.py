@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gear_offline.distributed.exchange
-import gear_offline.loaders.loader as loader_module
+import gear_offline.loaders.open_rows as rows_module
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.reads import Held
 from gear_offline.distributed.world import World
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.tables.table import build_table
 from tests.one_process import OneProcess, global_digest, row_digests
 from tests.support import make_dataset
 
@@ -54,7 +55,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def short_blocks() -> Iterator[None]:
     """Four steps are made at a time, so that worlds change within blocks and between them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader_module, "BLOCK_SEGMENTS", 4 * BATCH)
+        patch.setattr(rows_module, "BLOCK_SEGMENTS", 4 * BATCH)
         yield
 
 
@@ -90,15 +91,13 @@ def open_ranks(
             patch.setattr(gear_offline.distributed.exchange, "open_exchange", open_exchange)
             # Ranks of one node would share a table in memory, by words between processes.
             patch.setattr(World, "gather", lambda self, value: [value] * self.size)
-            patch.setattr("gear_offline.loaders.loader.shared_table", private_table)
+            patch.setattr(rows_module, "_node_table", private_table)
             world = World(rank=rank, nodes=nodes)
             loaders.append(GearLoader(dataset, world=world, sharding=sharding, **options))  # type: ignore[arg-type]
     return loaders
 
 
 def private_table(world: World, dataset: Dataset, **options: Any) -> Any:
-    from gear_offline.tables.table import build_table
-
     return build_table(dataset, **options)
 
 

@@ -105,8 +105,8 @@ def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
         for episode in (0, 1):
             segment = loader.segments_at(0)
             segment.episodes[0], segment.starts[0] = episode, start
-            assert loader._gather is not None
-            states = loader._gather.fill(segment).tensors()["states"]
+            assert loader.rows.gather is not None
+            states = loader.rows.gather.fill(segment).tensors()["states"]
             shown = model.features(states)[0, : step - start + 1]
             seen = policy._windows[0][episode, : step - start + 1]
             torch.testing.assert_close(seen, shown.detach(), atol=1e-6, rtol=1e-5)

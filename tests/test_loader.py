@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.loaders import loader as module
+from gear_offline.loaders import open_rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, make_sampler
@@ -133,7 +133,7 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(
     for segments in (1, 21, 10**6):
         monkeypatch.setattr(module, "BLOCK_SEGMENTS", segments)
         loader = GearLoader(dataset, **options)
-        assert loader._block_steps == max(segments // 7, 1) or segments == 10**6
+        assert loader.rows.block_steps == max(segments // 7, 1) or segments == 10**6
         for step in (9, 0, 4):
             assert same(loader.batch_at(step), batches[step])
         assert loader.step == 0  # looking does not advance
@@ -363,10 +363,10 @@ def test_engine_on_fails_where_there_is_no_gpu(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [5, 9])
     with pytest.raises(UnavailableError, match="needs a CUDA device") as caught:
         GearLoader(dataset, batch_size=2, device="cpu", engine="on")
-    assert caught.value.code == "ENGINE_OFF"
-    with pytest.raises(UnavailableError, match="the GPU alone does not gather") as caught:
-        GearLoader(dataset, batch_size=2, device="cpu").device_batches()
-    assert caught.value.code == "ENGINE_OFF"
+    assert caught.value.code == "DEVICE"
+    with pytest.raises(UnavailableError, match="the GPU does not gather") as caught:
+        GearLoader(dataset, batch_size=2, device="cpu").static_batch()
+    assert caught.value.code == "DEVICE"
 
 
 def test_numpy_integers_are_integers(dataset: Dataset) -> None:

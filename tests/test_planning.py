@@ -143,7 +143,7 @@ def test_rows_are_those_of_the_real_table(tmp_path: Path) -> None:
         normalize_states=recipe.loader.normalize_states,
         device="cpu",
     )
-    row = sum(group.width * group.dtype.itemsize for group in loader.table.groups)
+    row = sum(group.width * group.dtype.itemsize for group in loader.rows.table.groups)
     assert workload.row_bytes == row
     assert workload.window_bytes == row * recipe.loader.context_length
     assert workload.table_bytes == row * dataset.spec.steps

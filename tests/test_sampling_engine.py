@@ -13,10 +13,10 @@ import torch
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather
-from gear_offline.loaders.device_batches import make_batches
-from gear_offline.loaders.device_feedback import DeviceFeedback
+from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.loss import action_loss
+from gear_offline.loaders.static_batch import make_static_batch
+from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
 from tests.kernels_on_cpu import compile_kernels, gpu_gather, on_cpu
@@ -117,7 +117,7 @@ def test_feedback_without_the_host(library: Any, table: Table) -> None:
     gather = cpu_gather(table, context_length=SPAN)
     loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law))
     with on_cpu(library):
-        batches = make_batches(
+        batches = make_static_batch(
             engine_of(table, law), padding="right", step=0, ahead=True, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
@@ -150,20 +150,22 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
     law = make("prioritized", {})
     loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner))
     with on_cpu(library):
-        batches = make_batches(
+        batches = make_static_batch(
             engine_of(table, law), padding="right", step=0, ahead=False, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
         batches.begin()
         batch = batches.batch
         predictions = torch.zeros_like(batch.actions)
-        loss = feedback.loss(predictions, batch)
+        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        loss = feedback.loss(each, batch)
         plain = action_loss(predictions, batch.actions, batch.attention_mask)
         assert float(loss) == pytest.approx(float(plain)), "all weights are 1 before any loss"
         assert law.updates == 1 and len(np.unique(law.masses)) > 1
         predictions[0, 0] = torch.nan
         before = law.masses
-        feedback.loss(predictions, batch)
+        each = segment_losses(predictions, batch.actions, batch.attention_mask)
+        feedback.loss(each, batch)
         assert law.updates == 1 and np.array_equal(law.masses, before)
         assert law.on_device(torch.device("cpu")).refused == 1
 
@@ -171,7 +173,7 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
 def test_laws_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
     law = make("uniform_steps", {})
     with on_cpu(library):
-        batches = make_batches(engine_of(table, law), padding="right", step=0, ahead=False)
+        batches = make_static_batch(engine_of(table, law), padding="right", step=0, ahead=False)
         with pytest.raises(InputError) as caught:
             DeviceFeedback(
                 cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner)), batches

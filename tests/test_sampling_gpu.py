@@ -10,8 +10,7 @@ import torch
 
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.kernels.select import DeviceSelect
-from gear_offline.loaders.device_feedback import DeviceFeedback
-from gear_offline.loaders.feedback import LossFeedback
+from gear_offline.loaders.feedback import DeviceFeedback, LossFeedback
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, WeightedEpisodes, make_sampler
 from tests.gpu_support import NEEDS_CUPY, ON_GPU, same
@@ -60,7 +59,7 @@ def test_batches(dataset: Any, name: str, options: dict[str, Any], placement: An
         same(gpu.batch_at(2**40), cpu.batch_at(2**40))
         if samplers[0].gpu is None:
             continue
-        batches = gpu.device_batches()
+        batches = gpu.static_batch()
         batches.enqueue()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -167,7 +166,7 @@ def test_feedback_in_a_graph(dataset: Any) -> None:
     shape: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5}
     gpu = GearLoader(dataset, device="cuda", engine="on", selection=law, **shape)
     cpu = GearLoader(dataset, device="cpu", selection=twin, **shape)
-    batches = gpu.device_batches(ahead=True)
+    batches = gpu.static_batch(ahead=True)
     feedback, host = DeviceFeedback(gpu, batches), LossFeedback(cpu)
 
     def losses_of(batch: Any) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -15,12 +18,15 @@ from gear_offline.distributed.reads import Held
 from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.kernels.gather import CpuGather, Padding, Windows
-from gear_offline.loaders.sharded import ShardedBatches, held_rows, landing_memory
-from gear_offline.loaders.spread_choice import choose_share
-from gear_offline.sampling import Segments, make_sampler
+from gear_offline.kernels.gather import Padding
+from gear_offline.loaders.open_rows import choose_tier
+from gear_offline.loaders.sharded import Ring, ShardedSegments, held_rows
+from gear_offline.loaders.static_batch import make_static_batch
+from gear_offline.sampling import make_sampler
+from gear_offline.sampling.stream import Stream
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
+from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
 from tests.one_process import OneProcess
 from tests.segment_oracle import cpu_gather
 from tests.support import failing_code, make_dataset
@@ -46,156 +52,183 @@ def frames(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return found
 
 
-def spread(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[ShardedBatches]:
-    """Return the batches of every rank."""
-    owners = share_shards(shard_weights(dataset), len(set(nodes)))
-    parts: list[Any] = []
-    held: dict[int, Held] = {}
-    table_options = {k: options.pop(k) for k in ("normalize_states", "frame_stack") if k in options}
-    for rank, node in enumerate(nodes):
-        share = take_share(dataset, owners, node)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The CUDA text, compiled for the CPU."""
+    return compile_library(tmp_path_factory.mktemp("fill"), "fill")
+
+
+class Rank:
+    """What a loader's `Rows` are of one rank, all ranks in one process."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        nodes: tuple[int, ...],
+        rank: int,
+        held: dict[int, Held],
+        *,
+        sampler: Any,
+        batch_size: int,
+        span: int,
+        padding: Padding = "right",
+        block_steps: int = 3,
+        stack: int = 1,
+        normalize: bool = False,
+        engine: bool = False,
+    ) -> None:
+        owners = share_shards(shard_weights(dataset), len(set(nodes)))
+        share, world = take_share(dataset, owners, nodes[rank]), World(rank=rank, nodes=nodes)
+        members = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        width = world.share(batch_size)
+        stream = Stream(selection=sampler, seed=7, batch_size=batch_size, first_slot=0, share=width)
+        self.block_steps = block_steps
+        ring = Ring(
+            steps=block_steps,
+            share=width,
+            context_length=span,
+            history=stack - 1,
+            place=members.index(rank),
+        )
         table = build_table(
             dataset,
+            context_length=span,
+            frame_stack=stack,
+            normalize_states=normalize,
             shards=share.shards.tolist(),
-            context_length=options["context_length"],
-            **table_options,
+            landing_rows=ring.rows * len(members),
         )
-        parts.append((rank, share, table))
         held[rank] = held_rows(table, share)
-    found = []
-    for rank, share, table in parts:
-        gather = cpu_gather(table, options["context_length"], options["padding"])
-        segments = 3 * options["batch_size"] // len(nodes)
-        landing = landing_memory(table, context_length=options["context_length"], segments=segments)
-        exchange: Any = OneProcess(rank, held, landing)
-        found.append(
-            ShardedBatches(
-                world=World(rank=rank, nodes=nodes),
-                share=share,
-                table=table,
-                gather=gather.fill,
-                exchange=exchange,
-                landing=landing,
-                **options,
+        self.exchange: Any = OneProcess(rank, held, ring.of(table))
+        self.segments = ShardedSegments(stream, world, share, self.exchange, ring, padding)
+        whole: dict[str, Any] = {
+            "offsets": dataset.episodes.offsets,
+            "held": share.nodes == nodes[rank],
+        }
+        self.take, self.release = self.segments.take, self.segments.release
+        if engine:
+            self.gpu = gpu_gather(
+                table, batch_size=width, context_length=span, padding=padding, **whole
             )
-        )
-    return found
+            self.gather: Any = self.gpu.gather
+        else:
+            self.gather = cpu_gather(table, span, padding, **whole).fill
 
 
-def rows_of(windows: Windows, segments: Segments | None = None) -> Counter[Any]:
-    """Return how often each window occurs, as bytes of all its fields."""
-    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
-    count = windows.segments.numel() // 2
-    flat = [t.reshape(count, -1).contiguous().numpy() for t in tensors]
-    return Counter(tuple(f[i].tobytes() for f in flat) for i in range(count))
+def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Rank]:
+    held: dict[int, Held] = {}
+    return [Rank(dataset, nodes, rank, held, **options) for rank in range(len(nodes))]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_ranks_get_the_global_batch(dataset: Dataset, data: st.DataObject) -> None:
-    nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
-    law = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
-    span = data.draw(st.integers(1, 9))
-    options: dict[str, Any] = {
-        "selection": make_sampler(law, dataset, context_length=span),
-        "seed": data.draw(st.integers(0, 99)),
-        "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
-        "context_length": span,
-        "padding": data.draw(st.sampled_from(["left", "right"])),
-        "normalize_states": data.draw(st.booleans()),
-    }
-    ranks = spread(dataset, nodes, **options)
-    whole = build_table(
-        dataset,
-        context_length=options["context_length"],
-        normalize_states=options["normalize_states"],
-    )
-    gather = cpu_gather(whole, options["context_length"], options["padding"])
-    steps = data.draw(st.integers(1, 3))
-    firsts = data.draw(st.sampled_from([(0, steps), (5, 5 + steps, 2)]))
-    compare(ranks, gather, firsts, steps, options)
-
-
-def compare(
-    ranks: list[ShardedBatches],
-    gather: CpuGather,
-    firsts: tuple[int, ...],
-    steps: int,
-    options: dict[str, Any],
+def test_ranks_get_the_global_batch(
+    dataset: Dataset, frames: Dataset, text: Any, data: st.DataObject
 ) -> None:
-    """Ask for blocks of steps; together the ranks must get what `gather` finds in the whole."""
-    for first in firsts:
-        found = [rank.windows(first, steps) for rank in ranks]
-        drawn = options["selection"].sample(options["seed"], first, steps, options["batch_size"])
-        for step in range(steps):
-            expected = rows_of(gather.fill(drawn[step]))
-            got: Counter[Any] = Counter()
-            for windows in found:
-                assert windows.segments.shape[:2] == (steps, options["batch_size"] // len(ranks))
-                got += rows_of(
-                    Windows(
-                        buffers=tuple(b[step] for b in windows.buffers),
-                        fields=windows.fields,
-                        timesteps=windows.timesteps[step],
-                        attention_mask=windows.attention_mask[step],
-                        segments=windows.segments[step],
-                    )
-                )
-            assert got == expected
-    for rank in ranks:
-        rank.close()
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-def test_stacks_of_frames_come_whole(frames: Dataset, data: st.DataObject) -> None:
-    """Rows before a window travel with it, and none of another episode."""
-    nodes = data.draw(st.sampled_from([(0, 1), (0, 1, 2), (0, 0, 1)]))
-    span, stack = data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5))
+    """Histories travel with their windows; blocks may come in any order."""
+    nodes = data.draw(st.sampled_from([(0, 1), (0, 0, 1, 1), (0, 1, 2), (0, 1, 1, 2), (0,)]))
+    images, engine = data.draw(st.booleans()), data.draw(st.booleans())
+    name = data.draw(st.sampled_from(["uniform_steps", "uniform_episodes", "d3rlpy"]))
+    span = data.draw(st.integers(1, 9))
     padding: Padding = data.draw(st.sampled_from(["left", "right"]))
-    options: dict[str, Any] = {
-        "selection": make_sampler("uniform_steps", frames),
-        "seed": data.draw(st.integers(0, 99)),
-        "batch_size": len(nodes) * data.draw(st.integers(1, 9)),
-        "context_length": span,
-        "padding": padding,
-        "frame_stack": stack,
-    }
-    ranks = spread(frames, nodes, **options)
-    whole = build_table(frames, context_length=span, frame_stack=stack)
-    gather = cpu_gather(whole, context_length=span, padding=padding)
-    compare(ranks, gather, (0, 2), 2, options)
+    source, stack = (frames, data.draw(st.integers(1, 4))) if images else (dataset, 1)
+    normalize = not images and data.draw(st.booleans())
+    sampler = make_sampler(name, source, context_length=span)
+    batch_size = len(nodes) * data.draw(st.integers(1, 9))
+    options: dict[str, Any] = {"sampler": sampler, "batch_size": batch_size, "span": span}
+    options |= {"padding": padding, "stack": stack, "normalize": normalize, "engine": engine}
+    whole = build_table(source, context_length=span, frame_stack=stack, normalize_states=normalize)
+    gather = cpu_gather(whole, span, padding)
+    with on_cpu(text) if engine else nullcontext():
+        ranks = ranks_of(source, nodes, **options)
+        for first, steps in ((0, 3), (3, 3), (20, 1), (6, 2), (8, 2), (10, 2), (12, 2)):
+            expected = gather.fill(sampler.sample(7, first, steps, batch_size))
+            seen = []
+            for rank in ranks:
+                windows = rank.gather(*rank.take(first, steps))
+                rank.release()
+                slots = np.stack([rank.segments.slots_at(first + s) for s in range(steps)])
+                own = expected.map(lambda t, at=slots: t[np.arange(len(at))[:, None], at])  # type: ignore[misc]
+                assert bits(windows) == bits(own)
+                seen.append(slots)
+            assert (np.sort(np.concatenate(seen, 1)) == np.arange(batch_size)).all()
+        for rank in ranks:
+            rank.segments.close()
+
+
+def bits(windows: Any) -> list[bytes]:
+    tensors = [*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+class Event:
+    """A CUDA event that has come when somebody waits for it."""
+
+    def record(self, stream: Any) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+
+def test_a_captured_step_reads_rows_of_other_nodes(
+    dataset: Dataset, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and rows are there before each replay, over many turns of the rings."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    sampler = make_sampler("uniform_steps", dataset)
+    options: dict[str, Any] = {"sampler": sampler, "batch_size": 10, "span": 4, "engine": True}
+    gather = cpu_gather(build_table(dataset, context_length=4), 4)
+    with on_cpu(text):
+        ranks = ranks_of(dataset, (0, 1), **options)
+        batches = [
+            make_static_batch(rank.gpu, padding="right", step=5, ahead=False, named=rank)
+            for rank in ranks
+        ]
+        for steps in (range(5, 30), range(2, 4), range(100, 110)):
+            for batch in batches:
+                batch.set_step(steps[0])
+            for step in steps:
+                expected = gather.fill(sampler.sample(7, step, 1, 10)[0])
+                for batch in batches:
+                    batch.prepare()
+                for rank, batch in zip(ranks, batches, strict=True):
+                    batch.begin()
+                    slots = torch.from_numpy(rank.segments.slots_at(step))
+                    assert torch.equal(batch.batch.segments, expected.segments[slots])
+                    states = expected.tensors()["states"][slots]
+                    assert torch.equal(batch.batch.states, states)
+        assert all(rank.segments.far_segments for rank in ranks)
 
 
 def test_a_broken_exchange_is_closed_and_says_nothing_more(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closing raised the error again, and left connections and threads behind."""
-    law = make_sampler("uniform_steps", dataset)
-    options: dict[str, Any] = {"selection": law, "seed": 0, "batch_size": 8, "padding": "right"}
-    rank, _ = spread(dataset, (0, 1), context_length=4, normalize_states=False, **options)
+    sampler = make_sampler("uniform_steps", dataset)
+    rank, _ = ranks_of(dataset, (0, 1), sampler=sampler, batch_size=8, span=4)
     closed: list[str] = []
 
-    def lost(self: OneProcess, step: int, **_: Any) -> None:
+    def lost(self: OneProcess, step: int) -> None:
         raise GearError("RANK_LOST", "rank 1 is gone")
 
     monkeypatch.setattr(OneProcess, "wait", lost)
     monkeypatch.setattr(OneProcess, "close", lambda self: closed.append("closed"))
-    assert failing_code(lambda: rank.windows(0, 2)) == "RANK_LOST"
-    rank.close()
+    assert failing_code(lambda: rank.take(0, 2)) == "RANK_LOST"
+    rank.segments.close()
     assert closed == ["closed"]
 
 
 def test_little_crosses_nodes(dataset: Dataset) -> None:
-    options: dict[str, Any] = {"selection": make_sampler("uniform_steps", dataset), "seed": 1}
-    ranks = spread(dataset, (0, 1), batch_size=2048, context_length=4, padding="right", **options)
+    sampler = make_sampler("uniform_steps", dataset)
+    ranks = ranks_of(dataset, (0, 1), sampler=sampler, batch_size=2048, span=4)
     for step in range(20):
         for rank in ranks:
-            rank.windows(step, 1)
-    owners = share_shards(shard_weights(dataset), 2)
-    weights = shard_weights(dataset)
+            rank.take(step, 1)
+    owners, weights = share_shards(shard_weights(dataset), 2), shard_weights(dataset)
     share = max(weights[owners == node].sum() for node in (0, 1)) / weights.sum()
-    far = sum(rank.far_segments for rank in ranks) / sum(rank.read_segments for rank in ranks)
+    parts = [rank.segments for rank in ranks]
+    far = sum(part.far_segments for part in parts) / sum(part.all_segments for part in parts)
     assert far < share - 0.5 + 0.02, "what exceeds an equal share, and some chance"
 
 
@@ -222,17 +255,16 @@ def test_what_is_never_drawn_is_shared_by_size() -> None:
     assert set(share_shards([5, 0, 0], 3, sizes=[1, 1, 1]).tolist()) == {0, 1, 2}
 
 
-def test_skewed_laws_share_their_probability(
-    dataset: Dataset, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skewed_samplers_share_their_probability(dataset: Dataset) -> None:
     """Ten times the weight on half of the episodes: little crosses nodes all the same."""
-    law = make_sampler("return_weighted", dataset)
-    weight = law.episode_weight
+    sampler = make_sampler("return_weighted", dataset)
+    weight = sampler.episode_weight
     assert weight is not None and weight.max() > 2 * weight.min()
-    share = choose_share(
-        dataset, World(rank=1, nodes=(0, 1)), "shard", law,
-        context_length=4, normalize_states=False, extra_columns=(),
-    )  # fmt: skip
+    options: Any = SimpleNamespace(
+        placement="host", sharding="shard", sizes={"context_length": 4}, host_budget=None
+    )
+    world = World(rank=1, nodes=(0, 1))
+    share = choose_tier(dataset, sampler, world, options, on_gpu=False).share
     assert share is not None
     equal = weight[share.nodes == 1].sum() / weight.sum()
     by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.loaders.device_batches import make_batches
+from gear_offline.loaders.static_batch import make_static_batch
 from gear_offline.sampling import Sampler, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
@@ -54,7 +54,9 @@ def test_batches_name_the_tasks_of_the_cpus_segments(library: Any, joint: JointD
         engine = gpu_gather(
             table, law, seed=3, batch_size=BATCH, context_length=SPAN, padding="right"
         )
-        batches = make_batches(engine, padding="right", step=0, ahead=False, task_bounds=bounds)
+        batches = make_static_batch(
+            engine, padding="right", step=0, ahead=False, task_bounds=bounds
+        )
         for step in range(STEPS):
             batches.begin()
             batch = batches.batch  # the same memory in each step

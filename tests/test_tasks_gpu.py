@@ -68,7 +68,7 @@ def test_batches_are_the_cpus(
     assert gpu.engine is not None
     for step in (0, 1, 7, 1000):
         same(gpu.batch_at(step), cpu.batch_at(step))
-    batches = gpu.device_batches()
+    batches = gpu.static_batch()
     graph = torch.cuda.CUDAGraph()
     batches.enqueue()
     seen = torch.zeros(33, dtype=torch.int64, device="cuda")

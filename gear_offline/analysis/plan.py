@@ -211,8 +211,8 @@ def run_in_turn(points: Sequence[Point], out: Path) -> dict[str, str]:
     A strategy that the recipe cannot train with is an error of its runs, as any other failure is;
     bad input that the baseline meets as well is one of the recipe, and ends everything.
     """
+    from gear_offline.core.device import resolve_device
     from gear_offline.errors import GearError
-    from gear_offline.loaders.loader import resolve_device
     from gear_offline.runs.errors import in_words
     from gear_offline.runs.trainer import TrainingInterrupted, train
 

@@ -150,7 +150,7 @@ def train_strategies(
     TrainingInterrupted
         ``STRATEGIES_INTERRUPTED`` after Ctrl-C or SIGTERM; what was done is kept.
     """
-    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.core.device import resolve_device
     from gear_offline.runs.checks import check_recipe
 
     check_request(recipe, seeds=seeds, jobs=jobs, threshold=threshold)

@@ -200,7 +200,7 @@ def evaluate(
     UnavailableError
         ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
     """
-    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.core.device import resolve_device
     from gear_offline.runs.report import write_report
     from gear_offline.training.checkpoint import load_policy_parts, read_state
 

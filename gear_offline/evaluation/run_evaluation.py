@@ -96,7 +96,7 @@ def _play(
     device: str,
     quiet: bool,
 ) -> TasksReport:
-    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.core.device import resolve_device
     from gear_offline.models.multitask import tasks_of_config
     from gear_offline.models.policy import Policy
     from gear_offline.training.checkpoint import read_checkpoint, restore_model

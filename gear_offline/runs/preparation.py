@@ -222,7 +222,7 @@ def resolve(recipe: Recipe, dataset: Source, *, quiet: bool = False) -> tuple[Re
 
 
 def _check_evaluation_device(device: str) -> None:
-    from gear_offline.loaders.options import resolve_device
+    from gear_offline.core.device import resolve_device
 
     try:
         resolve_device(device)

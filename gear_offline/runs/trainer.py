@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, current, open_world, rank_device
 from gear_offline.errors import InputError
-from gear_offline.loaders.loader import resolve_device
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, default_run_path

@@ -15,10 +15,10 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import data_key
+from gear_offline.core.device import resolve_device
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text, remedies_once
 from gear_offline.errors import GearError, InputError
-from gear_offline.loaders.loader import resolve_device
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.device import resolve_device
 from gear_offline.core.processes import die_with_parent
 from gear_offline.errors import GearError
-from gear_offline.loaders.loader import resolve_device
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
 from gear_offline.runs.trainer import train
 from gear_offline.sampling.base import register_own

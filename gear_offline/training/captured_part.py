@@ -16,7 +16,7 @@ from gear_offline.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from gear_offline.kernels.adamw import Update
-    from gear_offline.loaders.device_batches import DeviceBatches
+    from gear_offline.loaders.static_batch import StaticBatch
 
 WARM_UPS = 3  # steps before capturing: libraries choose their algorithms and allocate
 TIMED_FILLS = 50
@@ -76,7 +76,7 @@ def warm_up(run: Callable[[], None], written: Iterable[Tensor], device: torch.de
     torch.set_rng_state(cpu_random)
 
 
-def time_fill(batches: DeviceBatches, step: int) -> float:
+def time_fill(batches: StaticBatch, step: int) -> float:
     """Return the GPU seconds of making one batch with nothing beside it."""
     begin, end = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class CapturedPart:
     def __init__(
         self,
         optimizer: Optimizer,
-        batches: DeviceBatches,
+        batches: StaticBatch,
         window: Tensor,
         *,
         step: int,
@@ -153,7 +153,7 @@ class CapturedPart:
         """Give back what only the capture needs."""
 
     @property
-    def batches(self) -> DeviceBatches:
+    def batches(self) -> StaticBatch:
         """Where a step's batch is."""
         return self._batches
 

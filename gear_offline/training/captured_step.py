@@ -26,9 +26,9 @@ from gear_offline.training.parallel import Parallel
 from gear_offline.training.rank_gradients import RankGradients
 
 if TYPE_CHECKING:
-    from gear_offline.loaders.device_batches import DeviceBatches
-    from gear_offline.loaders.device_feedback import DeviceFeedback
+    from gear_offline.loaders.feedback import DeviceFeedback
     from gear_offline.loaders.loader import GearLoader
+    from gear_offline.loaders.static_batch import StaticBatch
 
 
 def start_compilers() -> None:
@@ -64,14 +64,14 @@ def why_not_captured(
         reason = "graphs of several ranks need replicas"
     elif world.size > 1 and loader.learner is not None:
         reason = "the ranks tell each other the losses of segments"
-    elif loader.spread:
-        reason = "rows of other nodes come through the exchange"
     elif train.accumulate > 1:
         reason = "a batch is computed in micro-batches (train.accumulate)"
     elif train.recompute:
         reason = "blocks are computed twice (train.recompute)"
     elif loader.engine is None:
         reason = "batches are not made by the GPU (loader.engine)"
+    elif loader.learner is not None and not loader.engine.draws:
+        reason = "the host draws when it has heard of the losses"
     elif loader.selection.gpu is None:
         reason = f"the host draws the segments of strategy {loader.selection.name}"
     if reason and train.graph == "on":
@@ -111,7 +111,7 @@ class CapturedStep(CapturedPart):
         self,
         model: DecisionTransformer,
         optimizer: Optimizer,
-        batches: DeviceBatches,
+        batches: StaticBatch,
         window: Tensor,
         *,
         step: int,
@@ -151,6 +151,7 @@ class CapturedStep(CapturedPart):
 
     def replay(self) -> None:
         """Do the next step; returns at once."""
+        self._batches.prepare()
         self._graph.replay()
 
     def rows(self, filled: int) -> Tensor:

@@ -346,7 +346,7 @@ def load_policy(
     >>> policy.targets.tolist()
     [6.0, 4.0]
     """
-    from gear_offline.loaders.loader import resolve_device
+    from gear_offline.core.device import resolve_device
 
     where = resolve_device(device)
     return load_policy_parts(run_or_checkpoint, task).policy(where)

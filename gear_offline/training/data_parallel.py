@@ -18,7 +18,7 @@ from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.loss import action_loss
+from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.training.compilation import compile_parts, is_deep
 from gear_offline.training.parallel import Parallel
 
@@ -188,7 +188,8 @@ class GradientPass:
     def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
         output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
         if self._feedback is not None:
-            return self._feedback.loss(output.action_preds, batch, valid_steps=valid_steps)
+            each = segment_losses(output.action_preds, batch.actions, batch.attention_mask)
+            return self._feedback.loss(each, batch, valid_steps=valid_steps)
         return action_loss(
             output.action_preds,
             batch.actions,

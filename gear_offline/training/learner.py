@@ -23,8 +23,12 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders.batch import Batch
-from gear_offline.loaders.device_feedback import DeviceFeedback
-from gear_offline.loaders.feedback import LossFeedback, load_selection, selection_tensors
+from gear_offline.loaders.feedback import (
+    DeviceFeedback,
+    LossFeedback,
+    load_selection,
+    selection_tensors,
+)
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
@@ -159,7 +163,7 @@ class Learner:
         if self.graph_reason:
             return f", steps launched one by one: {self.graph_reason}"
         engine = self.loader.engine
-        return f", one CUDA graph a step, {engine.held.reason if engine else ''}"
+        return f", one CUDA graph a step, {engine.reason if engine else ''}"
 
     @property
     def data_wait_share(self) -> float:
@@ -213,7 +217,7 @@ class Learner:
     def _replay(self) -> None:
         began = time.perf_counter()
         if self._captured is None:
-            batches = self.loader.device_batches(ahead=True)
+            batches = self.loader.static_batch(ahead=True)
             learns = self.loader.learner is not None
             self._captured = CapturedStep(
                 self.working,
@@ -248,7 +252,7 @@ class Learner:
         From then on those steps are launched there, and `count_replay` tells of each.  Its batches
         lie in `windows`.
         """
-        batches = self.loader.device_batches(ahead=True, windows=windows)
+        batches = self.loader.static_batch(ahead=True, windows=windows)
         self._captured = CapturedPart(
             self.optimizer, batches, self._window, step=self.step, filled=self._filled
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.loaders.batch import Batch, join_batches
-from gear_offline.loaders.device_batches import side_by_side
+from gear_offline.loaders.static_batch import side_by_side
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels, refuse_stack
 from gear_offline.training.captured_part import capture, warm_up
@@ -199,6 +199,7 @@ class CapturedStack:
         ]
         self._is_early = not self._parts[0].batches.ahead
         if self._is_early:
+            self._prepare()
             self._make_batches()
         self._graph = torch.cuda.CUDAGraph()
         written = [tensor for part in self._parts for tensor in part.written()]
@@ -209,10 +210,12 @@ class CapturedStack:
         for part in self._parts:
             part.finish_capture()
         if self._is_early:
+            self._prepare()
             self._make_batches()
 
     def replay(self) -> None:
         """Do the next step of each; returns at once."""
+        self._prepare()
         self._graph.replay()
 
     def _run(self) -> None:
@@ -226,6 +229,10 @@ class CapturedStack:
             self._update(updates)
         for part in self._parts:
             part.batches.end(timed=True)
+
+    def _prepare(self) -> None:
+        for part in self._parts:
+            part.batches.prepare()
 
     def _make_batches(self, updates: Sequence[Update] = ()) -> None:
         """Make the batches of the next step, and do updates meanwhile."""

@@ -9,8 +9,8 @@ import torch
 
 from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows
-from gear_offline.loaders import device_batches as module
-from gear_offline.loaders.device_batches import DeviceBatches, make_batches
+from gear_offline.loaders import static_batch as module
+from gear_offline.loaders.static_batch import StaticBatch, make_static_batch
 
 NAMES = ("states", "actions", "rewards", "returns_to_go")
 
@@ -70,7 +70,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return entries
 
 
-def seen(batches: DeviceBatches) -> int:
+def seen(batches: StaticBatch) -> int:
     tensors = [*batches.batch.model_inputs().values(), batches.batch.segments]
     (value,) = {int(v) for tensor in tensors for v in tensor.flatten().tolist()}
     return value
@@ -79,7 +79,7 @@ def seen(batches: DeviceBatches) -> int:
 @pytest.mark.parametrize("ahead", [True, False])
 def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) -> None:
     fill: Any = Fill(log)
-    batches = DeviceBatches(fill, padding="right", step=5, ahead=ahead)
+    batches = StaticBatch(fill, padding="right", step=5, ahead=ahead)
     places = [tensor.data_ptr() for tensor in batches.batch.model_inputs().values()]
     for step in (5, 6, 7):
         batches.begin()
@@ -96,7 +96,7 @@ def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) ->
 
 def test_the_next_rows_travel_between_begin_and_end(log: list[str]) -> None:
     fill: Any = Fill(log)
-    batches = DeviceBatches(fill, padding="right", step=0, ahead=True)
+    batches = StaticBatch(fill, padding="right", step=0, ahead=True)
     log.clear()
     batches.begin()
     assert log == ["side waits for main", "on side", "fill 1", "back"]
@@ -121,13 +121,13 @@ def test_only_large_batches_from_host_memory_are_fetched_ahead(
         reads_host, selection = bool(host_bytes), object()
         fill = Fill(log)
 
-        def static(self, *, chances: bool, windows: Any = None) -> Fill:
+        def static(self, *, chances: bool, windows: Any = None, ring: int = 0) -> Fill:
             assert not chances
             return self.fill
 
     monkeypatch.setattr(module, "AHEAD_BYTES", least)
     engine: Any = Engine()
-    assert make_batches(engine, padding="right", step=0, ahead=asked).ahead is ahead
+    assert make_static_batch(engine, padding="right", step=0, ahead=asked).ahead is ahead
     assert engine.fill.blocks == (module.AHEAD_BLOCKS if ahead else 1000)
 
 
@@ -152,7 +152,9 @@ def test_batches_of_several_lie_one_after_another(
                 segments=torch.full((size, 2), -1),
             )
 
-        def static(self, *, chances: bool = False, windows: Windows | None = None) -> Fill:
+        def static(
+            self, *, chances: bool = False, windows: Windows | None = None, ring: int = 0
+        ) -> Fill:
             fill = Fill(log)
             fill.windows = self.allocate((2,)) if windows is None else windows
             return fill
@@ -160,7 +162,7 @@ def test_batches_of_several_lie_one_after_another(
     engine: Any = Engine()
     places, whole = module.side_by_side(engine, 3, "right")
     parts = [
-        make_batches(engine, padding="right", step=10 * n, ahead=True, windows=place)
+        make_static_batch(engine, padding="right", step=10 * n, ahead=True, windows=place)
         for n, place in enumerate(places)
     ]
     assert [part.ahead for part in parts] == [ahead] * 3

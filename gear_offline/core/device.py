@@ -1,0 +1,38 @@
+"""The torch device that a user named."""
+
+from __future__ import annotations
+
+import torch
+
+from gear_offline.errors import InputError, UnavailableError
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the torch device; ``"auto"`` is CUDA where there is one.
+
+    Raises
+    ------
+    UnavailableError
+        ``DEVICE`` if a CUDA device is asked for and there is none.
+    InputError
+        ``LOADER_OPTION`` if torch does not know the name.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        if resolved.type not in ("cpu", "cuda"):
+            torch.zeros(1, device=resolved).cpu()
+    except (RuntimeError, TypeError, AssertionError, ImportError, AttributeError) as error:
+        raise InputError(
+            "LOADER_OPTION",
+            f"device={device!r} is not usable",
+            remedy="use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'",
+        ) from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(
+            "DEVICE",
+            f"device {str(device)!r} was asked for and no CUDA device is available",
+            remedy="use device='auto' or 'cpu', or run gear-offline doctor",
+        )
+    return resolved

@@ -1,0 +1,238 @@
+"""A batch that stays in GPU memory and is filled in place: for steps captured as CUDA graphs.
+
+Shape legend: B segments, K steps of a window.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gear_offline.core.types import Int64Array
+from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.segments import Segments
+from gear_offline.loaders.batch import Batch, split_steps
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
+
+AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
+AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the model
+
+
+class NamedSegments(Protocol):
+    """Names the segments of a loader's steps, such as `gear_offline.loaders.open_rows.Rows`."""
+
+    block_steps: int
+
+    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
+        """Return (steps, B) segments and landing rows; whose rows stay until `release`."""
+        ...
+
+    def release(self, event: Any) -> None:
+        """Say that what was taken last is read when a CUDA event has come."""
+        ...
+
+
+class StaticBatch:
+    """The next batch, made by the GPU on its own.
+
+    Before each step the host calls `prepare`.  A step calls `begin`, uses `batch`, and calls `end`.
+    With `ahead` the rows of the following step travel on a stream of their own meanwhile, into
+    memory of their own, and `begin` copies them within GPU memory.
+
+    Parameters
+    ----------
+    fill
+        Of one step.
+    padding
+        Side of the padding.
+    step
+        The step to come.
+    ahead
+        Fetch a step ahead; pays where rows come from host memory.
+    task_bounds
+        As `gear_offline.loaders.batch.Batch`.
+    windows
+        Where `batch` lies, if `ahead`; otherwise it is where `fill` puts it.
+    named
+        What names the segments, if the GPU does not draw them.
+
+    Attributes
+    ----------
+    batch
+        Tensors that stay where they are; each `begin` overwrites them.
+    ahead
+        As given.
+    """
+
+    def __init__(
+        self,
+        fill: StaticFill,
+        *,
+        padding: Padding,
+        step: int,
+        ahead: bool = False,
+        task_bounds: Tensor | None = None,
+        windows: Windows | None = None,
+        named: NamedSegments | None = None,
+    ) -> None:
+        self._fill, self.ahead = fill, ahead
+        self._names = None if named is None else _Names(fill, named)
+        self._windows = fill.windows
+        if ahead:
+            self._windows = fill.windows.map(torch.empty_like) if windows is None else windows
+        (self.batch,) = split_steps(self._windows.map(lambda t: t[None]), padding, task_bounds)
+        self._stream: Any = None
+        if ahead:
+            device = self.batch.device
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._marks: list[Any] = [
+                torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+                for _ in range(4)
+            ]
+        self.set_step(step)
+
+    @property
+    def chances(self) -> Tensor | None:
+        """(B,) float64, the probability of each segment; None unless the sampler learns."""
+        return self._fill.chances
+
+    @property
+    def counter(self) -> Tensor:
+        """(1,) int64 on the GPU, the step that the next `begin` takes."""
+        return self._fill.counter
+
+    def set_step(self, step: int) -> None:
+        """Make `step` the next one, in the order of torch's current stream."""
+        self._fill.set_step(step)
+        self._coming = step
+        if self.ahead:
+            self.prepare()
+            self._fill.enqueue()
+
+    def prepare(self) -> None:
+        """Have the segments of the next step named; once before each `begin` or replay of one."""
+        if self._names is not None:
+            self._names.prepare(self._coming)
+        self._coming += 1
+
+    def begin(self, *, timed: bool = False) -> None:
+        """Put the next step into `batch`, and advance: launches, no waiting.
+
+        Runs on torch's current stream.  Captured in a CUDA graph, each replay takes one step more.
+        """
+        if not self.ahead:
+            self._fill.enqueue()
+            return
+        self._mark(0, timed)
+        for own, fetched in zip(_tensors(self._windows), _tensors(self._fill.windows), strict=True):
+            own.copy_(fetched)
+        self._mark(1, timed)
+        self._stream.wait_stream(torch.cuda.current_stream(self.batch.device))
+        with torch.cuda.stream(self._stream):
+            self._fill.enqueue()
+
+    def end(self, *, timed: bool = False) -> None:
+        """Make torch's current stream wait for what travels ahead."""
+        if not self.ahead:
+            return
+        self._mark(2, timed)
+        torch.cuda.current_stream(self.batch.device).wait_stream(self._stream)
+        self._mark(3, timed)
+
+    def enqueue(self) -> None:
+        """`begin` and `end`: for whoever has nothing to do meanwhile."""
+        self.begin()
+        self.end()
+
+    def waited_seconds(self) -> float:
+        """Return the GPU seconds that the last timed step, which is done, spent on its batch."""
+        first, second, third, fourth = self._marks
+        milliseconds: float = first.elapsed_time(second) + third.elapsed_time(fourth)
+        return milliseconds / 1e3
+
+    def _mark(self, number: int, timed: bool) -> None:
+        if timed:
+            self._marks[number].record()
+
+
+class _Names:
+    """Names the segments of a `StaticFill` a block of steps ahead.
+
+    The ring holds two blocks.  When a block begins, the one before it may still be read; that
+    before the last has been read when an event has come that was recorded a block ago.
+    """
+
+    def __init__(self, fill: StaticFill, named: NamedSegments) -> None:
+        self._fill, self._named = fill, named
+        assert fill.ring == 2 * named.block_steps, "two blocks"
+        self._first = self._end = -1
+        self._before: Any = None
+
+    def prepare(self, step: int) -> None:
+        """Return when the segments of `step` are named."""
+        if self._first <= step < self._end:
+            return
+        device = self._fill.counter.device
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        if step != self._end:
+            event.synchronize()  # the entries of any step may be written
+        elif self._before is not None:
+            self._before.synchronize()
+        self._before = event
+        self._named.release(event)
+        steps = self._named.block_steps
+        self._fill.name(step, *self._named.take(step, steps))
+        self._first, self._end = step, step + steps
+
+
+def make_static_batch(
+    engine: GpuGather,
+    *,
+    padding: Padding,
+    step: int,
+    ahead: bool,
+    learns: bool = False,
+    task_bounds: Tensor | None = None,
+    windows: Windows | None = None,
+    named: NamedSegments | None = None,
+) -> StaticBatch:
+    """Return the batch of an engine, a step ahead if asked for and where that pays.
+
+    That of a sampler that learns is never ahead, and has probabilities.  It lies in `windows`, of
+    the layout of `GpuGather.allocate`, if given.  `named` is for an engine that does not draw.
+    """
+    ring = 0 if named is None else 2 * named.block_steps
+    fill = engine.static(chances=learns, windows=windows, ring=ring)
+    batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
+    ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
+    if ahead:
+        if windows is not None:  # what travels needs memory of its own
+            fill = engine.static(ring=ring)
+        fill.limit_blocks(AHEAD_BLOCKS)
+    return StaticBatch(
+        fill,
+        padding=padding,
+        step=step,
+        ahead=ahead,
+        task_bounds=task_bounds,
+        windows=windows,
+        named=named,
+    )
+
+
+def side_by_side(engine: GpuGather, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
+    """Return windows for `count` batches that lie one after another, and all as one batch."""
+    size = engine.batch_size
+    whole = engine.allocate((count * size,))
+    parts = [whole.map(lambda t, n=n: t[n * size : (n + 1) * size]) for n in range(count)]  # type: ignore[misc]
+    (batch,) = split_steps(whole.map(lambda t: t[None]), padding)
+    return parts, batch
+
+
+def _tensors(windows: Windows) -> tuple[Tensor, ...]:
+    return (*windows.buffers, windows.timesteps, windows.attention_mask, windows.segments)
