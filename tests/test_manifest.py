@@ -245,7 +245,7 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gear_offline.convert.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr("gear_offline.convert.conversion.MAX_MANIFEST_BYTES", 1_000)
     with pytest.raises(InputError) as caught:
         make_dataset(tmp_path, [3])
     assert caught.value.code == "COLUMN"

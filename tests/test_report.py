@@ -28,6 +28,7 @@ from gear_offline.runs.plots import (
     titles,
 )
 from gear_offline.runs.report import write_report
+from gear_offline.sources import from_arrays
 
 
 def pixels(path: Path) -> npt.NDArray[np.uint8]:
@@ -260,6 +261,20 @@ def test_report_says_where_the_data_lie(tmp_path: Path, monkeypatch: pytest.Monk
     recipe = Recipe.parse({"name": "tiny", "data": {"path": "tiny"}})
     (run / "recipe.yaml").write_text(recipe.to_yaml())
     assert f"- data: `{path}`," in write_report(run).read_text()
+
+
+def test_text_of_a_dataset_is_no_markup_of_a_report(tmp_path: Path) -> None:
+    odd = "<script>x</script>\x1b[2J`**b**"
+    columns = {"observations": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.ones(3)}
+    source = from_arrays(columns | {"timeouts": np.array([False, False, True])})
+    object.__setattr__(source.info, "rule", odd)
+    convert(source, tmp_path / "d", quiet=True)
+    run = tmp_path / "tiny-s0"
+    run.mkdir()
+    recipe = Recipe.parse({"name": "tiny", "data": {"path": str(tmp_path / "d")}})
+    (run / "recipe.yaml").write_text(recipe.to_yaml())
+    text = write_report(run).read_text()
+    assert "end by `<script>x</script>\\x1b[2J'**b**`" in text and "\x1b" not in text
 
 
 def test_report_with_little_to_say(tmp_path: Path) -> None:

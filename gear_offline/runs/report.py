@@ -14,7 +14,7 @@ from typing import Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text
+from gear_offline.core.text import count_text, printable
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.scores import ReferenceScores, normalized_score
 from gear_offline.errors import InputError
@@ -167,6 +167,11 @@ def _returns_table(
     return "\n".join(lines) + "\n"
 
 
+def _quoted(text: str) -> str:
+    """Return a dataset's text, which others wrote, as code: no markup, nothing that steers."""
+    return "`" + printable(text).replace("`", "'") + "`"
+
+
 def _training_section(
     recipe: Recipe | None,
     metrics: list[dict[str, Any]],
@@ -178,8 +183,8 @@ def _training_section(
         source = data["source"]
         lines.append(
             f"- data: `{data['path']}`, {count_text(data['episodes'], 'episode')}, "
-            f"{count_text(data['steps'], 'step')}, from `{source.uri}` "
-            f"({source.format}; episodes end by {source.rule})"
+            f"{count_text(data['steps'], 'step')}, from {_quoted(source.uri)} "
+            f"({_quoted(source.format)}; episodes end by {_quoted(source.rule)})"
         )
     if metrics:
         lines.append(f"- training: {count_text(metrics[-1]['step'], 'step')}")
