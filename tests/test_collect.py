@@ -222,7 +222,7 @@ def test_the_policy_is_saved_after_its_data_or_not_at_all(
         collect(PUSH, out, save_policy=out, **options)
     assert caught.value.code == "COLLECT_OPTION"
     with monkeypatch.context() as patched:
-        patched.setattr(D4rlWriter, "publish", lambda self: Path("/dev/full").write_text("x"))
+        patched.setattr(D4rlWriter, "_flush", lambda self: Path("/dev/full").write_text("x"))
         with pytest.raises(GearError) as full:
             collect(PUSH, out, save_policy=saved, **options)
     assert full.value.code == "OUTPUT_WRITE"
