@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,6 @@ from gear_offline.dataset.shard import (
     stored_form,
     stream_tensor,
 )
-from gear_offline.dataset.shard_reader import ShardReader
 from gear_offline.dataset.statistics import ColumnStatistics
 from gear_offline.errors import InputError, given_path
 
@@ -120,7 +119,7 @@ class Dataset:
 
     # whole columns ---------------------------------------------------------------------------
 
-    def read(self, column: str, start: int, stop: int, *, check: bool = False) -> Array:
+    def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.
 
         Parameters
@@ -196,17 +195,6 @@ class Dataset:
             for count in self._stream(handle, shard, tensor, buffer):
                 yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
                 step += count
-
-    @property
-    def checked(self) -> bool:
-        return True
-
-    @contextmanager
-    def reader(self, index: int, columns: Iterable[str], *, check: bool) -> Iterator[ShardReader]:
-        """Open a shard to read columns of it from their first row to their last."""
-        shard = self.manifest.shards[index]
-        with self._opened(index) as handle:
-            yield ShardReader(handle, self.manifest, shard, self.path, columns=columns, check=check)
 
     def column(self, name: str) -> Array:
         """Return a whole column, (N, *shape), in memory of its own; its digests are compared."""
