@@ -72,8 +72,6 @@ def why_not_captured(
         reason = "batches are not made by the GPU (loader.engine)"
     elif loader.learner is not None and not loader.engine.draws:
         reason = "the host draws when it has heard of the losses"
-    elif loader.selection.gpu is None:
-        reason = f"the host draws the segments of strategy {loader.selection.name}"
     if reason and train.graph == "on":
         raise UnavailableError(
             "GRAPH_UNAVAILABLE",
