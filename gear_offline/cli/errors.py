@@ -9,10 +9,8 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from gear_offline.core.text import printable
+from gear_offline.core.progress import show_error
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
-
-MOST_CHARACTERS = 900  # of a line
 
 
 def tell(error: Exception, debug: bool) -> int:
@@ -20,23 +18,23 @@ def tell(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, GearError):
-        show(error.code, str(error))
+        show_error(error.code, str(error))
         return error.exit_code
     message = getattr(error, "format_message", None)
     if message is not None and type(error).__name__ == "NoArgsIsHelpError":
         print(message(), file=sys.stderr)
         return 2
     if message is not None:  # typer's usage errors, whichever click it carries
-        show("USAGE", f"{message().removesuffix('.')}; {_cure(error, message())}")
+        show_error("USAGE", f"{message().removesuffix('.')}; {_cure(error, message())}")
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)
     elif is_out_of_memory(error):
         reason = str(error).splitlines()[0] if str(error) else "Python has no more"
         cure = "use a smaller model, batch or context, or a machine with more memory"
-        show("MEMORY", f"out of memory: {reason}; {cure}")
+        show_error("MEMORY", f"out of memory: {reason}; {cure}")
     else:
-        show("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
+        show_error("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
 
 
@@ -73,14 +71,6 @@ def _tell_system_error(error: OSError) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = f"{error.strerror or error} ({place})"
     if error.errno in NO_SPACE:
-        show("OUTPUT_WRITE", f"no space left: {reason}; free space or choose another place")
+        show_error("OUTPUT_WRITE", f"no space left: {reason}; free space or choose another place")
     else:
-        show("SYSTEM", f"the system says: {reason}; check the place and its permissions")
-
-
-def show(code: str, message: str) -> None:
-    """Print the line of an error."""
-    line = printable(" ".join(message.split()))  # names come from files of strangers
-    if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
-        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
-    print(f"error[{code}]: {line}", file=sys.stderr)
+        show_error("SYSTEM", f"the system says: {reason}; check the place and its permissions")

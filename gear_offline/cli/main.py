@@ -17,7 +17,7 @@ import typer
 
 import gear_offline
 from gear_offline.cli.command import INTERRUPTED_BY_USER
-from gear_offline.cli.errors import show, tell
+from gear_offline.cli.errors import tell
 from gear_offline.cli.examples import examples
 from gear_offline.cli.listing import print_names
 from gear_offline.cli.plan import plan
@@ -30,6 +30,7 @@ from gear_offline.cli.values import (
     parse_shares,
     parse_size,
 )
+from gear_offline.core.progress import show_error
 
 __all__ = ["main"]
 
@@ -373,10 +374,10 @@ def main(arguments: list[str] | None = None) -> int:
         result = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
         sys.stdout.flush()  # here its errors can still be told
         if result == INTERRUPTED_BY_USER:  # typer's answer to Ctrl-C
-            show("INTERRUPTED", "stopped by the user")
+            show_error("INTERRUPTED", "stopped by the user")
         return result if isinstance(result, int) else 0
     except KeyboardInterrupt:
-        show("INTERRUPTED", "stopped by the user")
+        show_error("INTERRUPTED", "stopped by the user")
         return INTERRUPTED_BY_USER
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads any more; Python would complain at exit

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from gear_offline.cli.errors import show
+from gear_offline.core.progress import show_error
 from gear_offline.distributed.world import World
 
 POLL_SECONDS = 100e-6
@@ -30,7 +30,7 @@ def wait_for_steps(world: World) -> None:
     deadline = time.monotonic() + world.timeout
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
-            show(
+            show_error(
                 "RANK_LOST",
                 "another rank is gone or too slow, while the GPU added up gradients: waited "
                 f"{world.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
