@@ -499,5 +499,5 @@ def test_cuda_batches_have_the_same_bits(
         for step, batch in enumerate(take(loader, 30)):
             assert batch.device.type == "cuda"
             assert same(GearLoader(dataset, **OPTIONS).batch_at(step), batch.to("cpu"))
-    with pytest.raises(InputError, match="engine='on'"):
+    with pytest.raises(InputError, match="placement='disk'"):
         GearLoader(dataset, placement="disk", engine="on", **options)

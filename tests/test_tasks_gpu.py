@@ -70,6 +70,7 @@ def test_batches_are_the_cpus(
         same(gpu.batch_at(step), cpu.batch_at(step))
     batches = gpu.static_batch()
     graph = torch.cuda.CUDAGraph()
+    batches.prepare()
     batches.enqueue()
     seen = torch.zeros(33, dtype=torch.int64, device="cuda")
     _ = batches.batch.tasks
@@ -81,6 +82,7 @@ def test_batches_are_the_cpus(
         seen.copy_(tasks)
     batches.set_step(3)
     for step in (3, 4, 5):
+        batches.prepare()
         graph.replay()
         expected = cpu.batch_at(step).tasks
         assert expected is not None

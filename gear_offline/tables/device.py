@@ -102,9 +102,19 @@ class DeviceMemory:
                 raise _not_shared(error) from error
 
     def upload(self, address: int, rows: Array) -> None:
-        """Copy the bytes of C-contiguous `rows` to device memory."""
+        """Copy the bytes of C-contiguous `rows` to device memory, and wait for them.
+
+        On torch's stream: memory from its pool may still be in use there, and a copy on CUDA's
+        default stream may end after the call, beside kernels on other streams.
+        """
+        import torch
+
         with self._current():
-            self._runtime.memcpy(address, rows.ctypes.data, rows.nbytes, HOST_TO_DEVICE)
+            stream = torch.cuda.current_stream(self.device).cuda_stream
+            self._runtime.memcpyAsync(
+                address, rows.ctypes.data, rows.nbytes, HOST_TO_DEVICE, stream
+            )
+            self._runtime.streamSynchronize(stream)
 
     def pin(self, rows: Array) -> Pinned:
         """Page-lock and map C-contiguous memory; what is mapped already is shared, not repeated.
