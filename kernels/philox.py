@@ -9,8 +9,11 @@ Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
+from numpy.random.bit_generator import ISeedSequence
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -19,28 +22,24 @@ _MASK32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 
 
+class _Key(ISeedSequence):
+    """Hands Philox its key: with ``key=`` it reads the system's entropy, a system call a batch."""
+
+    def __init__(self, key: UInt64Array) -> None:
+        self._key = key
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> UInt64Array:
+        return self._key
+
+
 def draws(
     *, seed: int, stream: int, first_step: int, steps: int, count: int
 ) -> tuple[UInt64Array, UInt64Array]:
-    """Return the two numbers of each slot of consecutive steps.
-
-    Parameters
-    ----------
-    seed, stream
-        In ``[0, 2**64)``.
-    first_step, steps
-        Steps ``first_step .. first_step + steps - 1``, all in ``[0, 2**64)``.
-    count
-        Slots of a step, at most ``2**32``.
-
-    Returns
-    -------
-    tuple
-        Two arrays (steps, count) uint64, each uniform over ``[0, 2**64)``.
-    """
+    """Return the two numbers of each slot of consecutive steps: (steps, count), all 64 bits."""
     first = int(first_step) * int(count)  # NumPy's integers would overflow
-    key = np.array([seed, stream], dtype=np.uint64)
-    generator = np.random.Philox(key=key, counter=first // 2)  # a block of four serves two slots
+    key = _Key(np.array([seed, stream], dtype=np.uint64))
+    # A block of four numbers serves two slots.
+    generator = np.random.Philox(key, counter=first // 2)  # type: ignore[arg-type]
     skipped = 2 * (first % 2)
     numbers = generator.random_raw(skipped + 2 * int(steps) * int(count))[skipped:]
     pairs = np.ascontiguousarray(numbers.reshape(-1, 2).T)
@@ -53,18 +52,7 @@ def bounded(draw: UInt64Array, n: int | Int64Array) -> Int64Array:
     Each value is the image of ``floor(2**64 / n)`` or ``ceil(2**64 / n)`` draws, so its probability
     differs from ``1 / n`` by less than ``2**-64``, a relative error below ``n / 2**64`` (6e-8 for
     2**40 steps).  Nothing is rejected: a slot costs the same whatever it draws, on any device.
-
-    Parameters
-    ----------
-    draw
-        uint64, any shape.
-    n
-        Number of values, in ``[1, 2**63)``; one for all or an array of the draws' shape.
-
-    Returns
-    -------
-    ndarray
-        int64, the draws' shape.
+    `n` is in ``[1, 2**63)``, one for all or an array of the draws' shape.
     """
     size = np.asarray(n, dtype=np.int64).view(np.uint64)
     result, low = draw >> _SHIFT32, draw & _MASK32  # in place from here on: temporaries cost most
