@@ -28,14 +28,12 @@ demo:
 # What users import, as the package's docstring lists it; the parts behind it are read in their
 # sources.  Last, what public classes inherit: pdoc shows it only from modules that it is given.
 API = gear_offline $(addprefix gear_offline., \
-	sources convert dataset.inspection dataset.manifest dataset.statistics collect \
-	sampling loaders.feedback loaders.static_batch \
-	tables.table tables.placement tables.host_memory tables.host_table \
-	tables.joint distributed.world distributed.exchange distributed.reads \
-	models.decision_transformer models.loss models.checks models.policy config.recipe runs.trainer \
-	training.checkpoint evaluation.evaluate dataset.scores sweep.sweep sweep.points \
-	analysis.strategies planning.hardware planning.workload planning.plan cli.main \
-	dataset.dataset_facts dataset.dataset_episodes core.closing)
+	sources convert export dataset dataset.inspect dataset.scores collect sampling \
+	loaders.feedback loaders.static_batch tables.table tables.joint tables.placement \
+	distributed.world distributed.exchange models.decision_transformer models.loss models.checks \
+	models.policy config.recipe runs.checks runs.trainer training.checkpoint \
+	evaluation.evaluate sweep.sweep sweep.points analysis.strategies planning.hardware \
+	planning.workload planning.plan cli.main)
 api: export PDOC_ALLOW_EXEC = 1
 api:
 	@.ci/setup docs

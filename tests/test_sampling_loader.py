@@ -150,10 +150,8 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("name", ["prioritized", "d3rlpy"])
-def test_rows_on_disk_are_read_ahead_and_refuse_laws_that_cannot_wait(
-    dataset: Dataset, name: str
-) -> None:
-    with pytest.raises(InputError, match="needs the rows in memory") as caught:
+def test_rows_on_disk_refuse_samplers_that_cannot_wait(dataset: Dataset, name: str) -> None:
+    with pytest.raises(InputError, match="do not serve strategy") as caught:
         GearLoader(
             dataset,
             batch_size=2,

@@ -44,11 +44,11 @@ def dataset_spans(path: Path) -> Iterator[Span]:
     for shard in manifest.shards:
         file = path / shard.name
         text = file.read_bytes()[8 : shard.header_bytes].rstrip(b" ")
-        yield "shard length field", file, 0, 8, f"{shard.name}, header"
-        yield "shard header", file, 8, 8 + len(text), f"{shard.name}, header"
+        yield "shard length field", file, 0, 8, f"{shard.name}"
+        yield "shard header", file, 8, 8 + len(text), f"{shard.name}"
         if 8 + len(text) < shard.header_bytes:
             padding = (8 + len(text), shard.header_bytes)
-            yield "shard padding", file, *padding, f"{shard.name}, header"
+            yield "shard padding", file, *padding, f"{shard.name}"
         for tensor in manifest.tensors(shard):
             for block, start in enumerate(range(tensor.start, tensor.stop, manifest.block_bytes)):
                 stop = min(start + manifest.block_bytes, tensor.stop)

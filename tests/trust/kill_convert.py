@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    prepare("sources.generic")
+    prepare("sources.hdf5")
     documents = []
     for workers in arguments.workers:
         with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
