@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from gear_offline.core.progress import show_error
+from gear_offline.core.text import show_error
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
 

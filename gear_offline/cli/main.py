@@ -30,7 +30,7 @@ from gear_offline.cli.values import (
     parse_shares,
     parse_size,
 )
-from gear_offline.core.progress import show_error
+from gear_offline.core.text import show_error
 
 __all__ = ["main"]
 

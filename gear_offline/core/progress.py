@@ -25,7 +25,6 @@ from rich.progress import (
 from gear_offline.core.text import count_text, printable, size_text
 
 PLAIN_INTERVAL_SECONDS = 10.0
-MOST_CHARACTERS = 900  # of the line of an error
 
 
 def say(message: str, *, quiet: bool = False) -> None:
@@ -33,14 +32,6 @@ def say(message: str, *, quiet: bool = False) -> None:
     if not quiet:
         lines = map(printable, message.split("\n"))  # names of files are others' text
         print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def show_error(code: str, message: str) -> None:
-    """Print the line of an error."""
-    line = printable(" ".join(message.split()))  # names come from files of strangers
-    if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
-        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
-    print(f"error[{code}]: {line}", file=sys.stderr)
 
 
 @contextmanager

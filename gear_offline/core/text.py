@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+MOST_CHARACTERS = 900  # of the line of an error
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
@@ -48,3 +50,11 @@ def remedies_once(errors: Iterable[str]) -> list[str]:
 def printable(text: str) -> str:
     """Return `text` without what would steer a terminal."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def show_error(code: str, message: str) -> None:
+    """Print the line of an error."""
+    line = printable(" ".join(message.split()))  # names come from files of strangers
+    if len(line) > MOST_CHARACTERS:  # an argument may be long; place and remedy stand at the end
+        line = f"{line[: MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2 :]}"
+    print(f"error[{code}]: {line}", file=sys.stderr)

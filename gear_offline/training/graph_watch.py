@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from gear_offline.core.progress import show_error
+from gear_offline.core.text import show_error
 from gear_offline.distributed.world import World
 
 POLL_SECONDS = 100e-6
