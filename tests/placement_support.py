@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gear_offline.core.types import Array
 from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import PlacedTable, Ranks, place_in
 from gear_offline.tables.table import Table, build_table
@@ -43,9 +44,6 @@ class FakeRuntime:
         self._check("ipcOpenMemHandle")
         return int.from_bytes(handle, "little")
 
-    def memcpy(self, target: int, source: int, nbytes: int, kind: int) -> None:
-        ctypes.memmove(target, source, nbytes)
-
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
         self._check("hostRegister")
         assert address not in self.registered
@@ -75,6 +73,9 @@ class FakeMemory(DeviceMemory):
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         return self._runtime.malloc(nbytes), None
+
+    def upload(self, address: int, rows: Array) -> None:
+        ctypes.memmove(address, rows.ctypes.data, rows.nbytes)
 
     def wait(self) -> None:
         self.waits += 1
