@@ -33,21 +33,9 @@ from gear_offline.probes import (
 )
 
 CORE_PACKAGES = (
-    "numpy",
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "h5py",
-    "gymnasium",
-    "pydantic",
-    "PyYAML",
-    "typer",
-    "rich",
-    "xxhash",
-    "matplotlib",
-    "tensorboard",
-)
+    "numpy", "torch", "transformers", "accelerate", "safetensors", "h5py", "gymnasium", "pydantic",
+    "PyYAML", "typer", "rich", "xxhash", "matplotlib", "tensorboard",
+)  # fmt: skip
 # package -> (what it is for, how to get it)
 OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
@@ -63,62 +51,39 @@ OPTIONAL_PACKAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Feature:
-    """What will happen when a feature is used here.
-
-    Attributes
-    ----------
-    feature
-        Short name.
-    available
-        Whether it can be used on this machine now.
-    path
-        What will run when it is asked for.
-    reason
-        Why that path and no other.
-    install
-        What to do to get it, ``None`` when nothing is missing.
-    """
+    """What will happen when a feature is used here."""
 
     feature: str
     available: bool
-    path: str
-    reason: str
-    install: str | None = None
+    path: str  # what will run when it is asked for
+    reason: str  # why that path and no other
+    install: str | None = None  # how to get it, None when nothing is missing
 
 
 def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
-    """Look at this machine and return a JSON-able document; see docs/evaluation.md for its keys.
-
-    Parameters
-    ----------
-    seconds
-        Time limit of each probe.
-    """
+    """Return what this machine has (docs/evaluation.md has the keys); `seconds` a probe at most."""
     always = ("torch", "mujoco", "memory")
     wanted = [name for name in PROBES if package_version(name) or name in always]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        tried = dict(
-            zip(wanted, pool.map(lambda n: probe(n, seconds=seconds), wanted), strict=True)
-        )
-    missing = {
-        name: Probe(works=False, reason=f"{name} is not installed", found={})
-        for name in PROBES
-        if name not in tried
-    }
-    tried |= missing
+        answers = pool.map(lambda name: probe(name, seconds=seconds), wanted)
+        tried = dict(zip(wanted, answers, strict=True))
+    for name in PROBES:
+        tried.setdefault(name, Probe(works=False, reason=f"{name} is not installed", found={}))
     cpu, devices = cpu_facts(), rdma_devices()
     features = [
-        _cpu_feature(cpu, tried),
-        _gpu_feature(tried),
+        _cpu_feature(cpu, tried["torch"]),
+        _gpu_feature(tried["torch"], tried["cupy"]),
         _memory_feature(tried["memory"]),
         _rdma_feature(tried["pyverbs"], devices),
-        _simple("mujoco", tried["mujoco"], "collect and evaluate MuJoCo tasks with Gymnasium"),
-        _simple("minari", tried["minari"], "read minari:ID and Minari directories"),
+        _simulator_feature("mujoco", tried, "collect and evaluate MuJoCo tasks with Gymnasium"),
+        _simulator_feature("minari", tried, "read minari:ID and Minari directories"),
         _d4rl_feature(tried["d4rl"]),
         _collect_feature(),
     ]
+    packages = [_package(name, "", f"pip install {name}", core=True) for name in CORE_PACKAGES]
+    packages += [_package(name, *known, core=False) for name, known in OPTIONAL_PACKAGES.items()]
     return {
         "gear_offline": gear_offline.__version__,
         "healthy": features[0].available,
@@ -126,164 +91,98 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu,
         "memory_bytes": memory_bytes(),
-        "packages": _packages(),
+        "packages": packages,
         "torch": dict(tried["torch"].found),
         "rdma_devices": devices,
         "features": [asdict(feature) for feature in features],
     }
 
 
-def _packages() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [
-        {"name": name, "version": package_version(name), "core": True, "for": "", "install": None}
-        for name in CORE_PACKAGES
-    ]
-    for row in rows:
-        row["install"] = None if row["version"] else f"pip install {row['name']}"
-    for name, (purpose, install) in OPTIONAL_PACKAGES.items():
-        found = package_version(name)
-        rows.append(
-            {
-                "name": name,
-                "version": found,
-                "core": False,
-                "for": purpose,
-                "install": None if found else install,
-            }
-        )
-    return rows
+def _package(name: str, purpose: str, install: str, *, core: bool) -> dict[str, Any]:
+    version = package_version(name)
+    row: dict[str, Any] = {"name": name, "version": version, "core": core, "for": purpose}
+    return row | {"install": None if version else install}
 
 
-def _simple(name: str, probe: Probe, path: str) -> Feature:
-    if probe.works:
-        return Feature(feature=name, available=True, path=path, reason="tried: works")
-    return Feature(
-        feature=name,
-        available=False,
-        path="refused with an error",
-        reason=probe.reason,
-        install=OPTIONAL_PACKAGES[name][1],
-    )
+def _cpu_feature(cpu: Mapping[str, Any], torch: Probe) -> Feature:
+    problems = [f"{n} is not installed" for n in CORE_PACKAGES if package_version(n) is None]
+    if not torch.works:
+        problems.append(f"importing torch and transformers: {torch.reason}")
+    if problems:
+        install = "install gear_offline again in a fresh virtual environment"
+        return Feature("cpu", False, "none: the core is broken", "; ".join(problems), install)
+    path = f"{count_text(torch.found['threads'], 'thread')}, float32"
+    extensions = ", ".join(cpu["extensions"]) or "no known vector extension"
+    reason = f"{count_text(cpu['usable'], 'usable core')} with {extensions}"
+    if {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu["extensions"]):
+        path += " or bfloat16"
+    else:
+        reason += "; no bfloat16 arithmetic, which would be slower than float32"
+    return Feature("cpu", True, path, reason)
 
 
-def _cpu_feature(cpu: Mapping[str, Any], tried: Mapping[str, Probe]) -> Feature:
-    absent = [name for name in CORE_PACKAGES if package_version(name) is None]
-    torch = tried["torch"]
-    if absent or not torch.works:
-        broken = [] if torch.works else [f"importing torch and transformers: {torch.reason}"]
-        reason = "; ".join([*(f"{name} is not installed" for name in absent), *broken])
-        return Feature(
-            feature="cpu",
-            available=False,
-            path="none: the core is broken",
-            reason=reason,
-            install="install gear_offline again in a fresh virtual environment",
-        )
-    half = {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu["extensions"])
-    found = ", ".join(cpu["extensions"]) or "no known vector extension"
-    return Feature(
-        feature="cpu",
-        available=True,
-        path=f"{count_text(torch.found['threads'], 'thread')}, float32"
-        + (" or bfloat16" if half else ""),
-        reason=f"{count_text(cpu['usable'], 'usable core')} with {found}"
-        + ("" if half else "; no bfloat16 arithmetic, which would be slower than float32"),
-    )
-
-
-def _gpu_feature(tried: Mapping[str, Probe]) -> Feature:
-    torch, cupy = tried["torch"], tried["cupy"]
-    devices = torch.found.get("devices", [])
-    if devices:
-        return Feature(
-            feature="gpu",
-            available=True,
-            path=f"model on cuda:0 ({devices[0]['name']}), "
-            + (
-                "batches selected and gathered by it, one CUDA graph a training step"
-                if cupy.works
-                else "batches gathered on the CPU and copied, steps launched one by one"
-            ),
-            reason=f"{count_text(len(devices), 'CUDA device')}; CuPy "
-            + ("works" if cupy.works else f"is not usable: {cupy.reason}"),
-            install=None if cupy.works else OPTIONAL_PACKAGES["cupy"][1],
-        )
+def _gpu_feature(torch: Probe, cupy: Probe) -> Feature:
+    if devices := torch.found.get("devices", []):
+        model = f"model on cuda:0 ({devices[0]['name']}), "
+        count = f"{count_text(len(devices), 'CUDA device')}; CuPy "
+        if cupy.works:
+            path = model + "batches selected and gathered by it, one CUDA graph a training step"
+            return Feature("gpu", True, path, count + "works")
+        path = model + "batches gathered on the CPU and copied, steps launched one by one"
+        reason = f"{count}is not usable: {cupy.reason}"
+        return Feature("gpu", True, path, reason, OPTIONAL_PACKAGES["cupy"][1])
     build, install = torch.found.get("cuda_build"), None
-    if Path("/proc/driver/nvidia/version").exists() and build is None:
+    if build is not None:
+        reason = f"torch is built for CUDA {build}, but sees no device"
+    elif Path("/proc/driver/nvidia/version").exists():
         reason = "an NVIDIA driver, but a torch without CUDA"
         install = "pip install --force-reinstall torch"
-    elif build is not None:
-        reason = f"torch is built for CUDA {build}, but sees no device"
     else:
         reason = "no NVIDIA driver on this machine"
-    return Feature(
-        feature="gpu", available=False, path="device=auto uses the CPU", reason=reason,
-        install=install,
-    )  # fmt: skip
+    return Feature("gpu", False, "device=auto uses the CPU", reason, install)
 
 
-def _memory_feature(probe: Probe) -> Feature:
-    """How tables get into memory that processes of a node share."""
-    if not probe.works:
-        return Feature(
-            feature="memory",
-            available=False,
-            path="no table that several processes share",
-            reason=probe.reason,
-        )
-    return Feature(
-        feature="memory",
-        available=True,
-        path="one table for all processes of a node",
-        reason="tried: processes share memory",
-    )
+def _memory_feature(memory: Probe) -> Feature:
+    """Whether tables get into memory that processes of a node share."""
+    if not memory.works:
+        return Feature("memory", False, "no table that several processes share", memory.reason)
+    path = "one table for all processes of a node"
+    return Feature("memory", True, path, "tried: processes share memory")
 
 
 def _rdma_feature(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
-    active = [d["name"] for d in devices if d["state"] == "ACTIVE"]
+    active = [device["name"] for device in devices if device["state"] == "ACTIVE"]
     if verbs.works and active:
-        return Feature(
-            feature="rdma",
-            available=True,
-            path="exchange between nodes by one-sided RDMA reads",
-            reason=f"pyverbs works; active devices: {', '.join(active)}",
-        )
-    shown = ", ".join(f"{d['name']} ({d['state']})" for d in devices) or "none"
-    return Feature(
-        feature="rdma",
-        available=False,
-        path="exchange between nodes by torch.distributed",
-        reason=f"RDMA devices: {shown}; " + ("pyverbs works" if verbs.works else verbs.reason),
-        install=None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1],
-    )
+        reason = f"pyverbs works; active devices: {', '.join(active)}"
+        return Feature("rdma", True, "exchange between nodes by one-sided RDMA reads", reason)
+    shown = ", ".join(f"{device['name']} ({device['state']})" for device in devices) or "none"
+    reason = f"RDMA devices: {shown}; {'pyverbs works' if verbs.works else verbs.reason}"
+    install = None if verbs.works or not devices else OPTIONAL_PACKAGES["pyverbs"][1]
+    return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
 
 
-def _d4rl_feature(probe: Probe) -> Feature:
-    if probe.works:
-        return Feature(
-            feature="d4rl",
-            available=True,
-            path="d4rl:NAME through D4RL's package; files in D4RL's layout by our own reader",
-            reason="tried: works",
-        )
-    return Feature(
-        feature="d4rl",
-        available=True,
-        path="files in D4RL's layout by our own reader; D4RL's package is not used",
-        reason=f"the package is not needed to read files; {probe.reason}",
-    )
+def _simulator_feature(name: str, tried: Mapping[str, Probe], path: str) -> Feature:
+    if tried[name].works:
+        return Feature(name, True, path, "tried: works")
+    install = OPTIONAL_PACKAGES[name][1]
+    return Feature(name, False, "refused with an error", tried[name].reason, install)
+
+
+def _d4rl_feature(d4rl: Probe) -> Feature:
+    if d4rl.works:
+        path = "d4rl:NAME through D4RL's package; files in D4RL's layout by our own reader"
+        return Feature("d4rl", True, path, "tried: works")
+    path = "files in D4RL's layout by our own reader; D4RL's package is not used"
+    return Feature("d4rl", True, path, f"the package is not needed to read files; {d4rl.reason}")
 
 
 def _collect_feature() -> Feature:
-    found = [n for n in ("stable-baselines3", "sbx-rl") if package_version(n)]
-    return Feature(
-        feature="collect",
-        available=True,
-        path="random, policy file, ARS" + (f", {', '.join(found)}" if found else ""),
-        reason="ARS needs NumPy alone"
-        + ("" if found else "; stronger policies need an RL library, which is not installed"),
-        install=None if found else OPTIONAL_PACKAGES["stable-baselines3"][1],
-    )
+    libraries = [name for name in ("stable-baselines3", "sbx-rl") if package_version(name)]
+    path, reason = "random, policy file, ARS", "ARS needs NumPy alone"
+    if libraries:
+        return Feature("collect", True, f"{path}, {', '.join(libraries)}", reason)
+    reason += "; stronger policies need an RL library, which is not installed"
+    return Feature("collect", True, path, reason, OPTIONAL_PACKAGES["stable-baselines3"][1])
 
 
 def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = None) -> None:
@@ -297,9 +196,7 @@ def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = N
         + (f"{memory / 2**30:.1f} GiB of memory" if memory else "memory unknown"),
         highlight=False,
     )
-    features = Table(title="Features", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("feature", "here", "path it will take, and why"):
-        features.add_column(heading, overflow="fold")
+    features = _table("Features", "feature", "here", "path it will take, and why")
     for row in diagnosis["features"]:
         here = Text("yes", "green") if row["available"] else Text("no", "yellow")
         lines = Text(row["path"]).append(f"\n{row['reason']}", "dim")
@@ -307,9 +204,7 @@ def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = N
             lines.append(f"\n{row['install']}", "cyan")
         features.add_row(row["feature"], here, lines)
     console.print(features)
-    packages = Table(title="Packages", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("package", "version", "for"):
-        packages.add_column(heading, overflow="fold")
+    packages = _table("Packages", "package", "version", "for")
     for row in diagnosis["packages"]:
         absent = Text("missing", "red") if row["core"] else Text("not installed", "dim")
         purpose = Text("core" if row["core"] else row["for"])
@@ -319,3 +214,10 @@ def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = N
     console.print(packages)
     if not diagnosis["healthy"]:
         console.print("[red]The core is broken: see the line `cpu` above.[/]")
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
