@@ -19,18 +19,10 @@ ANYWHERE = -1  # a home: every rank (or every node) has a copy
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
-    """Who trains on what; the same on every rank.
+    """Who trains on what; the same on every rank."""
 
-    Attributes
-    ----------
-    ranks
-        (n,) int64: the rank of each slot.
-    slots
-        (W, B) int64: the slots of each rank, ascending.
-    """
-
-    ranks: Tensor
-    slots: Tensor
+    ranks: Tensor  # (n,) int64: the rank of each slot
+    slots: Tensor  # (W, B) int64: the slots of each rank, ascending
 
 
 class Assigner:
@@ -52,16 +44,10 @@ class Assigner:
         self._by_node = torch.argsort(nodes, stable=True).to(device)
 
     def assign(self, rank_homes: Tensor, node_homes: Tensor) -> Assignment:
-        """Assign one global batch.
+        """Assign one global batch whose segments lie at ranks (n,) and nodes (n,), both int64.
 
-        Parameters
-        ----------
-        rank_homes
-            (n,) int64: the rank in whose memory each segment lies; `ANYWHERE` if it is equally
-            near to all ranks of its node (or of all nodes).
-        node_homes
-            (n,) int64: the node, that of the rank where there is one; `ANYWHERE` if every node
-            has it.
+        A rank's home is `ANYWHERE` if the segment is equally near to all ranks of its node (or of
+        all nodes), a node's if every node has it.
         """
         n, ranks, nodes = len(rank_homes), self.ranks, self.node_count
         assert n % ranks == 0, "World.share refuses other batches"
@@ -100,7 +86,7 @@ class Assigner:
         return Assignment(ranks=assigned, slots=slots.view(ranks, share))
 
     def moved(self, assignment: Assignment, rank_homes: Tensor, node_homes: Tensor) -> Tensor:
-        """Return (2,) int64: segments that leave their node, and those that leave their rank only.
+        """Return (2,) int64: segments that leave their node, and those that leave only their rank.
 
         A segment that is equally near to all ranks of its node does not leave a rank.
         """

@@ -23,30 +23,18 @@ class Exchange(Protocol):
 
     All ranks open, post the same steps with the same reads in the same order, and close.  Posted
     steps run in the background.  After an error the exchange can only be closed.
-
-    Attributes
-    ----------
-    name
-        ``"collective"`` or ``"rdma"``.
     """
 
-    name: str
+    name: str  # "collective" or "rdma"
 
     def post(self, step: int, reads: Reads) -> None:
-        """Begin the reads of a step; returns without waiting for them.
-
-        The landing rows that it names must not be touched until `wait` has returned; all others
-        are left alone.
-        """
+        """Begin the reads of a step; its landing rows must not be touched until `wait` returns."""
         ...
 
     def wait(self, step: int) -> None:
         """Return when all rows of a posted step have landed; once a step, in any order.
 
-        Raises
-        ------
-        GearError
-            ``RANK_LOST`` at the latest after the world's timeout.
+        ``RANK_LOST`` at the latest after the world's timeout.
         """
         ...
 
@@ -65,27 +53,9 @@ def open_exchange(
 ) -> Exchange:
     """Open an exchange; all ranks of `world` call it together, with the same mode.
 
-    Parameters
-    ----------
-    held
-        What this rank's node holds.
-    landing
-        One C-contiguous, writable (L, W) array for each column group, registered once: where the
-        rows of other nodes go.
-    world
-        All ranks that exchange rows.  Addresses and keys travel over its gloo group.
-    mode
-        RDMA between the nodes: ``"on"``, or an error that says what is missing and where;
-        ``"off"``, collectives of torch; ``"auto"``, RDMA if every rank can.
-    quiet
-        Do not print which one was taken, and why.
-
-    Raises
-    ------
-    UnavailableError
-        ``EXCHANGE``, ``PACKAGE_MISSING`` if RDMA is ``"on"`` and a rank cannot use it.
-    GearError
-        ``MEMORY`` if memory cannot be registered, ``RANK_LOST``.
+    Rows of other nodes go to `landing`: one C-contiguous, writable (L, W) array for each column
+    group.  RDMA between the nodes is ``"on"``, or an error that says what is missing and where;
+    ``"off"``, collectives of torch; or ``"auto"``, RDMA if every rank can.
     """
     row_bytes = [rows.shape[1] * rows.itemsize for rows in landing]
     assert row_bytes == [rows.shape[1] * rows.itemsize for rows in held.rows], "rows of one shape"

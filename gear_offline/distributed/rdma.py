@@ -121,7 +121,7 @@ class RdmaExchange:
         self._poll_until(lambda: not self._left[step])
         del self._left[step]
 
-    def _poll_until(self, done: Any) -> None:
+    def _poll_until(self, done: Callable[[], bool]) -> None:
         """Take completions until `done()`, or until time is up."""
         deadline = time.monotonic() + self._world.timeout
         idle = 0
@@ -252,13 +252,7 @@ class Endpoint:
 
     @classmethod
     def open(cls, *, timeout: float) -> Endpoint:
-        """Open the device of this node's network interface.
-
-        Raises
-        ------
-        UnavailableError
-            ``PACKAGE_MISSING``, ``EXCHANGE``
-        """
+        """Open the device of this node's network interface."""
         return cls(load_verbs(), find_port(interface_gids()), timeout=timeout)
 
     def describe(self) -> str:
@@ -335,10 +329,8 @@ class Endpoint:
         """Return (number, peer, status) of reads that are done; status 0 is good."""
         count, completions = self._cq.poll(64)
         self.in_flight -= count
-        return [
-            (int(c.wr_id), self._owner_of[int(c.qp_num)], int(c.status))
-            for c in completions[:count]
-        ]
+        owner_of, completed = self._owner_of, completions[:count]
+        return [(int(c.wr_id), owner_of[int(c.qp_num)], int(c.status)) for c in completed]
 
     def close(self) -> None:
         """Deregister all memory and close the device; nothing of it can be used afterwards."""
@@ -383,7 +375,7 @@ def interface_gids() -> set[IPv6Address]:
             except OSError:
                 return set()
             own = str(probe.getsockname()[0])
-        name = next((n for n, found in interfaces.items() if own in (a.address for a in found)), "")
+        name = next((n for n, all_ in interfaces.items() if own in {a.address for a in all_}), "")
     gids = set()
     for address in interfaces.get(name, []):
         if address.family == socket.AF_INET:

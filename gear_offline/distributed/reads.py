@@ -17,19 +17,12 @@ Int64Array = npt.NDArray[np.int64]
 class Held:
     """The rows that this rank's node holds, and who holds the others.
 
-    Attributes
-    ----------
-    lengths
-        (E,) int64 steps of every episode of the dataset, the same on every rank.
-    nodes
-        (E,) int64 the node that holds each episode, the same on every rank.
-    rows
-        One C-contiguous (n, W) array for each column group: the steps of this node's episodes, in
-        their order, back to back.  They must not move or change while an exchange is open.
+    `rows`: one C-contiguous (n, W) array for each column group with the steps of this node's
+    episodes, in their order, back to back; they must not move while an exchange is open.
     """
 
-    lengths: Int64Array
-    nodes: Int64Array
+    lengths: Int64Array  # (E,) steps of every episode of the dataset, the same on every rank
+    nodes: Int64Array  # (E,) the node that holds each episode, the same on every rank
     rows: tuple[npt.NDArray[np.generic], ...]
 
     def first_rows(self) -> Int64Array:
@@ -43,38 +36,21 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reads:
-    """The reads of one step by all ranks, the same on every rank.
+    """The reads of one step by all ranks, the same on every rank; (M,) each."""
 
-    Attributes
-    ----------
-    readers, owners
-        (M,) int64: the rank that needs the rows, and one on another node that holds them.
-    episodes, starts, steps
-        (M,) int64: `steps` rows of an episode from `starts`, within the episode.
-    rows
-        (M,) int64: row of the reader's landing memory where the first one goes.
-    """
-
-    readers: Int64Array
-    owners: Int64Array
+    readers: Int64Array  # the rank that needs the rows
+    owners: Int64Array  # a rank of another node that holds them
     episodes: Int64Array
-    starts: Int64Array
-    steps: Int64Array
-    rows: Int64Array
+    starts: Int64Array  # within the episode
+    steps: Int64Array  # rows from there
+    rows: Int64Array  # of the reader's landing memory, where the first one goes
 
     def __len__(self) -> int:
         return len(self.readers)
 
     def take(self, index: Int64Array) -> Reads:
         """Return some reads, in the order of `index`."""
-        return Reads(
-            readers=self.readers[index],
-            owners=self.owners[index],
-            episodes=self.episodes[index],
-            starts=self.starts[index],
-            steps=self.steps[index],
-            rows=self.rows[index],
-        )
+        return Reads(**{name: column[index] for name, column in vars(self).items()})
 
     def made_by(self, rank: int) -> Reads:
         """Return the reads of a rank, in the order of their owners."""

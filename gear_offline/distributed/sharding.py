@@ -24,16 +24,8 @@ def share_shards(
     """Return (S,) int64 the node of each shard: equal sums of weight, as far as shards allow.
 
     The heaviest shard goes to the lightest node, again and again (Graham 1969); no node gets more
-    than 4/3 of the best possible largest sum.  Deterministic: equals go by number.
-
-    Parameters
-    ----------
-    weights
-        (S,), how often each shard is drawn from; its steps if all steps are drawn alike.
-    nodes
-        D.
-    sizes
-        (S,), bytes or steps: shards that are never drawn from (weight 0) go where these are least.
+    than 4/3 of the best possible largest sum.  Deterministic: equals go by number.  Shards that are
+    never drawn from (weight 0) go where the `sizes` (S,), in bytes or steps, are least.
     """
     drawn_from = np.asarray(weights, dtype=np.float64)
     if len(drawn_from) < nodes:
@@ -70,24 +62,12 @@ def _give_out(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeShare:
-    """What one node holds of a dataset.
+    """What one node holds of a dataset, and where all its episodes are."""
 
-    Attributes
-    ----------
-    shards
-        Numbers of its shards, ascending.
-    nodes
-        (E,) int64: the node of every episode of the whole dataset.
-    lengths
-        (E,) int64: steps of every episode of the whole dataset.
-    local
-        (E,) int64: the number of an episode among those of its node.
-    """
-
-    shards: Int64Array
-    nodes: Int64Array
-    lengths: Int64Array
-    local: Int64Array
+    shards: Int64Array  # numbers of the node's shards, ascending
+    nodes: Int64Array  # (E,) the node of every episode of the whole dataset
+    lengths: Int64Array  # (E,) steps of every episode of the whole dataset
+    local: Int64Array  # (E,) the number of an episode among those of its node
 
 
 def shard_episodes(source: Source) -> Int64Array:
@@ -111,8 +91,8 @@ def take_share(source: Source, owners: Int64Array, node: int) -> NodeShare:
     nodes = np.repeat(owners, shard_episodes(source))
     local = np.zeros(len(nodes), np.int64)
     for other in range(int(owners.max()) + 1):
-        there = nodes == other
-        local[there] = np.arange(int(there.sum()))
+        members = np.flatnonzero(nodes == other)
+        local[members] = np.arange(len(members))
     return NodeShare(
         shards=np.flatnonzero(owners == node),
         nodes=nodes,

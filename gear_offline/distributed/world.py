@@ -66,7 +66,6 @@ class World:
 
     @property
     def size(self) -> int:
-        """W."""
         return len(self.nodes)
 
     @property
@@ -81,7 +80,6 @@ class World:
 
     @property
     def node_count(self) -> int:
-        """Nodes of all ranks."""
         return len(set(self.nodes))
 
     def share(self, batch_size: int) -> int:
@@ -112,17 +110,9 @@ class World:
         return [json.loads(m[: int(n)].numpy().tobytes()) for m, n in sizes]
 
     def lead(self, make: Callable[[], T], *, leader: int = 0) -> T | None:
-        """Run `make` on `leader` (of each rank's choice) while the others wait for it.
+        """Return what `make` gives on `leader` (of each rank's choice), ``None`` on the others.
 
-        Returns
-        -------
-        T or None
-            What `make` returned; ``None`` on the other ranks.
-
-        Raises
-        ------
-        GearError
-            The leader's error on the leader, ``RANK_FAILED`` on those that waited for it.
+        An error of the leader is its own there, and ``RANK_FAILED`` on those that waited for it.
         """
         made: T | None = None
         error: Exception | None = None

@@ -10,14 +10,13 @@ Shape legend: b segments of a GPU, K steps, n = 3 b K tokens, h width, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.planning.hardware import Hardware, Transfer
+from gear_offline.planning.hardware import Hardware
 from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.training.parallel import gathered_bytes, has_half_gradients
 from gear_offline.training.throughput import step_flops
@@ -70,10 +69,7 @@ def step_cost(
     nodes: int = 1,
     learns: bool = False,
 ) -> StepCost:
-    """Return the cost of a step with `segments` segments on each of `ranks` GPUs of `nodes`.
-
-    `learns`: the selection learns from losses.
-    """
+    """Return a step's cost with `segments` of a GPU; `learns`: the sampler learns from losses."""
     model, train, context = recipe.model, recipe.train, recipe.loader.context_length
     gpu, start, half = hardware.gpu, hardware.start, train.precision != "fp32"
     compiled = is_compiled(train)
@@ -143,22 +139,7 @@ def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
     return sum(p.numel() for p in model.parameters()), encoding
 
 
-def allreduce_seconds(
-    nbytes: float, rates: Transfer, *, nodes: int, gpus: int, node_rate: float
-) -> float:
-    """Return the seconds of averaging `nbytes` of gradients over all GPUs.
-
-    Rings within a node (2 (G - 1) / G of the bytes over its links), and between nodes with the
-    bytes spread over the node's cards (2 (D - 1) / D of them), one after the other.
-    """
-    inside = 2 * (gpus - 1) / gpus * nbytes / rates.allreduce
-    between = 2 * (nodes - 1) / nodes * nbytes / node_rate if nodes > 1 else 0.0
-    hops = (gpus > 1) + (nodes > 1) * ceil(log2(max(nodes, 2)))
-    return inside + between + hops * rates.latency
-
-
 def _kernels(recipe: Recipe, *, compiled: bool, half: bool) -> tuple[int, int, float]:
-    """Return what a step launches; with or without dropout, attention's kernel is the same."""
     if not compiled:
         return PLAIN
     model, loader = recipe.model, recipe.loader

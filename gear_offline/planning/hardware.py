@@ -104,7 +104,7 @@ def _read(path: Path) -> dict[str, object]:
         raise _unusable(f"{path} cannot be read ({error})") from None
     if not isinstance(machines, dict):
         raise _unusable(f"{path} names no machine")
-    return {str(name): machine for name, machine in machines.items()}
+    return machines
 
 
 def _unusable(what: str) -> InputError:

@@ -15,7 +15,7 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
-from gear_offline.planning.compute import StepCost, allreduce_seconds, step_cost
+from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Hardware, Reads
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.placement import HBM, HBM_SHARE, PEER, plan_episodes
@@ -33,27 +33,15 @@ HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the recipe would run on.
-
-    Attributes
-    ----------
-    nodes, gpus
-        D, and G of a node.
-    hardware
-        Of a node.
-    nic_bits, nics
-        Bits/s of one network card, and cards of a node.
-    host_memory, disk_rate
-        Bytes of a node and bytes/s of its storage, if they differ from the hardware's.
-    """
+    """What the recipe would run on."""
 
     nodes: int
-    gpus: int
-    hardware: Hardware
-    nic_bits: float = 400e9
-    nics: int = 1
-    host_memory: float | None = None
-    disk_rate: float | None = None
+    gpus: int  # of a node
+    hardware: Hardware  # of a node
+    nic_bits: float = 400e9  # bits/s of one network card
+    nics: int = 1  # network cards of a node
+    host_memory: float | None = None  # bytes of a node, if not the hardware's
+    disk_rate: float | None = None  # bytes/s of a node's storage, if not the hardware's
 
     @property
     def node_rate(self) -> float:
@@ -62,12 +50,10 @@ class Cluster:
 
     @property
     def memory(self) -> float:
-        """Bytes of a node's memory."""
         return self.host_memory or self.hardware.storage.host_memory
 
     @property
     def storage_rate(self) -> float:
-        """Bytes/s of a node's storage."""
         return self.disk_rate or self.hardware.storage.disk
 
 
@@ -84,23 +70,7 @@ class NodeLayout:
 
 
 def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """Return the prediction as one JSON-able document.
-
-    Parameters
-    ----------
-    recipe
-        What is trained; its batch is that of the whole cluster.
-    workload
-        Its data, from `gear_offline.planning.workload.make_workload`.
-    cluster
-        What it would run on.
-
-    Raises
-    ------
-    InputError
-        ``PLAN`` if the model does not fit a GPU, ``LOADER_OPTION`` for shares of the batch and of
-        the shards that cannot be.
-    """
+    """Return the prediction as one JSON-able document; the batch is that of the whole cluster."""
     batch, gpu, ranks = recipe.loader.batch_size, cluster.hardware.gpu, cluster.nodes * cluster.gpus
     share, rest = divmod(batch, ranks)
     if rest:
@@ -108,8 +78,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             "LOADER_OPTION",
             f"a batch of {batch} segments cannot be shared equally by {ranks} GPUs",
             where="loader.batch_size",
-            remedy=f"try loader.batch_size={(share + 1) * ranks}; it is the size of the global "
-            "batch",
+            remedy=f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch",
         )
     check_parts(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
@@ -134,8 +103,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             remedy="plan with more GPUs, a smaller loader.batch_size or a smaller model",
         )
     layout = lay_out(recipe, workload, cluster, gpu.memory - needed)
-    step = _step(workload, cluster, layout, cost, batch)
-    start = _start(cluster, layout, cost)
+    step, start = _step(workload, cluster, layout, cost, batch), _start(cluster, layout, cost)
     steps = recipe.train.steps
     return {
         "recipe": recipe.name,
@@ -175,10 +143,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
 
 
 def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: float) -> NodeLayout:
-    """Choose nodes and tiers shard by shard, with the functions that training uses.
-
-    `free_bytes` of a GPU are left beside the model.
-    """
+    """Choose nodes and tiers as training does; `free_bytes` of a GPU are left beside the model."""
     loader, sizes, weights = recipe.loader, workload.shard_bytes, workload.weights
     memory, nodes = cluster.memory * HOST_SHARE, cluster.nodes
     parted = loader.sharding == "shard" or (loader.sharding == "auto" and sizes.sum() > memory)
@@ -193,10 +158,9 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
     whole = np.maximum(sizes.astype(np.int64), 1)
     chosen = plan_episodes(whole, weights, budget, cluster.gpus).tiers
     tiers = np.where(chosen == HBM, 0, np.where(chosen == PEER, 1, 2))
-    if loader.placement == "disk" or (
-        loader.placement in ("auto", "host") and whole.sum() > memory
-    ):
-        tiers[:] = TIERS.index("disk")  # what does not fit host memory stays there, all of it
+    too_large = loader.placement in ("auto", "host") and whole.sum() > memory
+    if loader.placement == "disk" or too_large:
+        tiers[:] = TIERS.index("disk")  # all of it
     reads, held = np.bincount(tiers, weights, 4), np.bincount(tiers, whole, 4)
     own = reads[1] / cluster.gpus  # of what is spread over a node's GPUs, a GPU holds a part itself
     reads[:2] += own, -own
@@ -227,13 +191,7 @@ def _step(
         gathering += max(windows * workload.reads / rates.windows, windows * window / rates.bytes)
     disk = share * gpus * window * layout.reads["disk"] / cluster.storage_rate
     ahead = layout.reads["host"] > 0 and share * window >= AHEAD_BYTES and cost.captured
-    averaging = allreduce_seconds(
-        cost.travelling_bytes,
-        cluster.hardware.transfer,
-        nodes=nodes,
-        gpus=gpus,
-        node_rate=cluster.node_rate,
-    )
+    averaging = _averaging_seconds(cluster, cost.travelling_bytes)
     exposed = max(averaging * SLOWED, averaging - cost.compute_seconds * HIDDEN_SHARE)
     busy = cost.compute_seconds + exposed
     behind = max(gathering if ahead else 0.0, exchange, disk)
@@ -257,6 +215,19 @@ def _step(
     }
 
 
+def _averaging_seconds(cluster: Cluster, nbytes: float) -> float:
+    """Return the seconds of averaging `nbytes` of gradients over all GPUs.
+
+    Rings within a node (2 (G - 1) / G of the bytes over its links), and between nodes with the
+    bytes spread over the node's cards (2 (D - 1) / D of them), one after the other.
+    """
+    nodes, gpus, rates = cluster.nodes, cluster.gpus, cluster.hardware.transfer
+    inside = 2 * (gpus - 1) / gpus * nbytes / rates.allreduce
+    between = 2 * (nodes - 1) / nodes * nbytes / cluster.node_rate
+    hops = (gpus > 1) + math.ceil(math.log2(nodes))
+    return inside + between + hops * rates.latency
+
+
 def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, float]:
     """Return where the seconds before the second step go."""
     start, storage = cluster.hardware.start, cluster.hardware.storage
@@ -275,9 +246,8 @@ def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, fl
 def crossing_share(shares: Sequence[float], batch: int) -> float:
     """Return the expected share of a global batch that moves between nodes.
 
-    A node works on ``batch / D`` segments; what is drawn beyond that from its shards moves, and
-    nothing else does (`gear_offline.distributed.assignment`).  `shares`, (D,), sum 1: how often
-    each node's shards are drawn from.
+    A node works on ``batch / D`` segments, and what is drawn beyond that from its shards moves.
+    `shares`, (D,), sum 1: how often each node's shards are drawn from.
     """
     capacity = batch // len(shares)
     return sum(expected_excess(batch, share, capacity) for share in shares) / batch

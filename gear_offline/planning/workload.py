@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.tasks import missing_data
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
@@ -58,7 +57,6 @@ class Workload:
 
     @property
     def table_bytes(self) -> float:
-        """Bytes of all rows in memory."""
         return float(self.shard_bytes.sum())
 
 
@@ -69,32 +67,23 @@ def make_workload(
     columns: str | None = None,
     episode_length: int | None = None,
 ) -> Workload:
-    """Return what is known of a recipe's data.
+    """Return what is known of a recipe's data, with `data_bytes` as a sample of so many in memory.
 
-    Parameters
-    ----------
-    recipe
-        Its dataset is opened, unverified, if it exists and no `columns` are given.
-    data_bytes
-        Bytes of the data in memory; the dataset is taken as a sample of so much.
-    columns
-        ``"observations=uint8[84,84],actions=int64,rewards=float32"``, for data that do not exist.
-    episode_length
-        With `columns`: steps of an episode, 1,000 by default.
-
-    Raises
-    ------
-    InputError
-        ``PLAN``, ``COLUMN``, ``SELECTION`` and those of `open_dataset`.
+    `columns` such as ``"observations=uint8[84,84],actions=int64,rewards=float32"`` stand for data
+    that do not exist, with episodes of `episode_length` steps (1,000 by default).
     """
     if columns is not None:
         check_selection(recipe, recipe.name)
         if data_bytes is None:
-            what = "columns alone do not say how much data there are"
-            remedy = "add the bytes of all data in memory, such as --data 100TB"
-            raise InputError("PLAN", what, where="--columns", remedy=remedy)
-        source: Source = cast(Dataset, _describe(columns, episode_length or 1000))
-        text = f"{columns}, episodes of {episode_length or 1000:,} steps, as described"
+            raise InputError(
+                "PLAN",
+                "columns alone do not say how much data there are",
+                where="--columns",
+                remedy="add the bytes of all data in memory, such as --data 100TB",
+            )
+        length = episode_length or 1000
+        source: Source = cast(Dataset, _describe(columns, length))
+        text = f"{columns}, episodes of {length:,} steps, as described"
     else:
         source, text = _open(recipe)
     loader = recipe.loader
@@ -111,10 +100,11 @@ def make_workload(
     if columns is None:
         sampler = recipe_sampler(recipe, source)
         learns = sampler.learner is not None
-        shares = shard_weights(source)
-        weights = shard_weights(source, sampler.episode_weight)
+        shares, weights = shard_weights(source), shard_weights(source, sampler.episode_weight)
     else:
-        learns, shares, weights = _learns_by_name(recipe.selection), np.ones(1), np.ones(1)
+        strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
+        learns = Prioritized.name in (recipe.selection.strategy, *strategies)
+        shares = weights = np.ones(1)
     # a dataset taken for a larger one has its shards several times, each of about SHARD_BYTES
     times = max(min(int(here * scale // SHARD_BYTES), MOST_SHARDS) // len(shares), 1)
     return Workload(
@@ -188,10 +178,3 @@ def _sizes(source: Source, *, described: bool) -> ModelSizes:
         discrete=discrete,
         frame_shape=states.shape if is_image(states) else (),
     )
-
-
-def _learns_by_name(selection: SelectionSettings) -> bool:
-    """Return whether the recipe's strategy, or a part of its mixture, learns from losses."""
-    parts = [selection.strategy]
-    parts += [part["strategy"] for part in selection.options.get("parts", ())]
-    return Prioritized.name in parts
