@@ -11,34 +11,24 @@ from hypothesis import strategies as st
 
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.errors import InputError
-
-NUMERIC = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-NUMERIC += ["float16", "float32", "float64", "complex64", "complex128"]
+from tests.support import failing_code
 
 
-@pytest.mark.parametrize("dtype", ["O", "S5", "U3", "M8[s]", "m8[s]", [("a", "f4")], "g", "V4"])
-def test_column_refuses_other_dtypes(dtype: Any) -> None:
-    with pytest.raises(InputError) as caught:
-        ColumnSpec(name="x", dtype=np.dtype(dtype))
-    assert caught.value.code == "COLUMN"
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"dtype": d} for d in ("O", "S5", "U3", "M8[s]", "m8[s]", [("a", "f4")], "g", "V4")),
+        *({"name": n} for n in ("", "/x", "x/", "a//b", "../x", "a/../b", "a b", "é", "x" * 201)),
+        *({"shape": s} for s in ((0,), (-1,), (1,) * 9, (1 << 40,))),
+    ],
+)
+def test_a_column_refuses_other_dtypes_names_and_shapes(given: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"name": "x", "dtype": "f4", **given}
+    assert failing_code(lambda: ColumnSpec(**values)) == "COLUMN"
 
 
 def test_big_endian_becomes_native() -> None:
     assert ColumnSpec(name="x", dtype=np.dtype(">f8")).dtype == np.dtype("=f8")
-
-
-@pytest.mark.parametrize("name", ["", "/x", "x/", "a//b", "../x", "a/../b", "a b", "é", "x" * 201])
-def test_column_refuses_odd_names(name: str) -> None:
-    with pytest.raises(InputError) as caught:
-        ColumnSpec(name=name, dtype=np.dtype("f4"))
-    assert caught.value.code == "COLUMN"
-
-
-@pytest.mark.parametrize("shape", [(0,), (-1,), (1,) * 9, (1 << 40,)])
-def test_column_refuses_absurd_shapes(shape: tuple[int, ...]) -> None:
-    with pytest.raises(InputError) as caught:
-        ColumnSpec(name="x", dtype=np.dtype("f4"), shape=shape)
-    assert caught.value.code == "COLUMN"
 
 
 def test_table_refuses_names_that_differ_by_case_only() -> None:
@@ -72,17 +62,12 @@ def test_episode_index_holds_more_than_32_bits() -> None:
 
 @pytest.mark.parametrize("lengths", [[0], [3, -1], [1 << 62, 1 << 62], [[1, 2]]])
 def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
-    with pytest.raises(InputError) as caught:
-        EpisodeIndex(np.array(lengths))
-    assert caught.value.code == "SOURCE_LAYOUT"
+    assert failing_code(lambda: EpisodeIndex(np.array(lengths))) == "SOURCE_LAYOUT"
 
 
-def test_an_index_of_many_episodes_is_shown_in_a_line() -> None:
+def test_tables_and_indices_are_shown_in_a_line() -> None:
     index = EpisodeIndex(lengths=np.full(2000, 3))
     assert repr(index) == "EpisodeIndex(2,000 episodes, 6,000 steps)"
-
-
-def test_a_table_is_shown_in_a_line() -> None:
     columns = (
         ColumnSpec(name="observations", dtype=np.dtype("f4"), shape=(84, 84)),
         ColumnSpec(name="terminals", dtype=np.dtype("?")),

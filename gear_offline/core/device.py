@@ -8,15 +8,7 @@ from gear_offline.errors import InputError, UnavailableError
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device; ``"auto"`` is CUDA where there is one.
-
-    Raises
-    ------
-    UnavailableError
-        ``DEVICE`` if a CUDA device is asked for and there is none.
-    InputError
-        ``LOADER_OPTION`` if torch does not know the name.
-    """
+    """Return the torch device; ``"auto"`` is CUDA where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""What can be the id of a Gymnasium environment, known or not."""
+"""Ids of Gymnasium environments, known or not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import re
 from gear_offline.errors import InputError
 
 _ID = re.compile(r"(?:[\w.]+:)?(?:[\w:-]+/)?[\w:.-]+", re.ASCII)  # module:namespace/name-vN
-MAX_CHARS = 200
+_MAX_CHARS = 200
 
 
 def check_environment_id(name: str, *, where: str = "") -> None:
-    """Refuse a text that cannot be the id of a Gymnasium environment.
-
-    Raises
-    ------
-    InputError
-        ``ENVIRONMENT_UNKNOWN``.
-    """
-    if len(name) > MAX_CHARS or not _ID.fullmatch(name):
+    """Refuse a text that cannot be the id of a Gymnasium environment."""
+    if len(name) > _MAX_CHARS or not _ID.fullmatch(name):
         shown = name if len(name) <= 60 else name[:57] + "..."
         raise InputError(
             "ENVIRONMENT_UNKNOWN",

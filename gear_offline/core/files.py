@@ -26,22 +26,9 @@ FileIdentity = tuple[int, ...]
 def open_regular(
     path: str | os.PathLike[str], *, links: bool = True, folder: int | None = None
 ) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file, a path in the open `folder`; ``EINVAL`` for anything else.
 
-    Anything else is refused before a byte is read: a FIFO would wait for ever, a device give
-    bytes without end.
-
-    Parameters
-    ----------
-    links
-        Follow a symbolic link in the last part of the path.
-    folder
-        Descriptor of the directory that `path` is relative to.
-
-    Raises
-    ------
-    OSError
-        What the system says; ``EINVAL`` for what is no regular file, ``ELOOP`` for a link.
+    A FIFO would wait for ever, a device give bytes without end.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     handle = os.open(path, flags if links else flags | os.O_NOFOLLOW, dir_fd=folder)
@@ -78,16 +65,10 @@ def read_at(handle: int, buffer: memoryview, offset: int) -> int:
 
 
 def file_identity(file: int | Path) -> FileIdentity:
-    """Return what another file, or another content, has not: device, inode, size, change times.
-
-    The time of the last change of the inode (``ctime``) belongs to it: a program can set the
-    other one back.
-    """
+    """Return what another file, or another content, has not: device, inode, size, change times."""
     status = os.stat(file)
-    return (
-        *(status.st_dev, status.st_ino, status.st_size),
-        *(status.st_mtime_ns, status.st_ctime_ns),
-    )
+    times = (status.st_mtime_ns, status.st_ctime_ns)  # a program can set mtime back, not ctime
+    return (status.st_dev, status.st_ino, status.st_size, *times)
 
 
 def sync_directory(path: Path) -> None:
@@ -122,13 +103,6 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give the hidden name of a file to write, which takes the name `path` when the body ends.
 
     The body makes the file durable.  Nothing is left after an error.
-
-    Raises
-    ------
-    InputError
-        ``OUTPUT_EXISTS``; ``OUTPUT_WRITE`` when the folder is not there.
-    GearError
-        ``OUTPUT_WRITE`` for each `OSError` of the body.
     """
     check_folder_of(path)
     _check_free(path, overwrite=overwrite)
@@ -153,20 +127,8 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 def new_directory(path: Path, *, replaceable: Callable[[Path], bool] | None) -> Iterator[Path]:
     """Give the hidden name of a directory to fill, which takes the name `path` at the body's end.
 
-    The body makes the files in it durable.  Nothing is left after an error.
-
-    Parameters
-    ----------
-    replaceable
-        Whether what stands at `path` may be replaced; ``None``: nothing but an empty directory.
-
-    Raises
-    ------
-    InputError
-        ``OUTPUT_EXISTS``, before the body and again after it; ``OUTPUT_WRITE`` when the path
-        leads through a file.
-    GearError
-        ``OUTPUT_WRITE`` for each `OSError` of the body.
+    The body makes the files in it durable.  Nothing is left after an error.  `replaceable` says
+    whether what stands at `path` may be replaced; ``None``: nothing but an empty directory.
     """
     check_path(path.parent, output=path)
     path = path.resolve()
@@ -209,17 +171,13 @@ def write_error(error: OSError, where: str) -> GearError:
 
 
 def obstacle_to(folder: Path) -> tuple[str, str] | None:
-    """Return what keeps a folder from being made, and its remedy.
-
-    That is a part of its path that is there and is no folder.  A link that leads nowhere is one
-    too: mkdir makes nothing where it points to.
-    """
+    """Return which part of its path keeps a folder from being made, and the remedy."""
     lowest = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), None)
     if lowest is None or lowest.is_dir():
         return None
     if lowest.exists():
         return f"{lowest} is a file, not a folder", "move that file away"
-    return f"{lowest} is a link that leads nowhere", "remove that link"
+    return f"{lowest} is a link that leads nowhere", "remove that link"  # mkdir makes no target
 
 
 def check_path(folder: Path, *, output: Path) -> None:
@@ -227,20 +185,15 @@ def check_path(folder: Path, *, output: Path) -> None:
     obstacle = obstacle_to(folder)
     if obstacle is not None:
         what, cure = obstacle
-        remedy = f"choose another place, or {cure}"
-        raise InputError("OUTPUT_WRITE", what, where=str(output), remedy=remedy)
+        raise InputError("OUTPUT_WRITE", what, str(output), f"choose another place, or {cure}")
 
 
 def check_folder_of(path: Path) -> None:
     """Refuse (``OUTPUT_WRITE``) a file to be made whose folder is not there."""
     check_path(path.parent, output=path)
     if not path.parent.is_dir():
-        raise InputError(
-            "OUTPUT_WRITE",
-            "folder does not exist",
-            where=str(path.absolute().parent),
-            remedy="make it, or choose another",
-        )
+        where, remedy = str(path.absolute().parent), "make it, or choose another"
+        raise InputError("OUTPUT_WRITE", "folder does not exist", where, remedy)
 
 
 def check_new_file(path: Path) -> None:
@@ -253,16 +206,14 @@ def check_new_file(path: Path) -> None:
 def check_new_folder(path: Path) -> None:
     """Refuse early a folder that could not be made, or written to, when the work is done."""
     check_path(path, output=path)
-    there = path.absolute()
-    while not os.path.lexists(there):
-        there = there.parent
-    _check_writable(there)
+    path = path.absolute()
+    _check_writable(next(p for p in (path, *path.parents) if os.path.lexists(p)))
 
 
 def _check_writable(folder: Path) -> None:
     if not os.access(folder, os.W_OK | os.X_OK):
         what = "you may not write in the folder"
-        raise InputError("OUTPUT_WRITE", what, where=str(folder), remedy="choose another")
+        raise InputError("OUTPUT_WRITE", what, str(folder), "choose another")
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:

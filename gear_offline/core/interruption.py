@@ -21,15 +21,10 @@ class StopRequest(Closing):
 
     A second signal raises `KeyboardInterrupt` at once.  Off the main thread, where Python lets
     nobody handle signals, nothing changes.
-
-    Attributes
-    ----------
-    signal_name
-        ``"SIGINT"`` or ``"SIGTERM"`` once one came, else None.
     """
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
+        self.signal_name: str | None = None  # "SIGINT" or "SIGTERM"
         self._abortable = False
         self._before: dict[int, Any] = {}
 

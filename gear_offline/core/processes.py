@@ -13,10 +13,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, is gone.
+    """Have the kernel (Linux) kill this worker when its parent, process `parent`, is gone.
 
-    To be called by the worker.  Otherwise the workers of a program that is killed stay: each waits
-    for a pipe that the others keep open.  Linux only; elsewhere nothing happens.
+    The workers of a killed program would stay: each waits for a pipe that the others keep open.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -38,33 +38,16 @@ def say(message: str, *, quiet: bool = False) -> None:
 def progress(
     total: int, description: str, *, unit: str = "steps", quiet: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `total` units of work; the body calls ``advance(n)``.
-
-    Parameters
-    ----------
-    total
-        Units of work in all.
-    description
-        What is being done, e.g. ``"convert hopper.hdf5"``.
-    unit
-        Plural name of the unit; ``"bytes"`` are shown as KiB, MiB and so on.
-    quiet
-        Show nothing.
-    """
+    """Show the progress of `total` units of work; the body calls ``advance(n)``."""
     if quiet:
         yield lambda n: None
     elif sys.stderr.isatty():
         amounts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit))
         if unit == "bytes":
             amounts = (DownloadColumn(binary_units=True),)
-        columns = (
-            TextColumn("{task.description}", markup=False),  # file names may hold [brackets]
-            BarColumn(),
-            *amounts,
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
+        name = TextColumn("{task.description}", markup=False)  # file names may hold [brackets]
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (name, BarColumn(), *amounts, *times)
         with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
             task = bar.add_task(printable(description), total=total)
             yield lambda n: bar.update(task, advance=n)

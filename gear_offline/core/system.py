@@ -28,11 +28,7 @@ def usable_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that can still be used: the machine's, or what the cgroups allow.
-
-    A limit may stand at this process's own group or at any above it (Slurm, systemd and
-    Kubernetes nest them), and the least of what they leave counts.
-    """
+    """Return the least of what the machine and the cgroups above this process leave."""
     left = [int(psutil.virtual_memory().available)]
     for group, limit, used, caches in _memory_groups():
         try:
@@ -50,10 +46,7 @@ def available_bytes() -> int:
 
 
 def check_available(nbytes: int) -> None:
-    """Raise `GearError` (``MEMORY``) unless that much memory is available.
-
-    Asked before, because a machine that runs out of shared memory kills processes instead.
-    """
+    """Refuse what would not fit: a machine that runs out of shared memory kills processes."""
     available = available_bytes()
     if nbytes + RESERVE_BYTES > available:
         raise GearError(
@@ -88,18 +81,9 @@ def _memory_groups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
 
 
 def drop_pages(handle: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Tell Linux that bytes of a file will not be read again soon; 0 bytes: up to its end.
-
-    Linux also begins to write those of them that it has not written yet.
-    """
+    """Have Linux write and forget the cached bytes of a file; 0 bytes: up to its end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def expect_random_reads(handle: int) -> None:
-    """Tell Linux that nothing beside what is asked for will be needed of a file."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_RANDOM)
 
 
 def peak_bytes() -> int:

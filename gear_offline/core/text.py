@@ -10,17 +10,7 @@ MOST_CHARACTERS = 900  # of the line of an error
 
 
 def count_text(count: int, noun: str, plural: str | None = None) -> str:
-    """Return a count and its noun, e.g. ``"1 episode"`` or ``"2,000 episodes"``.
-
-    Parameters
-    ----------
-    count
-        How many.
-    noun
-        The singular.
-    plural
-        Default: the singular and an ``s``.
-    """
+    """Return a count and its noun, e.g. ``"1 episode"`` or ``"2,000 episodes"``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
@@ -39,12 +29,12 @@ def size_text(count: int) -> str:
 
 def remedies_once(errors: Iterable[str]) -> list[str]:
     """Return errors, as ``str`` of a `GearError`, without a remedy that one before them has."""
-    found, told = [], set()
+    shown, remedies = [], set()
     for error in errors:
         what, _, remedy = error.partition("; ")
-        found.append(what if remedy in told else error)
-        told.add(remedy)
-    return found
+        shown.append(what if remedy in remedies else error)
+        remedies.add(remedy)
+    return shown
 
 
 def printable(text: str) -> str:

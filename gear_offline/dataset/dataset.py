@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from operator import index
 from pathlib import Path
 from typing import SupportsIndex
@@ -26,7 +27,9 @@ from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest, ShardRecord, 
 from gear_offline.dataset.schema import EpisodeIndex, TableSpec, chosen_episodes
 from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.dataset.shard import (
+    DIGEST_CHARS,
     EPISODE_COLUMNS,
+    BlockDigests,
     TensorLayout,
     byte_view,
     damaged,
@@ -34,12 +37,11 @@ from gear_offline.dataset.shard import (
     open_member,
     read_exactly,
     stored_form,
-    stream_tensor,
 )
 from gear_offline.dataset.statistics import ColumnStatistics
 from gear_offline.errors import InputError, given_path
 
-STREAM_BYTES = 8 << 20  # of a column that are read at a time
+PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
 MAX_THREADS = 8
 
@@ -59,8 +61,7 @@ class Dataset:
     path
         Dataset directory.
     manifest
-        What it says about itself; parts of it are `spec` (columns, steps, episodes), `statistics`
-        (of each column), `environment_id` and `reference_scores`.
+        What it says about itself.
     episodes
         Episode index over all steps.
     terminated, truncated
@@ -68,7 +69,7 @@ class Dataset:
     returns
         (E,) float64, undiscounted sum of `rewards` of each episode.
     verified
-        Whether every block of every shard matched its digest when the dataset was opened.
+        Whether every block of every shard has been compared with its digest.
     identities
         Of each shard's file, from before anything of it was read.
     """
@@ -141,28 +142,23 @@ class Dataset:
         """
         spec = self.spec[column]
         if not 0 <= start <= stop <= self.spec.steps:
-            raise InputError(
-                "SELECTION",
-                f"steps [{start}, {stop}) are not in [0, {self.spec.steps})",
-                where=f"column {column}",
-            )
+            what = f"steps [{start}, {stop}) are not in [0, {self.spec.steps})"
+            raise InputError("SELECTION", what, where=f"column {column}")
         dtype, shape = stored_form(spec)
         rows = np.empty((stop - start, *shape), dtype)
-        firsts = self.first_steps.tolist()
-        for shard in range(len(self.manifest.shards)):
-            low, high = max(start, firsts[shard]), min(stop, firsts[shard + 1])
+        for shard, (first, end) in enumerate(pairwise(self.first_steps.tolist())):
+            low, high = max(start, first), min(stop, end)
             if low >= high:
                 continue
             tensor, record = self._tensor(shard, column), self.manifest.shards[shard]
             data = byte_view(rows[low - start : high - start])
-            offset = tensor.start + (low - firsts[shard]) * spec.step_bytes
+            offset = record.header_bytes + tensor.start + (low - first) * spec.step_bytes
             with self._opened(shard) as handle:
-                where = self.path / record.name
-                read_exactly(handle, data, record.header_bytes + offset, where=where)
+                read_exactly(handle, data, offset, where=self.path / record.name)
         return rows.view(spec.dtype).reshape(stop - start, *spec.shape)
 
     def stream(
-        self, shard: int, column: str, *, chunk_bytes: int = STREAM_BYTES
+        self, shard: int, column: str, *, chunk_bytes: int = 8 << 20
     ) -> Iterator[tuple[int, Array]]:
         """Iterate over the rows of one column in one shard, in order, and compare its digests.
 
@@ -192,7 +188,8 @@ class Dataset:
         rows = min(max(1, chunk_bytes // spec.step_bytes), tensor.shape[0])
         buffer = np.empty((rows, *tensor.shape[1:]), tensor.dtype)
         with self._opened(shard) as handle:
-            for count in self._stream(handle, shard, tensor, buffer):
+            record = self.manifest.shards[shard]
+            for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
                 yield step, buffer[:count].view(spec.dtype).reshape(count, *spec.shape)
                 step += count
 
@@ -212,13 +209,7 @@ class Dataset:
         return self.episodes.episodes
 
     def __getitem__(self, number: SupportsIndex) -> Columns:
-        """Return an episode as `episode` does; a negative number counts from the end.
-
-        Raises
-        ------
-        IndexError
-            If there is no such episode.
-        """
+        """Return an episode as `episode` does; a negative number counts from the end."""
         try:
             episode = index(number)
         except TypeError as error:
@@ -286,9 +277,7 @@ class Dataset:
     def verify(
         self, *, threads: int | None = None, on_progress: OnProgress = lambda n: None
     ) -> Dataset:
-        """Return the dataset with every block of every shard compared with its digest.
-
-        For what reads parts of blocks, which it cannot compare.  Does nothing if that was done.
+        """Return the dataset with every block of every shard compared with its digest, once.
 
         Parameters
         ----------
@@ -307,10 +296,10 @@ class Dataset:
         failed: list[int] = []
 
         def check(shard: int) -> None:
-            buffer = np.empty(1 << 20, np.uint8)
+            buffer, record = np.empty(PIECE_BYTES, np.uint8), self.manifest.shards[shard]
             with self._opened(shard) as handle:
-                for tensor in self.manifest.tensors(self.manifest.shards[shard]):
-                    for count in self._stream(handle, shard, tensor, buffer):
+                for tensor in self.manifest.tensors(record):
+                    for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
                         if failed:
                             return
                         on_progress(count)
@@ -329,13 +318,7 @@ class Dataset:
     # files -----------------------------------------------------------------------------------
 
     def open_shard(self, shard: int) -> int:
-        """Return a descriptor of a shard's file, which is the one that the dataset was opened with.
-
-        Raises
-        ------
-        InputError
-            ``DATASET_DAMAGED`` if the directory or the file is another one, or has changed.
-        """
+        """Return a descriptor of a shard's file, which must not have changed since opening."""
         record = self.manifest.shards[shard]
         folder = open_directory(self.path)
         try:
@@ -360,20 +343,6 @@ class Dataset:
         self.spec[name]  # refuses another column
         tensors = self.manifest.tensors(self.manifest.shards[shard])
         return next(t for t in tensors if t.name == name)
-
-    def _stream(
-        self, handle: int, shard: int, tensor: TensorLayout, buffer: Array
-    ) -> Iterator[int]:
-        record = self.manifest.shards[shard]
-        return stream_tensor(
-            handle,
-            tensor,
-            buffer,
-            header_bytes=record.header_bytes,
-            block_bytes=self.manifest.block_bytes,
-            digests=record.digests[tensor.name],
-            where=self.path / record.name,
-        )
 
 
 def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
@@ -416,11 +385,10 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         identities: list[FileIdentity] = []
         parts: dict[str, list[Array]] = {c.name: [] for c in EPISODE_COLUMNS}
         for shard in manifest.shards:
-            where = path / shard.name
-            handle = open_member(folder, shard.name, where=where, size=shard.bytes)
+            handle = open_member(folder, shard.name, where=path / shard.name, size=shard.bytes)
             try:
                 identities.append(file_identity(handle))
-                for name, part in _read_episodes(handle, manifest, shard, where).items():
+                for name, part in _read_episodes(handle, path, manifest, shard).items():
                     parts[name].append(part)
             finally:
                 os.close(handle)
@@ -446,10 +414,10 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
 
 
 def _read_episodes(
-    handle: int, manifest: Manifest, shard: ShardRecord, where: Path
+    handle: int, path: Path, manifest: Manifest, shard: ShardRecord
 ) -> dict[str, Array]:
     """Check a shard's header and read its per-episode tensors, compared with their digests."""
-    tensors = manifest.tensors(shard)
+    where, tensors = path / shard.name, manifest.tensors(shard)
     header = bytearray(shard.header_bytes)
     read_exactly(handle, memoryview(header), 0, where=where)
     if header != encode_header(tensors):
@@ -458,15 +426,7 @@ def _read_episodes(
     for column in EPISODE_COLUMNS:
         tensor = next(t for t in tensors if t.name == column.name)
         raw = np.empty(tensor.bytes, np.uint8)
-        for _ in stream_tensor(
-            handle,
-            tensor,
-            raw,
-            header_bytes=shard.header_bytes,
-            block_bytes=manifest.block_bytes,
-            digests=shard.digests[tensor.name],
-            where=where,
-        ):
+        for _ in _stream(handle, path, manifest, shard, tensor, raw):
             pass
         if tensor.dtype == np.bool_ and raw.max() > 1:
             raise damaged(f"{column.name} is not 0 or 1 everywhere", where)
@@ -477,3 +437,36 @@ def _read_episodes(
     if (lengths < 1).any() or (lengths > shard.steps).any() or lengths.sum() != shard.steps:
         raise damaged(f"lengths do not add up to {shard.steps} steps", where)
     return values
+
+
+def _stream(
+    handle: int,
+    path: Path,
+    manifest: Manifest,
+    shard: ShardRecord,
+    tensor: TensorLayout,
+    buffer: Array,
+) -> Iterator[int]:
+    """Read a tensor into `buffer`, (n, *stored shape), again and again; yield the rows read.
+
+    Each block is compared with its digest once its last byte was read.
+    """
+    where, digests = path / shard.name, shard.digests[tensor.name]
+    blocks, checked = BlockDigests(manifest.block_bytes), 0
+    row_bytes = buffer[:1].nbytes
+    begin, end = shard.header_bytes + tensor.start, shard.header_bytes + tensor.stop
+    while begin < end:
+        data = byte_view(buffer)[: end - begin]
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = data[at : at + PIECE_BYTES]
+            read_exactly(handle, piece, begin + at, where=where)
+            blocks.update(piece)
+        begin += len(data)
+        if begin == end:
+            blocks.finish()
+        for block in range(checked, len(blocks.done)):
+            if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
+                what = "data do not match their digest"
+                raise damaged(what, f"{where}, tensor {tensor.name}, block {block}")
+        checked = len(blocks.done)
+        yield len(data) // row_bytes

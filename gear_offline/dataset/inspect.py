@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,18 +17,14 @@ from rich.text import Text
 
 from gear_offline.core.progress import progress
 from gear_offline.core.text import count_text, printable, size_text
-from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
 from gear_offline.dataset.source_facts import left_out_of, warnings_of
 
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
-MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = (
-    200,
-    14,
-    100,
-)  # of the source's attributes; --json shows all
+MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = 200, 14, 100  # of the source; --json shows all
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
@@ -40,50 +35,23 @@ def inspect(
 
     Parameters
     ----------
-    path
-        Dataset directory.
-    verify
-        Check every block first.  With ``False`` the manifest, headers and per-episode tensors are
-        checked all the same.
-    threads
-        Shards checked at once, default one per core up to 8.
+    path, verify, threads
+        As `gear_offline.dataset.dataset.open_dataset`.
     quiet
         Show no progress.
 
     Returns
     -------
     dict
-        JSON-able: the manifest's keys (see docs/format.md) with `environment`, `source`,
-        `returns`, `lengths`, `endings`, `statistics`, `shards`; and `path`, `bytes`, `verified`,
-        `digests` (``{"blocks", "block_bytes", "checked"}``), ``returns.left_out``: episodes whose
-        return is NaN or infinite, which `returns` does not cover.
-
-    Raises
-    ------
-    InputError
-        As `gear_offline.dataset.dataset.open_dataset`.
+        JSON-able: the manifest's keys (docs/format.md); `path`, `bytes`, `verified`, `digests`
+        (``{"blocks", "block_bytes", "checked"}``) and ``returns.left_out``: episodes whose return
+        is NaN or infinite.
     """
     dataset = open_dataset(path, verify=False)
     if verify:
         total = dataset.manifest.total_bytes
         with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
             dataset = dataset.verify(threads=threads, on_progress=advance)
-    return _document(dataset)
-
-
-def describe(dataset: Dataset, *, width: int = 100) -> str:
-    """Return what `gear-offline inspect` prints about an opened dataset, as text.
-
-    Lines are at most `width` characters long.
-    """
-    with open(os.devnull, "w") as nothing:
-        console = Console(file=nothing, width=width, record=True)
-        print_inspection(_document(dataset), console=console)
-        lines = console.export_text().splitlines()
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _document(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     document = manifest.to_json()
     blocks = 0
@@ -94,11 +62,9 @@ def _document(dataset: Dataset) -> dict[str, Any]:
             blocks += len(starts)
     for row, column in zip(document["columns"], manifest.spec, strict=True):
         row["bytes"] = column.step_bytes * manifest.spec.steps
-    checked = blocks if dataset.verified else 0
-    document["returns"]["left_out"] = manifest.spec.episodes - manifest.returns.count
-    document["endings"]["neither"] = (
-        manifest.spec.episodes - manifest.terminated - manifest.truncated
-    )
+    checked, episodes = blocks if dataset.verified else 0, manifest.spec.episodes
+    document["returns"]["left_out"] = episodes - manifest.returns.count
+    document["endings"]["neither"] = episodes - manifest.terminated - manifest.truncated
     return {
         **document,
         "path": str(dataset.path),
@@ -109,15 +75,7 @@ def _document(dataset: Dataset) -> dict[str, Any]:
 
 
 def print_inspection(document: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Print a `document` that `inspect` returned, as tables and text histograms.
-
-    Parameters
-    ----------
-    document
-        From `inspect`.
-    console
-        Where to, of the package `rich`; default stdout.
-    """
+    """Print a `document` that `inspect` returned, as tables and text histograms."""
     console = console or Console()
     console.print(
         Group(
@@ -142,9 +100,9 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
         markup=False,
         soft_wrap=True,
     )
-    for name, found in manifest.statistics.items():
-        if found.nonfinite:
-            count = count_text(found.nonfinite, "value")
+    for name, column in manifest.statistics.items():
+        if column.nonfinite:
+            count = count_text(column.nonfinite, "value")
             text = f"warning: column {name}: {count} NaN or infinite"
             console.print(text, markup=False, soft_wrap=True, style="yellow")
     left_out, more = left_out_of(manifest.source.attributes)
@@ -192,14 +150,11 @@ def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
     yield from _leaves("", source["attributes"])
     digests = document["digests"]
+    blocks = count_text(digests["blocks"], "block")
     if document["verified"]:
-        yield "digests", f"{count_text(digests['checked'], 'block')} checked, all match"
+        yield "digests", f"{blocks} checked, all match"
     else:
-        yield (
-            "digests",
-            "manifest, headers and episodes match; "
-            f"{count_text(digests['blocks'], 'block')} unread",
-        )
+        yield "digests", f"manifest, headers and episodes match; {blocks} unread"
 
 
 def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
@@ -221,11 +176,11 @@ def _columns(document: Mapping[str, Any]) -> RenderableType:
     shapes: list[Sequence[str]] = [("name", "dtype", "shape", "bytes", "NaN or Inf")]
     spreads: list[Sequence[str]] = [("name", "mean", "std", "min", "max")]
     for column in document["columns"]:
-        found = document["statistics"][column["name"]]
+        statistics = document["statistics"][column["name"]]
         shape = " x ".join(map(str, column["shape"])) or "scalar"
-        size, nonfinite = size_text(column["bytes"]), f"{found['nonfinite']:,}"
+        size, nonfinite = size_text(column["bytes"]), f"{statistics['nonfinite']:,}"
         shapes.append((column["name"], column["dtype"], shape, size, nonfinite))
-        spreads.append((column["name"], *_spread(found)))
+        spreads.append((column["name"], *_spread(statistics)))
     wide = "statistics (of a wide column: lowest to highest element)"
     return Group(Text(), _table(shapes, "columns"), Text(), _table(spreads, wide), Text())
 
@@ -240,20 +195,19 @@ def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
     return table
 
 
-def _spread(found: Mapping[str, Any]) -> Iterable[str]:
-    """Return mean, std, min and max of a column; of a wide one, each as a range over elements."""
+def _spread(statistics: Mapping[str, Any]) -> Iterable[str]:
+    """Yield mean, std, min and max of a column; of a wide one, each over its elements."""
     for name in ("mean", "std", "min", "max"):
-        values = np.asarray(found[name], np.float64)  # JSON null becomes NaN
+        values = np.asarray(statistics[name], np.float64)  # JSON null becomes NaN
         finite = values[np.isfinite(values)]
         if not finite.size:
             yield "-"
-        elif name == "min":
-            yield number_text(float(finite.min()))
-        elif name == "max":
-            yield number_text(float(finite.max()))
+            continue
+        low, high = number_text(float(finite.min())), number_text(float(finite.max()))
+        if name == "min" or low == high:
+            yield low
         else:
-            low, high = number_text(float(finite.min())), number_text(float(finite.max()))
-            yield low if low == high else f"{low} to {high}"
+            yield high if name == "max" else f"{low} to {high}"
 
 
 def _endings(document: Mapping[str, Any]) -> RenderableType:
@@ -266,21 +220,19 @@ def _endings(document: Mapping[str, Any]) -> RenderableType:
 
 
 def _histogram(
-    what: str, found: Mapping[str, Any], room: int, *, whole: bool = False
+    what: str, spread: Mapping[str, Any], room: int, *, whole: bool = False
 ) -> RenderableType:
-    title = (
-        f"episode {what}: mean {number_text(found['mean'])}, std {number_text(found['std'])}, "
-        f"min {number_text(found['min'])}, max {number_text(found['max'])}"
-    )
+    facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
+    title = f"episode {what}: {', '.join(facts)}"
     rows: list[tuple[str, int]] = []
-    edges: Sequence[float] = found["histogram"]["edges"]
-    counts: Sequence[int] = found["histogram"]["counts"]
+    edges: Sequence[float] = spread["histogram"]["edges"]
+    counts: Sequence[int] = spread["histogram"]["counts"]
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         label = f"{number_text(low)} to {number_text(high)}"
         if whole:
             # bins are half open; those of older datasets have edges between the whole numbers
-            first, last = math.ceil(low), min(math.ceil(high) - 1, int(found["max"]))
-            if high == edges[-1] == found["max"]:
+            first, last = math.ceil(low), min(math.ceil(high) - 1, int(spread["max"]))
+            if high == edges[-1] == spread["max"]:
                 last = int(high)  # only the last bin of those holds its upper edge
             if last < first:
                 continue
@@ -295,8 +247,7 @@ def _histogram(
     table.add_column(justify="right", no_wrap=True)
     for label, count in rows:
         table.add_row(label, bar_text(count, most, width=width), f"{count:,}")
-    left_out = found.get("left_out", 0)
-    if left_out:
+    if left_out := spread.get("left_out", 0):
         note = f"left out: {count_text(left_out, 'episode')} with a {what} that is NaN or infinite"
         return Group(table, Text(note, style="yellow"))
     return table
@@ -304,7 +255,6 @@ def _histogram(
 
 def bar_text(count: int, most: int, *, width: int = BAR_WIDTH) -> str:
     """Return a bar of eighths of characters; every count above zero shows something."""
-    eighths = round(count / most * width * 8) if most else 0
-    eighths = max(eighths, 1 if count else 0)
+    eighths = max(round(count / most * width * 8), 1) if count else 0
     whole, rest = divmod(eighths, 8)
     return _BLOCKS[8] * whole + (_BLOCKS[rest] if rest else "")

@@ -1,10 +1,7 @@
 """The manifest: what a dataset holds, and the digests that let any damage be found.
 
-docs/format.md specifies the bytes.  The file is JSON; its last line carries a digest of every
-byte before that line, so that a changed space is found as surely as a changed number.  What the
-JSON may hold is said by the pydantic models below.
-
-Shape legend: E episodes, N steps.
+docs/format.md specifies the bytes: JSON as the pydantic models below allow it, and a last line
+with a digest of every byte before it.
 """
 
 from __future__ import annotations
@@ -65,19 +62,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class ShardRecord(_Model):
-    """One shard file.
-
-    Attributes
-    ----------
-    name
-        File name inside the dataset directory.
-    episodes, steps, bytes
-        What the file holds, and its size.
-    header_bytes, header_digest
-        Size and digest of everything before the tensor data.
-    digests
-        Tensor name to the digests of its blocks in order, joined.
-    """
+    """One shard file."""
 
     name: Annotated[str, Field(pattern=f"^{_SHARD_NAME}$")]
     episodes: Positive
@@ -85,6 +70,7 @@ class ShardRecord(_Model):
     bytes: Positive
     header_bytes: Positive
     header_digest: Digest
+    # of each tensor's blocks in order, joined
     digests: dict[str, Annotated[str, Field(pattern=r"^([0-9a-f]{32})*$")]] = Field(repr=False)
 
 
@@ -97,26 +83,14 @@ class SourceFile(_Model):
 
 
 class SourceRecord(_Model):
-    """Where the data came from.
+    """Where the data came from, as `gear_offline.sources.base.SourceInfo` says."""
 
-    Attributes
-    ----------
-    uri, format, rule
-        As `gear_offline.sources.base.SourceInfo` says; `uri` names a file without its folders.
-    files
-        In order.
-    digest
-        xxh3-128 over the digests of all files; ``None`` when the source has no files.
-    attributes
-        Small facts that the source bears.
-    """
-
-    uri: str
+    uri: str  # a file without its folders
     format: str
     rule: str
     files: list[SourceFile] = []
-    digest: Digest | None = None
-    attributes: dict[str, Any] = {}
+    digest: Digest | None = None  # xxh3-128 over the digests of all files
+    attributes: dict[str, Any] = {}  # small facts that the source bears
 
 
 class _Stored(_Model):
@@ -209,12 +183,10 @@ class Manifest:
         Distributions over episodes.
     terminated, truncated
         Episodes that end so; the others end without a flag.
-    environment_id
-        Gymnasium id, ``None`` when unknown.
-    reference_scores
-        Of a random and an expert policy, ``None`` when unknown.
+    environment_id, reference_scores
+        Gymnasium id, returns of a random and an expert policy; ``None`` when unknown.
     source
-        Provenance.
+        Where the data came from.
     """
 
     spec: TableSpec
@@ -272,21 +244,14 @@ class Manifest:
         for key, value in self.to_json().items():
             text = json.dumps(value, allow_nan=False)
             if key in ("columns", "shards"):
-                rows = ",\n ".join(json.dumps(row, allow_nan=False) for row in value)
-                text = f"[\n {rows}\n]"
+                text = "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
             lines.append(f'"{key}": {text}')
         body = ("{\n" + ",\n".join(lines)).encode("ascii")
         return body + f',\n"digest": "xxh3-128:{digest(body)}"\n}}\n'.encode("ascii")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read and check the manifest of the dataset at `path`.
-
-        Raises
-        ------
-        InputError
-            ``DATASET_NOT_FOUND``, ``DATASET_DAMAGED`` (any changed bit), ``DATASET_VERSION``.
-        """
+        """Read and check the manifest of the dataset at `path`."""
         path = given_path(path, "DATASET_NOT_FOUND", where="path")
         directory = open_directory(path)
         try:
@@ -296,15 +261,12 @@ class Manifest:
 
     @classmethod
     def read_from(cls, directory: int, path: Path) -> Self:
-        """Read the manifest in the open `directory`, `path` in errors; as `read` otherwise."""
+        """Read the manifest in the open `directory`; `path` is for errors."""
         where = path / MANIFEST_NAME
         if MANIFEST_NAME not in os.listdir(directory):
-            raise InputError(
-                "DATASET_NOT_FOUND",
-                "the directory is not a dataset: it has no manifest",
-                where=str(where),
-                remedy="make one with `gear-offline convert SOURCE OUT`",
-            )
+            what = "the directory is not a dataset: it has no manifest"
+            remedy = "make one with `gear-offline convert SOURCE OUT`"
+            raise InputError("DATASET_NOT_FOUND", what, str(where), remedy)
         handle = open_member(directory, MANIFEST_NAME, where=where)
         try:
             size = os.fstat(handle).st_size
@@ -318,23 +280,19 @@ class Manifest:
 
     @classmethod
     def decode(cls, raw: bytes, *, where: str = MANIFEST_NAME) -> Self:
-        """Check and parse the file's bytes, `raw`; errors as `read` lists, of `where`."""
+        """Check and parse the file's bytes."""
         version = re.match(rb"[0-9]{1,9}", raw[len(_BEGIN) :]) if raw.startswith(_BEGIN) else None
         if version and int(version[0]) > FORMAT_VERSION:
-            raise InputError(
-                "DATASET_VERSION",
-                f"the dataset has format version {int(version[0])}, this program reads "
-                f"up to {FORMAT_VERSION}",
-                where=where,
-                remedy="install a newer gear-offline, or convert the source again",
-            )
+            newer = f"format version {int(version[0])}, this program reads up to {FORMAT_VERSION}"
+            remedy = "install a newer gear-offline, or convert the source again"
+            raise InputError("DATASET_VERSION", f"the dataset has {newer}", where, remedy)
         seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
         if seal is None or digest(raw[:-_SEAL_BYTES]) != seal[1].decode("ascii"):
             raise damaged("the manifest does not match its own digest", where)
         try:
             # Of 1e999, too, Python would make an infinity.
-            found = json.loads(raw, parse_constant=_finite, parse_float=_finite)
-            return cls._from_document(_Document.model_validate(found))
+            document = json.loads(raw, parse_constant=_finite, parse_float=_finite)
+            return cls._from_document(_Document.model_validate(document))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
@@ -400,14 +358,11 @@ def _finite(text: str) -> float:
 
 
 def _check_shards(manifest: Manifest) -> None:
-    """Check the shard list against the columns: names, counts, sizes, numbers of digests."""
     shards, spec = manifest.shards, manifest.spec
     if [s.name for s in shards] != [shard_name(i) for i in range(len(shards))]:
         raise ValueError("shard names are not shard-00000, shard-00001, ... in order")
-    if (
-        sum(s.episodes for s in shards) != spec.episodes
-        or sum(s.steps for s in shards) != spec.steps
-    ):
+    held = sum(s.episodes for s in shards), sum(s.steps for s in shards)
+    if held != (spec.episodes, spec.steps):
         raise ValueError("the shards have other numbers of episodes or steps than the dataset")
     if manifest.terminated + manifest.truncated > spec.episodes:
         raise ValueError("more episode ends than episodes")

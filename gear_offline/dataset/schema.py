@@ -18,14 +18,14 @@ from gear_offline.core.text import count_text
 from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError
 
-COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
+_COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 MAX_DIMENSIONS = 8
 MAX_STEP_BYTES = 64 << 20  # one step of one column; larger is a damaged or hostile shape
 
 
 def is_column_name(name: str) -> bool:
     """Whether a column may have this name."""
-    return COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
+    return _COLUMN_NAME.fullmatch(name) is not None and ".." not in name and len(name) <= 200
 
 
 def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
@@ -35,25 +35,6 @@ def is_step_shape(shape: Sequence[int], itemsize: int) -> bool:
         and all(n > 0 for n in shape)
         and prod(shape) * itemsize <= MAX_STEP_BYTES
     )
-
-
-def check_dtype(dtype: npt.DTypeLike, *, where: str) -> np.dtype[Any]:
-    """Return `dtype` in native byte order, refusing what is neither numeric nor bool.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN`` for object, string, structured, datetime and extended-precision dtypes.
-    """
-    found = np.dtype(dtype)
-    if found.kind not in "biufc" or found.itemsize > 16 or found.char in "gG":
-        raise InputError(
-            "COLUMN",
-            f"dtype {found} is not a numeric or bool dtype of a fixed width",
-            where=where,
-            remedy="store the column as a NumPy bool, integer, float or complex dtype",
-        )
-    return found.newbyteorder("=")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +62,21 @@ class ColumnSpec:
                 f"column name {self.name!r} is not allowed",
                 remedy="use letters, digits, '_', '-', '.' and single '/' between parts",
             )
-        object.__setattr__(self, "dtype", check_dtype(self.dtype, where=f"column {self.name}"))
+        dtype, where = np.dtype(self.dtype), f"column {self.name}"
+        if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype.char in "gG":
+            raise InputError(
+                "COLUMN",
+                f"dtype {dtype} is not a numeric or bool dtype of a fixed width",
+                where=where,
+                remedy="store the column as a NumPy bool, integer, float or complex dtype",
+            )
+        object.__setattr__(self, "dtype", dtype.newbyteorder("="))
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if not is_step_shape(self.shape, self.dtype.itemsize):
             raise InputError(
                 "COLUMN",
                 f"per-step shape {self.shape} is not usable",
-                where=f"column {self.name}",
+                where=where,
                 remedy=f"use up to {MAX_DIMENSIONS} positive dimensions and at most 64 MiB a step",
             )
 
@@ -119,8 +108,7 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.columns]
-        folded = {n.casefold() for n in names}
-        if len(folded) != len(names):
+        if len({n.casefold() for n in names}) != len(names):
             raise InputError(
                 "COLUMN",
                 f"column names repeat or differ by case only: {names}",
@@ -141,12 +129,10 @@ class TableSpec:
         for column in self.columns:
             if column.name == name:
                 return column
-        known = ", ".join(c.name for c in self.columns)
-        remedy = f"columns here: {known}"
-        parts = [c.name for c in self.columns if c.name.startswith(f"{name}/")]
-        if parts:
-            remedy += f"; to put its parts together, convert with --columns {name}="
-            remedy += "+".join(parts)
+        names = [c.name for c in self.columns]
+        remedy = f"columns here: {', '.join(names)}"
+        if parts := "+".join(n for n in names if n.startswith(f"{name}/")):
+            remedy += f"; to put its parts together, convert with --columns {name}={parts}"
         raise InputError("COLUMN", f"no column {name!r}", remedy=remedy)
 
     @property
@@ -199,11 +185,11 @@ class EpisodeIndex:
 
     def episode_of(self, steps: npt.ArrayLike) -> Int64Array:
         """Return the episode of each global step, same shape as `steps`, int64."""
-        found = np.searchsorted(self.offsets, np.asarray(steps, dtype=np.int64), side="right") - 1
-        return np.asarray(found, dtype=np.int64)
+        after = np.searchsorted(self.offsets, np.asarray(steps, dtype=np.int64), side="right")
+        return np.asarray(after - 1, dtype=np.int64)
 
 
-def chosen_episodes(which: npt.ArrayLike, episodes: int) -> npt.NDArray[np.int64]:
+def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""
     given = np.atleast_1d(np.asarray(which))
     if given.dtype == np.bool_ and given.shape == (episodes,):

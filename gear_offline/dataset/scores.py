@@ -16,8 +16,6 @@ from pathlib import PurePosixPath
 
 from gear_offline.errors import InputError
 
-__all__ = ["ReferenceScores", "dataset_names", "normalized_score", "reference_scores"]
-
 _ENGINE_NOTE = (
     "D4RL used the v2 environment on mujoco-py; another simulator version gives other returns, so "
     "the score is indicative only"
@@ -74,13 +72,9 @@ def _table() -> dict[str, tuple[float, float, str]]:
 
 @functools.cache
 def _families() -> dict[str, tuple[float, float]]:
-    """Return the pair of each name that all the datasets it stands for share.
-
-    A name stands for the datasets that differ from it by version only (``maze2d-umaze``), or, if
-    there are none, for those that begin with it (``hopper``).
-    """
-    same: dict[str, set[tuple[float, float]]] = {}
-    longer: dict[str, set[tuple[float, float]]] = {}
+    """Return the pair of each name that all the datasets it stands for share."""
+    same: dict[str, set[tuple[float, float]]] = {}  # datasets that differ by version only
+    longer: dict[str, set[tuple[float, float]]] = {}  # if there are none: those that begin with it
     for dataset, (minimum, maximum, _) in _table().items():
         name = re.sub(r"-v[0-9]+$", "", dataset)
         same.setdefault(name, set()).add((minimum, maximum))
@@ -88,7 +82,7 @@ def _families() -> dict[str, tuple[float, float]]:
         for count in range(1, len(parts)):
             longer.setdefault("-".join(parts[:count]), set()).add((minimum, maximum))
     pairs = longer | same
-    return {name: next(iter(found)) for name, found in pairs.items() if len(found) == 1}
+    return {name: pair.pop() for name, pair in pairs.items() if len(pair) == 1}
 
 
 def dataset_names() -> list[str]:
@@ -114,10 +108,7 @@ def dataset_of_file(name: str) -> str | None:
 @functools.cache
 def _files() -> dict[str, str]:
     """Return the first dataset of each file, by the file's name without its ending."""
-    found: dict[str, str] = {}
-    for dataset, row in _table().items():
-        found.setdefault(PurePosixPath(row[2]).stem, dataset)
-    return found
+    return {PurePosixPath(row[2]).stem: name for name, row in reversed(_table().items())}
 
 
 def reference_scores(name: str) -> ReferenceScores | None:
@@ -175,12 +166,10 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     46.71
     """
     if isinstance(refs, str):
-        found = reference_scores(refs)
-        if found is None:
-            raise InputError(
-                "REFERENCE_UNKNOWN",
-                f"no reference scores under the name {refs!r}",
-                remedy="use a D4RL dataset name such as hopper-medium-v2",
-            )
-        refs = found
+        known = reference_scores(refs)
+        if known is None:
+            what = f"no reference scores under the name {refs!r}"
+            remedy = "use a D4RL dataset name such as hopper-medium-v2"
+            raise InputError("REFERENCE_UNKNOWN", what, remedy=remedy)
+        refs = known
     return 100.0 * (value - refs.minimum) / (refs.maximum - refs.minimum)

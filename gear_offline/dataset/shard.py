@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,7 +26,6 @@ from gear_offline.errors import InputError
 
 ALIGNMENT_BYTES = 64  # tensor data begin at a multiple of this
 DIGEST_CHARS = 32  # hexadecimal digits of 128 bits
-PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 
 DTYPE_CODES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -61,20 +60,12 @@ def stored_form(column: ColumnSpec) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """Where one tensor lies in a shard.
-
-    Attributes
-    ----------
-    name, dtype, shape
-        As the safetensors header says; `shape` includes the leading steps or episodes.
-    start, stop
-        Bytes ``[start, stop)``, counted from the end of the header.
-    """
+    """Where one tensor lies in a shard."""
 
     name: str
     dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
+    shape: tuple[int, ...]  # begins with the number of steps or episodes
+    start: int  # bytes after the header
     stop: int
 
     @property
@@ -123,13 +114,7 @@ def byte_view(array: Array) -> memoryview:
 
 
 class BlockDigests:
-    """Digests of consecutive blocks of a stream that arrives in pieces of any size.
-
-    Parameters
-    ----------
-    block_bytes
-        Bytes of a block; the last one may be shorter.
-    """
+    """Digests of consecutive blocks of a stream that arrives in pieces of any size."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -138,7 +123,6 @@ class BlockDigests:
         self.done: list[str] = []
 
     def update(self, data: memoryview) -> None:
-        """Add bytes (a flat memoryview of bytes)."""
         while len(data):
             piece = data[: self._room]
             self._hash.update(piece)
@@ -160,22 +144,7 @@ class BlockDigests:
 
 
 class ShardWriter:
-    """A shard being written, which digests what it writes.
-
-    Parameters
-    ----------
-    path
-        File to make.
-    tensors
-        Its layout; each is written from its beginning to its end, in any order among them.
-    block_bytes
-        Bytes per digest.
-
-    Raises
-    ------
-    OSError
-        As all methods: what the system says.
-    """
+    """A shard being written and digested: each tensor from beginning to end, several at once."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorLayout], block_bytes: int) -> None:
         self.header = encode_header(tensors)
@@ -215,7 +184,6 @@ class ShardWriter:
         return {name: blocks.finish() for name, blocks in self._digests.items()}
 
     def close(self) -> None:
-        """Close the file; may be called again."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -227,10 +195,10 @@ def open_member(folder: int, name: str, *, where: Path, size: int | None = None)
         handle = open_regular(name, links=False, folder=folder)
     except OSError as error:
         raise damaged(f"cannot read a file of the dataset: {error.strerror}", where) from error
-    found = os.fstat(handle).st_size
-    if size is not None and found != size:
+    actual = os.fstat(handle).st_size
+    if size is not None and actual != size:
         os.close(handle)
-        raise damaged(f"the file has {found} bytes, the manifest says {size}", where)
+        raise damaged(f"the file has {actual} bytes, the manifest says {size}", where)
     return handle
 
 
@@ -242,37 +210,3 @@ def read_exactly(handle: int, buffer: memoryview, offset: int, *, where: Path | 
         raise damaged(f"cannot read: {error.strerror or error}", where) from error
     if count < len(buffer):
         raise damaged(f"the file ends at byte {offset + count}, more were expected", where)
-
-
-def stream_tensor(
-    handle: int,
-    tensor: TensorLayout,
-    buffer: Array,
-    *,
-    header_bytes: int,
-    block_bytes: int,
-    digests: str,
-    where: Path,
-) -> Iterator[int]:
-    """Read a tensor into `buffer`, (n, *stored shape), again and again; yield the rows read.
-
-    Each block is compared with its digest (of `digests`, joined) once its last byte was read.
-    """
-    blocks, checked = BlockDigests(block_bytes), 0
-    row_bytes = buffer[:1].nbytes
-    begin, end = header_bytes + tensor.start, header_bytes + tensor.stop
-    while begin < end:
-        data = byte_view(buffer)[: end - begin]
-        for at in range(0, len(data), PIECE_BYTES):
-            piece = data[at : at + PIECE_BYTES]
-            read_exactly(handle, piece, begin + at, where=where)
-            blocks.update(piece)
-        begin += len(data)
-        if begin == end:
-            blocks.finish()
-        for block in range(checked, len(blocks.done)):
-            if blocks.done[block] != digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]:
-                what = "data do not match their digest"
-                raise damaged(what, f"{where}, tensor {tensor.name}, block {block}")
-        checked = len(blocks.done)
-        yield len(data) // row_bytes

@@ -11,10 +11,7 @@ REST = "and more"  # bears the number of entries that a mapping has lost
 
 
 def small_facts(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `attributes` as JSON of at most `MAX_FACT_CHARS` each.
-
-    A mapping or a list that is longer loses entries and says how many; other values are cut.
-    """
+    """Return `attributes` as JSON, shortened to `MAX_FACT_CHARS` each, and say what is lost."""
     return {str(name): _small(value) for name, value in attributes.items()}
 
 
@@ -23,16 +20,16 @@ def _small(value: Any) -> Any:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return str(value)[:MAX_FACT_CHARS]
-    found = json.loads(text)
+    plain = json.loads(text)
     if len(text) <= MAX_FACT_CHARS:
-        return found
-    if isinstance(found, dict):
-        kept = dict(_fitting(found.items()))
-        return {**kept, REST: len(found) - len(kept)}
-    if isinstance(found, list):
-        items = _fitting(found)
-        return [*items, f"and {len(found) - len(items)} more"]
-    return str(found)[:MAX_FACT_CHARS]
+        return plain
+    if isinstance(plain, dict):
+        kept = dict(_fitting(plain.items()))
+        return {**kept, REST: len(plain) - len(kept)}
+    if isinstance(plain, list):
+        items = _fitting(plain)
+        return [*items, f"and {len(plain) - len(items)} more"]
+    return str(plain)[:MAX_FACT_CHARS]
 
 
 def _fitting(entries: Any) -> list[Any]:
@@ -49,13 +46,13 @@ def _fitting(entries: Any) -> list[Any]:
 
 def warnings_of(attributes: Mapping[str, Any]) -> list[str]:
     """Return the warnings among a source's attributes."""
-    found = attributes.get("warnings", [])
-    return list(map(str, found)) if isinstance(found, list) else [str(found)]
+    warnings = attributes.get("warnings", [])
+    return list(map(str, warnings)) if isinstance(warnings, list) else [str(warnings)]
 
 
 def left_out_of(attributes: Mapping[str, Any]) -> tuple[dict[str, str], int]:
     """Return what a source says is no column, and why; and how many more there are."""
-    found = attributes.get("left_out")
-    named = dict(found) if isinstance(found, dict) else {}
+    left_out = attributes.get("left_out")
+    named = dict(left_out) if isinstance(left_out, dict) else {}
     more = named.pop(REST, 0)
     return named, more if isinstance(more, int) else 0

@@ -70,13 +70,7 @@ def _short(values: Float64Array) -> str:
 
 
 class Moments:
-    """Running moments of a column, element by element.
-
-    Parameters
-    ----------
-    shape
-        Shape of one row.
-    """
+    """Running moments of a column whose rows have `shape`, element by element."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
@@ -89,13 +83,7 @@ class Moments:
         self.high: Float64Array = np.full(width, -np.inf)
 
     def update(self, rows: Array) -> int | None:
-        """Add `rows`, (N, *shape) of a real dtype.
-
-        Returns
-        -------
-        int or None
-            The first row that holds NaN or an infinity, ``None`` if there is none.
-        """
+        """Add `rows`, (N, *shape) of a real dtype; return the first that is not all finite."""
         flat = rows.reshape(len(rows), self.counts.size)
         if flat.dtype == np.bool_:
             flat = flat.view(np.uint8)
@@ -160,13 +148,9 @@ class Moments:
             np.where(self.counts > 0, values, np.nan).reshape(self.shape)
             for values in (mean, std, self.low, self.high)
         )
+        nonfinite = self.rows * self.counts.size - int(self.counts.sum())
         return ColumnStatistics(
-            count=self.rows,
-            nonfinite=self.rows * self.counts.size - int(self.counts.sum()),
-            mean=mean,
-            std=std,
-            min=low,
-            max=high,
+            count=self.rows, nonfinite=nonfinite, mean=mean, std=std, min=low, max=high
         )
 
 
@@ -190,11 +174,11 @@ def _sums(rows: Array, centre: Float64Array) -> tuple[Float64Array, ...]:
     for part in (rows[:whole].reshape(-1, fold * width), rows[whole:]):
         if not len(part):
             continue
-        lanes = part.shape[1]
-        shift = np.tile(centre, lanes // width)
-        step = max(1, BLOCK_ELEMENTS // lanes)
-        scratch = np.empty((min(step, len(part)), lanes))
-        sums, ends = np.zeros((2, lanes)), np.stack([part[0], part[0]])
+        columns = part.shape[1]
+        shift = np.tile(centre, columns // width)
+        step = max(1, BLOCK_ELEMENTS // columns)
+        scratch = np.empty((min(step, len(part)), columns))
+        sums, ends = np.zeros((2, columns)), np.stack([part[0], part[0]])
         for start in range(0, len(part), step):
             block = part[start : start + step]  # stays in the cache for all that follows
             np.minimum(ends[0], block.min(axis=0), out=ends[0])
@@ -211,32 +195,20 @@ def _sums(rows: Array, centre: Float64Array) -> tuple[Float64Array, ...]:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Distribution:
-    """Summary and histogram of one number per episode.
+    """Summary and histogram of one number per episode."""
 
-    Attributes
-    ----------
-    count
-        Episodes whose number is finite; the other fields cover these.
-    mean, std, min, max
-        float64; NaN when `count` is 0.
-    edges
-        Ascending histogram edges, one more than `counts`; empty when `count` is 0.
-    counts
-        Episodes per histogram bin, the last bin closed on both sides.
-    """
-
-    count: int
-    mean: float
+    count: int  # episodes whose number is finite; the other fields cover these
+    mean: float  # this and the next three: NaN when `count` is 0
     std: float
     min: float
     max: float
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
+    edges: tuple[float, ...]  # ascending, one more than `counts`; empty when `count` is 0
+    counts: tuple[int, ...]  # episodes per bin, the last one closed on both sides
 
     def __repr__(self) -> str:
         facts = [f"{name} {getattr(self, name):.4g}" for name in ("mean", "std", "min", "max")]
-        facts += [count_text(len(self.counts), "bin")]
-        return f"Distribution({count_text(self.count, 'episode')}, {', '.join(facts)})"
+        bins = count_text(len(self.counts), "bin")
+        return f"Distribution({count_text(self.count, 'episode')}, {', '.join(facts)}, {bins})"
 
 
 def distribution(
