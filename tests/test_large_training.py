@@ -108,7 +108,7 @@ def test_shares_that_cannot_be_cut_are_refused(share: int, count: int, ranks: in
         return
     with pytest.raises(InputError) as caught:
         check_micro_batches(share * ranks, world, count)
-    assert caught.value.code == "BATCH_SHARE" and str(share) in str(caught.value)
+    assert caught.value.code == "LOADER_OPTION" and str(share) in str(caught.value)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

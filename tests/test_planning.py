@@ -227,7 +227,7 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
     ("arguments", "code"),
     [
         (["--gpus", "3"], "LOADER_OPTION"),
-        (["--gpus", "4", "train.accumulate=32"], "BATCH_SHARE"),
+        (["--gpus", "4", "train.accumulate=32"], "LOADER_OPTION"),
         (["--hardware", "abacus"], "PLAN"),
         (["--columns", FRAMES], "PLAN"),
         (["--columns", "observations", "--data", "1TB"], "PLAN"),

@@ -153,7 +153,7 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
         columns = hopper_columns(7) | {"actions": actions}
         convert(ArraySource(columns, [3, 4]), tmp_path / str(number), quiet=True)
         found = refused(open_dataset(tmp_path / str(number)), "evaluate.episodes=0")
-        assert found == "COLUMN_KIND"
+        assert found == "COLUMN"
 
 
 def test_evaluations_on_a_device_that_is_not_here_are_refused_early(

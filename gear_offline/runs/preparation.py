@@ -158,7 +158,7 @@ def resolve(recipe: Recipe, dataset: Source, *, quiet: bool = False) -> tuple[Re
     ------
     InputError
         ``ENVIRONMENT_UNKNOWN``, ``ENVIRONMENT_MISMATCH``, ``TIMESTEP_RANGE``, ``ACTION_RANGE``,
-        ``REFERENCE_UNKNOWN``, ``COLUMN``, ``COLUMN_KIND``.
+        ``REFERENCE_UNKNOWN``, ``COLUMN``.
     UnavailableError
         ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made;
         ``DEVICE`` when evaluations are asked for on one that is not here.
@@ -244,7 +244,7 @@ def _sizes(dataset: Dataset) -> ModelSizes:
     lowest = float(dataset.statistics["actions"].min.min())
     if discrete and (prod(actions.shape) != 1 or lowest < 0):
         raise InputError(
-            "COLUMN_KIND",
+            "COLUMN",
             f"integer actions of per-step shape {actions.shape} from {lowest:g} on are not the "
             "numbers of one discrete choice",
             where=str(dataset.path),

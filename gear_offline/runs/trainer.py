@@ -97,7 +97,7 @@ def train(
     ------
     InputError
         ``RUN_EXISTS``, ``RUN_LOCKED``, ``RUN_DIRECTORY``, ``RUN_RECIPE`` (resuming with another
-        recipe), ``CHECKPOINT_DAMAGED``, ``BATCH_SHARE``, ``DEVICE``, and those of checking
+        recipe), ``CHECKPOINT_DAMAGED``, ``LOADER_OPTION``, ``DEVICE``, and those of checking
         the recipe and preparing the data.
     TrainingInterrupted
         ``TRAIN_INTERRUPTED``.

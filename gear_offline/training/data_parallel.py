@@ -39,15 +39,15 @@ def global_steps(batch: Batch, world: World) -> Tensor:
 
 
 def check_micro_batches(batch_size: int, world: World, accumulate: int) -> None:
-    """Raise `InputError` (``BATCH_SHARE``) unless a rank's share has that many equal parts."""
+    """Raise `InputError` (``LOADER_OPTION``) unless a rank's share has that many equal parts."""
     check_parts(world.share(batch_size), accumulate, whose="a rank's")
 
 
 def check_parts(share: int, accumulate: int, *, whose: str) -> None:
-    """Raise `InputError` (``BATCH_SHARE``) unless a share has that many equal parts."""
+    """Raise `InputError` (``LOADER_OPTION``) unless a share has that many equal parts."""
     if share % accumulate:
         raise InputError(
-            "BATCH_SHARE",
+            "LOADER_OPTION",
             f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches",
             where="train.accumulate",
             remedy=f"use a divisor of {share}, or another loader.batch_size",

@@ -227,7 +227,7 @@ GEAR_CODE float half_to_float(unsigned short bits) {  // exact
     return found.number;
 }
 
-// One rounding, as gear_offline.tables.fields.convert: normalised in float64, or cast directly.
+// One rounding, as gear_offline.kernels.columns.convert: normalised in float64, or cast directly.
 template <typename Source>
 GEAR_CODE void cast_one(const Group& group, Source value, i64 column, i64 at) {
     if (group.to_int64)
