@@ -87,11 +87,6 @@ class Episode:
     def steps(self) -> int:
         return len(self.columns["rewards"])
 
-    @property
-    def stored_return(self) -> float:
-        """float64 sum of the stored rewards."""
-        return float(self.columns["rewards"].sum(dtype=np.float64))
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeScore:
