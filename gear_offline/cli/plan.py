@@ -51,8 +51,7 @@ def plan(
     """Predict memory, tiers, traffic and times of a recipe on a cluster."""
     from gear_offline.config.recipe import load_recipe
     from gear_offline.errors import InputError
-    from gear_offline.planning.hardware import load_hardware
-    from gear_offline.planning.plan import Cluster
+    from gear_offline.planning.hardware import Cluster, load_hardware
     from gear_offline.planning.plan import plan as run
     from gear_offline.planning.text import print_plan
     from gear_offline.planning.workload import make_workload

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
-from gear_offline.planning.hardware import Hardware
+from gear_offline.planning.hardware import Cluster
 from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
 from gear_offline.training.parallel import gathered_bytes, has_half_gradients
 from gear_offline.training.throughput import step_flops
@@ -60,21 +60,15 @@ class StepCost:
 
 
 def step_cost(
-    recipe: Recipe,
-    sizes: ModelSizes,
-    hardware: Hardware,
-    *,
-    segments: int,
-    ranks: int,
-    nodes: int = 1,
-    learns: bool = False,
+    recipe: Recipe, sizes: ModelSizes, cluster: Cluster, *, segments: int, learns: bool = False
 ) -> StepCost:
     """Return a step's cost with `segments` of a GPU; `learns`: the sampler learns from losses."""
     model, train, context = recipe.model, recipe.train, recipe.loader.context_length
-    gpu, start, half = hardware.gpu, hardware.start, train.precision != "fp32"
+    gpu, start, half = cluster.hardware.gpu, cluster.hardware.start, train.precision != "fp32"
+    ranks = cluster.nodes * cluster.gpus
     compiled = is_compiled(train)
     sharded = ranks > 1 and train.parallel == "fsdp"
-    captured = train.graph == "on" or (train.graph == "auto" and nodes == 1)
+    captured = train.graph == "on" or (train.graph == "auto" and cluster.nodes == 1)
     captured &= train.accumulate == 1 and not train.recompute and recipe.loader.engine != "off"
     captured &= not sharded and not (learns and ranks > 1)  # ranks tell each other losses
     fixed, layer, traffic = _kernels(recipe, compiled=compiled, half=half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -76,6 +77,32 @@ class Hardware(_Part):
     transfer: Transfer
     storage: Storage
     start: Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the recipe would run on."""
+
+    nodes: int
+    gpus: int  # of a node
+    hardware: Hardware  # of a node
+    nic_bits: float = 400e9  # bits/s of one network card
+    nics: int = 1  # network cards of a node
+    host_memory: float | None = None  # bytes of a node, if not the hardware's
+    disk_rate: float | None = None  # bytes/s of a node's storage, if not the hardware's
+
+    @property
+    def node_rate(self) -> float:
+        """Bytes/s between a node and the others."""
+        return self.nic_bits / 8 * self.nics * self.hardware.transfer.nic_share
+
+    @property
+    def memory(self) -> float:
+        return self.host_memory or self.hardware.storage.host_memory
+
+    @property
+    def storage_rate(self) -> float:
+        return self.disk_rate or self.hardware.storage.disk
 
 
 def hardware_names() -> list[str]:

@@ -16,7 +16,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.sharding import share_shards
 from gear_offline.errors import InputError
 from gear_offline.planning.compute import StepCost, step_cost
-from gear_offline.planning.hardware import Hardware, Reads
+from gear_offline.planning.hardware import Cluster, Reads
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.placement import HBM, HBM_SHARE, PEER, plan_episodes
 from gear_offline.training.data_parallel import check_parts
@@ -29,32 +29,6 @@ TIERS = ("hbm", "peer", "host", "disk")
 # multiprocessors and memory bandwidth from the backward pass, and the last ones come after it.
 SLOWED = 1.8
 HIDDEN_SHARE = 0.6  # of a step, the backward pass: what is longer than that is waited for
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What the recipe would run on."""
-
-    nodes: int
-    gpus: int  # of a node
-    hardware: Hardware  # of a node
-    nic_bits: float = 400e9  # bits/s of one network card
-    nics: int = 1  # network cards of a node
-    host_memory: float | None = None  # bytes of a node, if not the hardware's
-    disk_rate: float | None = None  # bytes/s of a node's storage, if not the hardware's
-
-    @property
-    def node_rate(self) -> float:
-        """Bytes/s between a node and the others."""
-        return self.nic_bits / 8 * self.nics * self.hardware.transfer.nic_share
-
-    @property
-    def memory(self) -> float:
-        return self.host_memory or self.hardware.storage.host_memory
-
-    @property
-    def storage_rate(self) -> float:
-        return self.disk_rate or self.hardware.storage.disk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,15 +58,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.replace(model__max_timestep=longest)
-    cost = step_cost(
-        recipe,
-        workload.sizes,
-        cluster.hardware,
-        segments=share,
-        ranks=ranks,
-        nodes=cluster.nodes,
-        learns=workload.learns,
-    )
+    cost = step_cost(recipe, workload.sizes, cluster, segments=share, learns=workload.learns)
     needed = cost.memory_bytes + CONTEXT_BYTES
     if needed > gpu.memory:
         raise InputError(
