@@ -24,28 +24,15 @@ LAZY_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 
 
 class Pinned:
-    """Host memory that is page-locked and mapped; stays so until the last reference is gone.
-
-    Attributes
-    ----------
-    array
-        The memory, kept alive.
-    address
-        int, where the device sees the array's first byte.
-    """
+    """Host memory that is page-locked and mapped; stays so until the last reference is gone."""
 
     def __init__(self, array: Array, address: int) -> None:
-        self.array, self.address = array, address
+        self.array = array  # kept alive
+        self.address = address  # where the device sees its first byte
 
 
 class DeviceMemory:
-    """Memory of one GPU, and host memory mapped into it.
-
-    Raises
-    ------
-    UnavailableError
-        ``PACKAGE_MISSING`` without CuPy.
-    """
+    """Memory of one GPU, and host memory mapped into it."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -117,13 +104,7 @@ class DeviceMemory:
             self._runtime.streamSynchronize(stream)
 
     def pin(self, rows: Array) -> Pinned:
-        """Page-lock and map C-contiguous memory; what is mapped already is shared, not repeated.
-
-        Raises
-        ------
-        GearError
-            ``MEMORY``
-        """
+        """Page-lock and map C-contiguous memory; what is mapped already is shared, not repeated."""
         key = (rows.ctypes.data, rows.nbytes)
         with _pins_lock, self._current():
             pinned = _pins.get(key)
@@ -155,7 +136,6 @@ _pins_lock = threading.Lock()
 
 
 def too_large(nbytes: int, budget: int, source: str) -> GearError:
-    """Return the error of a table that GPU memory cannot hold."""
     return GearError(
         "MEMORY",
         f"the table needs {size_text(nbytes)} of GPU memory, {size_text(budget)} are {source}",
@@ -164,7 +144,6 @@ def too_large(nbytes: int, budget: int, source: str) -> GearError:
 
 
 def not_pinned(nbytes: int, why: str) -> GearError:
-    """Return the error of host memory that cannot be page-locked."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = ""
     if soft != resource.RLIM_INFINITY and soft < nbytes:

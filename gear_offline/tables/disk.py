@@ -54,7 +54,7 @@ INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of 
 CONVERSION_FACTOR = 8  # bytes in passing for each byte of float32 that is cast or normalised
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DiskCounts:
     """What was done since the loader was made."""
 
@@ -96,16 +96,8 @@ def share_out(
 ) -> DiskSizes:
     """Share a budget out: slots get what is left when everything else has its part.
 
-    Parameters
-    ----------
-    row_bytes, rows
-        Bytes of a step of each column; H + K.
-    batch_bytes, converted_share
-        Bytes of a batch, and how much of it the widest field is of those that are converted.
-    fixed_bytes
-        What is needed in any case.
-    steps, batch
-        N, B.
+    `row_bytes` of a step of each column; `rows` H + K; `batch_bytes`, of which `converted_share` is
+    the widest field that is converted; `fixed_bytes` are needed in any case; `steps` N, `batch` B.
     """
     widest = max(range(len(row_bytes)), key=lambda c: row_bytes[c])
     kept = [(steps + 2 * rows) * nbytes for nbytes in row_bytes]
@@ -160,31 +152,10 @@ def share_out(
 
 
 class DiskGather:
-    """Fills windows from shards, through a bounded memory that is filled ahead of use.
+    """Fills windows of a `stream` from shards, through a bounded memory that is filled ahead.
 
-    The other parameters are those of `gear_offline.loaders.loader.GearLoader`; the batches are the
-    same bits as from a table in memory, except that values too large for float32 become infinite.
-
-    Parameters
-    ----------
-    stream
-        What will be asked for.
-    host_budget
-        Bytes for everything that is kept in memory.
-
-    Attributes
-    ----------
-    sizes
-        How the budget is shared out.
-    table
-        Over the slots; the episode index is the dataset's.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION``; what `gear_offline.tables.table.build_table` says of columns and options.
-    GearError
-        ``MEMORY``, ``OUTPUT_WRITE``; what reading raises.
+    The batches are the same bits as from a table in memory, except that values too large for
+    float32 become infinite.  `sizes` says how the budget is shared out, `table` is over the slots.
     """
 
     def __init__(
@@ -287,11 +258,6 @@ class DiskGather:
 
         The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.
-
-        Raises
-        ------
-        GearError
-            ``LOADER_STATE`` after `close`; ``DATASET_DAMAGED``.
         """
         held = self._ahead.take(first_step, steps)
         shape, index = (steps, self._share), self.table.episodes
@@ -309,13 +275,7 @@ class DiskGather:
         return windows
 
     def fill(self, segments: Segments) -> Windows:
-        """Gather any `segments` now, in memory of their own, without touching the read-ahead.
-
-        Raises
-        ------
-        InputError
-            ``SELECTION`` for a segment out of range; what `fill_steps` raises.
-        """
+        """Gather any `segments` now, in memory of their own, without touching the read-ahead."""
         self._ahead.check()
         index, starts = self.table.episodes, segments.starts.reshape(-1)
         real = real_steps(segments, index.lengths, self._span)
@@ -329,13 +289,7 @@ class DiskGather:
     def counts(self) -> DiskCounts:
         """Return what was read and what `fill_steps` gave until now."""
         read_bytes, reads, evicted = self._ahead.counts()
-        return DiskCounts(
-            read_bytes=read_bytes,
-            reads=reads,
-            window_bytes=self._bytes_given,
-            windows=self._windows_given,
-            evicted=evicted,
-        )
+        return DiskCounts(read_bytes, reads, self._bytes_given, self._windows_given, evicted)
 
     def close(self) -> None:
         """End the reading threads and close all files; can be repeated."""

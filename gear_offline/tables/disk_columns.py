@@ -46,7 +46,6 @@ class SlotColumn:
 
     @property
     def row_bytes(self) -> int:
-        """Of a step."""
         return self.width * self.dtype.itemsize
 
     @property
@@ -81,14 +80,14 @@ def slot_columns(
         frame_stack=frame_stack,
     )
     fields = {column: field for plan in plans for column, field in plan.fields.items()}
-    found = []
+    columns = []
     for name in (STATES, ACTIONS, REWARDS, None, *extra_columns):
         field = replace(fields[name], offset=0)
         final = name is None or (joint and normalize_states and name == STATES)
         dtype = field.dtype if final else dataset.spec[name or STATES].dtype
         shape = field.shape if name is None else dataset.spec[name].shape
-        found.append(SlotColumn(name=name, width=prod(shape), dtype=dtype, field=field))
-    return found
+        columns.append(SlotColumn(name=name, width=prod(shape), dtype=dtype, field=field))
+    return columns
 
 
 def load_columns(
@@ -105,7 +104,6 @@ def load_columns(
 ) -> tuple[list[DiskColumn], IO[bytes] | None]:
     """Find each column's rows; bring those into memory that stay there, and derive the returns.
 
-    Returns-to-go that do not stay in memory go to a file without a name, gone with the process.
     With `normalize_states` states are normalised when they are read, by their own part's moments.
     """
     steps, columns = int(first_steps[-1]), []
@@ -221,13 +219,7 @@ def _bytes_of(values: Array) -> UInt8Array:
 def _written(parts: Sequence[Task], chunks: Iterator[UInt8Array]) -> IO[bytes]:
     """Write the returns-to-go, in order, to a file without a name and return it.
 
-    It lies beside the dataset, where the disk is surely large; if nothing can be written there,
-    where temporary files go.
-
-    Raises
-    ------
-    GearError
-        ``OUTPUT_WRITE``
+    Beside the dataset, where the disk is surely large, or else where temporary files go.
     """
     with ExitStack() as at_error:
         try:

@@ -36,11 +36,6 @@ class HasColumns(Protocol):
     def statistics(self) -> Mapping[str, HasMoments]: ...
 
 
-def returns_field() -> Field:
-    """Return the derived field that no column of the source holds."""
-    return Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
-
-
 def standard_fields(
     source: HasColumns, *, normalize_states: bool, frame_stack: int = 1, recipe: bool = False
 ) -> dict[str, Field]:
@@ -64,11 +59,10 @@ def standard_fields(
     if frame_stack > 1 and not image:
         raise InputError(
             "LOADER_OPTION",
-            f"{section}frame_stack={frame_stack} needs images, {STATES} are {states.dtype} "
-            f"{states.shape} a step",
+            f"{section}frame_stack={frame_stack} is for images (uint8, two or more dimensions a "
+            f"step), {STATES} are {states.dtype} {states.shape}",
             where=f"column {STATES}",
-            remedy=f"use {section}frame_stack=1; images are uint8 with two or more dimensions "
-            "a step",
+            remedy=f"use {section}frame_stack=1",
         )
     if normalize_states and image:
         raise InputError(

@@ -30,37 +30,19 @@ from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, is_image, stand
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """One of the datasets that a table is built from.
+    """One of the datasets that a table is built from."""
 
-    Attributes
-    ----------
-    name
-        In the recipe.
-    dataset
-        Its own.
-    returns_scale
-        Its returns-to-go are divided by this, besides the table's own scale.
-    """
-
-    name: str
+    name: str  # in the recipe
     dataset: Dataset
-    returns_scale: float = 1.0
+    returns_scale: float = 1.0  # divides its returns-to-go, besides the table's own scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JointDataset:
-    """Several datasets for one table, one task after the other; `join_datasets` makes it.
-
-    Attributes
-    ----------
-    tasks
-        In the order of their episodes.
-    spec
-        The columns of the table: as wide as the widest task's; steps and episodes of all.
-    """
+    """Several datasets for one table, one task after the other; `join_datasets` makes it."""
 
     tasks: tuple[Task, ...]
-    spec: TableSpec
+    spec: TableSpec  # columns as wide as the widest task's; steps and episodes of all
 
     def __repr__(self) -> str:
         names = ", ".join(task.name for task in self.tasks)
@@ -116,27 +98,12 @@ def source_digest(source: Source) -> str:
     """Return what tells data apart: of a dataset its manifest's digest."""
     if not isinstance(source, JointDataset):
         return digest(source.manifest.encode())
-    parts = [
-        (task.name, source_digest(task.dataset), float(task.returns_scale)) for task in source.tasks
-    ]
+    parts = [(t.name, source_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
     return digest(json.dumps(parts).encode())
 
 
 def join_datasets(tasks: Sequence[Task]) -> JointDataset:
-    """Return several datasets as the source of one table.
-
-    Parameters
-    ----------
-    tasks
-        At least one; names differ.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN`` for tasks that one model cannot take: frames beside vectors, frames of two
-        shapes, discrete actions beside continuous ones, columns that no batch can have;
-        ``LOADER_OPTION``.
-    """
+    """Return several datasets, of different names, as the source of one table."""
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):
         raise InputError("LOADER_OPTION", f"tasks need names of their own, got {names}")

@@ -44,20 +44,11 @@ HBM_COST, PEER_COST, HOST_COST = 0.53, 2.8, 27.0
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes that place one table together, one a GPU.
+    """The processes that place one table together, one a GPU."""
 
-    Attributes
-    ----------
-    rank
-        This one, from 0.
-    nodes
-        The node of each rank.
-    gather
-        Returns every rank's JSON-able value, in their order; all ranks call it together.
-    """
-
-    rank: int = 0
-    nodes: tuple[int, ...] = (0,)
+    rank: int = 0  # this one
+    nodes: tuple[int, ...] = (0,)  # of each rank
+    # Returns every rank's JSON-able value, in their order; all ranks call it together.
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     @property
@@ -68,36 +59,17 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedTable:
-    """A table whose rows a GPU can read; it holds the memory that the addresses point to.
-
-    Attributes
-    ----------
-    episodes
-        Episode index.
-    groups
-        As the table's, in its order; their rows are empty where none is read from host memory.
-    device
-        The GPU.
-    tiers
-        (E,) uint8, `HBM`, `PEER` or `HOST`, seen from this GPU.
-    homes
-        (E,) int64, the rank in whose GPU alone an episode lies; -1 where all are equally near.
-    hbm_bytes, peer_bytes, host_bytes
-        Bytes of rows served from this GPU's memory, that of other GPUs of the node, pinned host
-        memory.
-    reason
-        The decision in one line.
-    """
+    """A table whose rows a GPU can read; it holds the memory that the addresses point to."""
 
     episodes: EpisodeIndex
-    groups: tuple[GroupAddresses, ...]
+    groups: tuple[GroupAddresses, ...]  # their rows are empty where none is read from host memory
     device: torch.device
-    tiers: npt.NDArray[np.uint8]
-    homes: Int64Array
-    hbm_bytes: int
-    peer_bytes: int
-    host_bytes: int
-    reason: str
+    tiers: npt.NDArray[np.uint8]  # (E,) `HBM`, `PEER` or `HOST`, seen from this GPU
+    homes: Int64Array  # (E,) the rank in whose GPU alone an episode lies; -1: all are equally near
+    hbm_bytes: int  # of rows served from this GPU's memory
+    peer_bytes: int  # from other GPUs of the node
+    host_bytes: int  # from pinned host memory
+    reason: str  # the decision in one line
     _held: list[Any] = field(default_factory=list, repr=False)
     _close: weakref.finalize[Any, Any] = field(init=False, repr=False)
 
@@ -147,16 +119,6 @@ def place_table(
     ranks
         The processes that place the same table together; all of them call this, with the same
         options.  What other GPUs have mapped stays in this one's memory until the process ends.
-
-    Raises
-    ------
-    GearError
-        ``MEMORY`` if it does not fit, or cannot be page-locked; ``RANK_FAILED`` if another GPU of
-        the node failed.
-    InputError
-        ``LOADER_OPTION``
-    UnavailableError
-        ``DEVICE``, ``PACKAGE_MISSING``
     """
     import torch
 
@@ -260,20 +222,11 @@ def place_in(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Where each episode lies.
+    """Where each episode lies."""
 
-    Attributes
-    ----------
-    tiers
-        (E,) uint8: `HBM` (in every GPU), `PEER` (in one of several) or `HOST`.
-    owners
-        (E,) int64: the GPU of an episode that lies in one; 0 elsewhere.
-    shares
-        Of reads, by weight, from a GPU's own memory (mean over GPUs), from peers, from the host.
-    """
-
-    tiers: npt.NDArray[np.uint8]
-    owners: Int64Array
+    tiers: npt.NDArray[np.uint8]  # (E,) `HBM` (in every GPU), `PEER` (in one of several) or `HOST`
+    owners: Int64Array  # (E,) the GPU of an episode that lies in one; 0 elsewhere
+    # Of reads, by weight, from a GPU's own memory (mean over GPUs), from peers, from the host.
     shares: tuple[float, float, float]
 
     def held_by(self, gpu: int) -> BoolArray:
@@ -293,18 +246,8 @@ def plan_episodes(
     steps those of one GPU are a prefix: one copy.  With one GPU the weight that is left behind is
     at most the optimum's plus one episode's, as always with this rule.
 
-    Parameters
-    ----------
-    sizes
-        (E,) int64 bytes of each episode over all groups, at least 1.
-    weights
-        (E,) float64, how often an episode is drawn, in any unit.
-    budget_bytes
-        Of each GPU.
-    gpus
-        G.
-    copy
-        Whether an episode may be in every GPU.
+    `sizes` are (E,) bytes over all groups, `weights` (E,) how often an episode is drawn, in any
+    unit, the budget that of each GPU; with `copy` an episode may be in every GPU.
     """
     density = weights / sizes
     order = np.argsort(-density, kind="stable")
@@ -438,19 +381,15 @@ def _packed(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
 
 
 def _check_options(placement: str, hbm_budget: int | None, gpus: int) -> None:
+    code = "LOADER_OPTION"
     if placement not in ("auto", "hbm", "host", "peer"):
-        raise InputError(
-            "LOADER_OPTION",
-            f"placement={placement!r} is not usable",
-            remedy="use 'auto', 'hbm', 'peer' or 'host'",
-        )
+        what = f"placement={placement!r} is not usable"
+        raise InputError(code, what, remedy="use 'auto', 'hbm', 'peer' or 'host'")
     if hbm_budget is not None and hbm_budget < 0:
-        raise InputError(
-            "LOADER_OPTION", f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0"
-        )
+        raise InputError(code, f"hbm_budget={hbm_budget} is negative", remedy="give bytes from 0")
     if placement == "peer" and gpus == 1:
         raise InputError(
-            "LOADER_OPTION",
+            code,
             "placement 'peer' needs several GPUs of one node",
             remedy="start one process a GPU with torchrun, or use 'auto'",
         )

@@ -47,11 +47,6 @@ class ReadAhead:
         """Wait until the windows of these steps are here, and return them, (steps * B,).
 
         They stay until `move`.  An interruption of the waiting costs nothing: call again.
-
-        Raises
-        ------
-        GearError
-            What a thread met; ``LOADER_STATE`` after `stop`, and in a forked process.
         """
         self.check(ahead=True)
         with self._changed:

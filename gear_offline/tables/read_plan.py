@@ -67,13 +67,7 @@ class Places:
 
     def part(self, begin: int, end: int) -> Places:
         """Return windows `begin` to `end`."""
-        some = slice(begin, end)
-        return Places(
-            low=self.low[some],
-            real=self.real[some],
-            before=self.before[some],
-            slots=self.slots[some],
-        )
+        return Places(**{name: values[begin:end] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,33 +112,24 @@ class Stretch:
         begin = self._bounds[place[known]]
         counts = self._bounds[place[known] + 1] - begin
         behind = np.cumsum(counts) - counts
-        mine = self._order[np.arange(counts.sum()) + np.repeat(begin - behind, counts)]
-        missing = self.slot[mine] < 0
-        return np.repeat(known, counts)[missing], self.first + mine[missing].astype(np.int64)
+        places = self._order[np.arange(counts.sum()) + np.repeat(begin - behind, counts)]
+        missing = self.slot[places] < 0
+        return np.repeat(known, counts)[missing], self.first + places[missing].astype(np.int64)
 
     def latest_ready(self, count: int, after: int) -> Int64Array:
         """Return up to `count` ready references beyond `after`, the latest ones."""
         begin = max(after + 1 - self.first, 0)
-        found: Int64Array = np.flatnonzero(self.ready[begin:])[-count:] + (begin + self.first)
-        return found
+        latest: Int64Array = np.flatnonzero(self.ready[begin:])[-count:] + (begin + self.first)
+        return latest
 
 
 class ReadPlan:
     """Which chunk is read next into which slots.
 
-    Parameters
-    ----------
-    needs
-        ``needs(first_step, steps)`` names the windows of consecutive steps; a pure function.
-    batch
-        Windows of a step, B.
-    slots
-        Windows that can be kept, S.
-    depth
-        Windows ahead of the next step that are read for their own sake.  Others are kept only if
-        a chunk was read anyhow: a chunk that is read later has more of use in it.
-    horizon
-        Windows ahead that are known, at least `depth`.
+    `needs(first_step, steps)` names the windows of consecutive steps, `batch` (B) of each; a pure
+    function.  `slots` windows can be kept (S).  `depth` windows ahead of the next step are read for
+    their own sake; those up to `horizon` (at least `depth`) are kept only if a chunk was read
+    anyhow: a chunk that is read later has more of use in it.
     """
 
     def __init__(
@@ -188,8 +173,7 @@ class ReadPlan:
         while self._stretches and self._stretches[0].first < base:
             stretch = self._stretches[0]
             begin, end = max(self._base - stretch.first, 0), base - stretch.first
-            done = np.flatnonzero(stretch.ready[begin:end]) + begin
-            self._drop(stretch, done)
+            self._drop(stretch, np.flatnonzero(stretch.ready[begin:end]) + begin)
             if stretch.last > base:
                 break
             self._stretches.popleft()
@@ -217,10 +201,8 @@ class ReadPlan:
         """Return the stretch of these steps.  Changes nothing: may run beside everything else."""
         # In pieces: drawing takes some hundred bytes for each reference in passing.
         size = max(PIECE // self._batch, 1)
-        pieces = [
-            self._needs(first_step + begin, min(size, steps - begin))
-            for begin in range(0, steps, size)
-        ]
+        begins = range(0, steps, size)
+        pieces = [self._needs(first_step + at, min(size, steps - at)) for at in begins]
         return Stretch(first_step * self._batch, pieces)
 
     def extend(self, generation: int, stretch: Stretch) -> None:
@@ -250,9 +232,11 @@ class ReadPlan:
                 break
             references.append(admitted)
             slots.append(self._assign(admitted))
-        found = np.concatenate(references)
-        order = np.argsort(found)
-        return self._job(chunks, found[order], np.concatenate(slots)[order]) if len(found) else None
+        admitted = np.concatenate(references)
+        order = np.argsort(admitted)
+        if not len(order):
+            return None
+        return self._job(chunks, admitted[order], np.concatenate(slots)[order])
 
     def _due_chunks(self, most: int) -> Int64Array:
         """Return up to `most` chunks of windows that are due and have no slot, the soonest first.
@@ -267,8 +251,8 @@ class ReadPlan:
                 missing = np.flatnonzero(stretch.slot[part] < 0)[:SCAN]
                 chunks = np.concatenate([chunks, stretch.chunk[part][missing]])
         _, first = np.unique(chunks, return_index=True)
-        found: Int64Array = chunks[np.sort(first)[:most]]
-        return found
+        soonest: Int64Array = chunks[np.sort(first)[:most]]
+        return soonest
 
     def _spread(
         self, chunks: Int64Array, which: Int64Array, missing: Int64Array
@@ -310,8 +294,8 @@ class ReadPlan:
             if len(last) == short or stretch.last <= missing[0]:
                 break
             if stretch.residents:
-                found = stretch.latest_ready(short - len(last), int(missing[0]))
-                last = np.concatenate([found, last])
+                latest = stretch.latest_ready(short - len(last), int(missing[0]))
+                last = np.concatenate([latest, last])
         # The soonest of both stay.
         both = np.sort(np.concatenate([missing, last]))
         kept = len(both) - short
@@ -367,24 +351,24 @@ class ReadPlan:
         self._give_back(job.places.slots[~wanted])
         references = job.references[wanted]
         for stretch in self._stretches:
-            mine = references[(references >= stretch.first) & (references < stretch.last)]
-            stretch.ready[mine - stretch.first] = True
-            stretch.residents += len(mine)
+            own = references[(references >= stretch.first) & (references < stretch.last)]
+            stretch.ready[own - stretch.first] = True
+            stretch.residents += len(own)
 
     def held(self, first_step: int, steps: int) -> Held | None:
         """Return these steps' windows, (steps * B,), or None while one is missing."""
         begin, end = first_step * self._batch, (first_step + steps) * self._batch
         assert begin == self._base and end - begin <= self._depth, "only what is read ahead comes"
-        found: list[tuple[npt.NDArray[Any], ...]] = []
+        parts: list[tuple[npt.NDArray[Any], ...]] = []
         for stretch in self._stretches:
             part = slice(max(begin - stretch.first, 0), max(end - stretch.first, 0))
             if not stretch.ready[part].all():
                 return None
-            found.append((stretch.slot[part], stretch.episode[part], stretch.low[part]))
-        if sum(len(slots) for slots, *_ in found) < end - begin:
+            parts.append((stretch.slot[part], stretch.episode[part], stretch.low[part]))
+        if sum(len(slots) for slots, *_ in parts) < end - begin:
             return None
-        joined = [np.concatenate(part, dtype=np.int64) for part in zip(*found, strict=True)]
-        return Held(slots=joined[0], episode=joined[1], low=joined[2])
+        slots, episode, low = (np.concatenate(p, dtype=np.int64) for p in zip(*parts, strict=True))
+        return Held(slots=slots, episode=episode, low=low)
 
     def _drop(self, stretch: Stretch, places: Int64Array) -> None:
         """Let go of ready windows of a stretch."""

@@ -46,19 +46,7 @@ def sum_returns(
 ) -> Float32Array:
     """Return (n,) float32 returns-to-go of whole episodes that begin at global steps `offsets`.
 
-    Parameters
-    ----------
-    rewards
-        (n,) or (n, 1), any real dtype.
-    offsets
-        First step of each episode, and the end of the last.
-    gamma, scale
-        ``sum_{k >= t} gamma**(k - t) r_k / scale``, ``0 <= gamma <= 1``.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN`` if finite rewards have a return that float32 cannot hold.
+    Of (n,) or (n, 1) rewards: ``sum_{k >= t} gamma**(k - t) r_k / scale``.
     """
     flat = rewards.reshape(-1)
     wide = flat.astype(np.float64)

@@ -35,22 +35,12 @@ _OPTIONS = ("context_length", "normalize_states", "extra_columns", "frame_stack"
 
 @dataclass(frozen=True, kw_only=True)
 class Handle:
-    """What another process of the node needs to attach; plain numbers.
-
-    Attributes
-    ----------
-    process, descriptor
-        Who holds the memory open, and as what.
-    nbytes
-        Size.
-    device, inode
-        The file's identity, so that a number that was used again is noticed.
-    """
+    """What another process of the node needs to attach; plain numbers."""
 
     process: int
     descriptor: int
     nbytes: int
-    device: int
+    device: int  # this and the inode tell when the descriptor's number is used again
     inode: int
 
 
@@ -58,11 +48,6 @@ class SharedMemory:
     """Memory that processes share, with an allocator: arrays begin at pages of their own.
 
     Arrays keep the memory alive; after `close` no other process can attach through this one.
-
-    Attributes
-    ----------
-    nbytes
-        Size, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -75,15 +60,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "gear-table") -> Self:
-        """Make at least `nbytes` zeros that take memory when touched; `name` is seen in /proc.
-
-        Raises
-        ------
-        GearError
-            ``MEMORY`` if the machine, or this container, has less memory available.
-        UnavailableError
-            ``SYSTEM`` if the system has no anonymous files.
-        """
+        """Make at least `nbytes` zeros that take memory when touched; `name` is seen in /proc."""
         nbytes = max(whole_pages(nbytes), mmap.PAGESIZE)
         check_available(nbytes)
         try:
@@ -107,13 +84,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, handle: Handle) -> Self:
-        """Map the memory of another process of this user on this node.
-
-        Raises
-        ------
-        GearError
-            ``MEMORY`` if the process is gone, or is not visible from here.
-        """
+        """Map the memory of another process of this user on this node."""
         try:
             path = f"/proc/{handle.process}/fd/{handle.descriptor}"
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -154,21 +125,8 @@ def share_table(
     """Build a table in shared memory, or take one that another process of the node has built.
 
     The first process calls this without `handle` and gives ``memory.handle()`` to the others, which
-    pass it with the same options; they return at once and read the same pages.  The first one must
-    have returned before it sends the handle: then every row is there and verified.
-
-    Parameters
-    ----------
-    source, threads, options
-        As `gear_offline.tables.table.build_table`.
-    handle
-        Of the memory that holds the table.
-
-    Raises
-    ------
-    GearError
-        ``MEMORY`` before anything is read if the table does not fit, or if the other process is
-        gone; and what `build_table` raises.
+    pass it with the same options; they return at once and read the same pages.  Other arguments are
+    those of `build_table`.
     """
     nbytes = table_bytes(source, **_sizes(options))
     memory = SharedMemory.create(nbytes) if handle is None else SharedMemory.attach(handle)
@@ -185,12 +143,8 @@ def share_table(
 class SharedTables:
     """Tables that several runs read, each built once.
 
-    Parameters
-    ----------
-    handles
-        Tables of another process, from its `handles`.
-    publish
-        Build tables in shared memory, so that other processes can take them.
+    `handles` are those of another process; with `publish`, tables are built in shared memory, so
+    that other processes can take them.
     """
 
     def __init__(
@@ -208,12 +162,11 @@ class SharedTables:
         options = {name: loader[name] for name in _OPTIONS if name in loader}
         name = json.dumps([source_name(source), source_digest(source), options], sort_keys=True)
         if name not in self._tables:
-            handle = self._handles.get(name)
+            handle = Handle(**self._handles[name]) if name in self._handles else None
             if handle is None and not _fits(source, loader, options):
                 return None
             if handle is not None or self._publish:
-                attached = None if handle is None else Handle(**handle)
-                table, self._memory[name] = share_table(source, handle=attached, **options)
+                table, self._memory[name] = share_table(source, handle=handle, **options)
             else:
                 table = build_table(source, **options)
             self._tables[name] = table

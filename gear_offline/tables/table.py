@@ -28,7 +28,7 @@ import numpy as np
 
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import Array, Int64Array
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.tables.fields import (
@@ -37,7 +37,6 @@ from gear_offline.tables.fields import (
     REWARDS,
     STATES,
     HasColumns,
-    returns_field,
     standard_fields,
     to_float32,
 )
@@ -46,7 +45,7 @@ from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
 RECORD_ALIGNMENT_BYTES = 16
-CHUNK_BYTES = 4 << 20  # of a shard's columns and their rows; of 2 MiB, threads wait for the lock
+CHUNK_BYTES = 4 << 20  # of a shard's columns and their rows; 2 and 16 MiB were 10 to 25 % slower
 RUN_STEPS = 1 << 16  # of whole episodes whose returns-to-go are summed at a time
 SWITCH_SECONDS = 2e-4  # for the interpreter's lock: 16 threads loaded 1.6 times as fast on an H200
 MAX_THREADS = 8  # more are slower: the kernel makes pages for one mapping no faster
@@ -56,23 +55,12 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """All column groups of a dataset, or of some of its shards.
+    """All column groups of a dataset, or of some of its shards."""
 
-    Attributes
-    ----------
-    episodes
-        Episode index over the N steps.
-    groups
-        Each field is in exactly one.
-    margin
-        Rows of zeros before the first step and after the last; windows up to this long can be cut.
-    placed
-        Copies of the rows on GPUs, by device and options; loaders of one table share them.
-    """
-
-    episodes: EpisodeIndex
-    groups: tuple[ColumnGroup, ...]
-    margin: int
+    episodes: EpisodeIndex  # over the N steps
+    groups: tuple[ColumnGroup, ...]  # each field is in exactly one
+    margin: int  # rows of zeros in front and behind; windows up to this long can be cut
+    # Copies of the rows on GPUs, by device and options; loaders of one table share them.
     placed: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -87,29 +75,18 @@ class Table:
 
     def without_rows(self) -> Table:
         """Return what the table is without its memory, for rows that a GPU holds."""
-        empty = (np.empty((0, group.width), group.dtype) for group in self.groups)
-        groups = (replace(g, rows=rows) for g, rows in zip(self.groups, empty, strict=True))
+        groups = (replace(g, rows=np.empty((0, g.width), g.dtype)) for g in self.groups)
         return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """What a column group will hold, before there is memory for it.
+    """What a column group will hold, before there is memory for it."""
 
-    Attributes
-    ----------
-    fields
-        By column of the source; ``None`` stands for the returns-to-go.
-    width, dtype
-        Elements of a row, and their kind.
-    final
-        Whether the values become the batch's; otherwise the column stays as it is.
-    """
-
-    fields: Mapping[str | None, Field]
-    width: int
+    fields: Mapping[str | None, Field]  # by column of the source; None: the returns-to-go
+    width: int  # elements of a row
     dtype: np.dtype[Any]
-    final: bool
+    final: bool  # whether the rows hold the batch's values; otherwise the column stays as it is
 
     @property
     def row_bytes(self) -> int:
@@ -124,7 +101,7 @@ def plan_groups(
     extra_columns: Sequence[str] = (),
     frame_stack: int = 1,
 ) -> list[GroupPlan]:
-    """Return the column groups of a table, in their order; `build_table` states the errors."""
+    """Return the column groups of a table, in their order."""
     joint = isinstance(source, JointDataset)
     if isinstance(source, JointDataset):
         for part in source.tasks:
@@ -143,9 +120,13 @@ def plan_groups(
             remedy="name each further column once; observations, actions, rewards are always there",
         )
     packed: dict[str | None, Field] = {
-        c: f for c, f in fields.items() if _is_packed(source.spec[c], f)
+        column: single
+        for column, single in fields.items()
+        if len(source.spec[column].shape) <= 1
+        and single.dtype == np.float32
+        and 4 * single.width <= PACKED_BYTES
     }
-    packed[None] = returns_field()
+    packed[None] = Field(name="returns_to_go", dtype=np.dtype(np.float32), shape=(1,))
     alone = {column: f for column, f in fields.items() if column not in packed}
     for column in extra_columns:
         spec = source.spec[column]
@@ -159,11 +140,6 @@ def plan_groups(
             GroupPlan(fields={column: single}, width=prod(spec.shape), dtype=dtype, final=final)
         )
     return plans
-
-
-def _is_packed(spec: ColumnSpec, single: Field) -> bool:
-    narrow = 4 * single.width <= PACKED_BYTES
-    return len(spec.shape) <= 1 and single.dtype == np.float32 and narrow
 
 
 def _packed_plan(fields: Mapping[str | None, Field]) -> GroupPlan:
@@ -207,10 +183,9 @@ def build_table(
 ) -> Table:
     """Read the columns of `source` and derive the returns-to-go.
 
-    Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; fields that
-    stand alone and extra columns keep their source dtype; each group has
-    ``2 * (context_length + frame_stack - 1) + landing_rows`` more rows.  While reading, each thread
-    has some megabytes more, and the rewards and returns of a shard.
+    Memory, exactly: the packed fields cost ``ceil16(4 * (S + A + 2))`` bytes a step; other columns
+    keep their source dtype; each group has ``2 * (context_length + frame_stack - 1) +
+    landing_rows`` more rows.  While reading, each thread has some megabytes more.
 
     Parameters
     ----------
@@ -239,13 +214,6 @@ def build_table(
         Rows behind the last margin of each group, for segments that arrive from other nodes.
     threads
         That read at once, by default one per core up to 8.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN`` (a column that is missing, cannot be that field, is named twice, or has a value
-        too large for float32), ``LOADER_OPTION`` (frame_stack or normalize_states for data that
-        they do not fit), and what reading raises: ``DATASET_DAMAGED``.
     """
     plans = plan_groups(
         source,
@@ -346,9 +314,8 @@ class _Filler:
             )
         # Where there are few shards, each group is work of its own.
         apart = threads > 1 and len(jobs) <= 2 * threads
-        work = [(job, [g]) for job in jobs for g in self.groups] if apart else [
-            (job, self.groups) for job in jobs
-        ]  # fmt: skip
+        shares = [[group] for group in self.groups] if apart else [self.groups]
+        work = [(job, groups) for job in jobs for groups in shares]
         pool = ThreadPoolExecutor(threads, thread_name_prefix="gear-load")
         with _quick_switches(), pool:
             futures = [pool.submit(self._fill_shard, job, groups) for job, groups in work]
@@ -392,9 +359,12 @@ class _Filler:
             target = rows[begin : begin + chunk]
             for column, (step, values) in zip(columns, chunks, strict=True):
                 assert step == base + begin, "columns are read side by side"
-                _lay(
-                    target, plan.fields[column].offset, _final(values, fields[column], column, step)
-                )
+                single = fields[column]
+                if single.mean is not None or single.dtype != np.float32:
+                    final = convert(values.reshape(len(values), *single.shape), single)
+                else:
+                    final = to_float32(values, column, step)
+                _lay(target, plan.fields[column].offset, final)
             for name, summed in ahead.items():
                 _lay(target, plan.fields[name].offset, summed[begin : begin + chunk])
 
@@ -427,13 +397,6 @@ def _quick_switches() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
-
-
-def _final(values: Array, single: Field, column: str, first_step: int) -> Array:
-    """Return the batch's values of a field, normalised or cast."""
-    if single.mean is not None or single.dtype != np.float32:
-        return convert(values.reshape(len(values), *single.shape), single)
-    return to_float32(values, column, first_step)
 
 
 def _lay(rows: Array, offset: int, values: Array) -> None:

@@ -62,10 +62,7 @@ class ShardFiles:
 
     @contextmanager
     def opened(self, shards: Iterable[int]) -> Iterator[dict[int, int]]:
-        """Give the descriptors of `shards` and `DERIVED`; at the end checks that none has changed.
-
-        Raises `InputError` (``DATASET_DAMAGED``), or what `open_member` does.
-        """
+        """Give the descriptors of `shards` and `DERIVED`; check at the end that none changed."""
         handles: dict[int, int] = {}
         try:
             for shard in shards:
@@ -136,14 +133,8 @@ def read_pages(handle: int, memory: UInt8Array, begin: int, least: int, where: s
 class WindowReader:
     """Copies windows from files to slots.
 
-    Parameters
-    ----------
-    first_steps, part_of
-        (s + 1,) and (s,) int64: first step of each shard in the table, and its dataset.
-    span, history
-        K and H.
-    chunk_steps, chunks
-        Steps of a chunk; chunks that are read together.
+    `first_steps` (s + 1,) of each shard in the table, and its dataset, `part_of` (s,); `span` K and
+    `history` H; steps of a chunk, and `chunks` that are read together.
     """
 
     def __init__(
@@ -186,15 +177,9 @@ class WindowReader:
     def read(self, places: Places, targets: Sequence[Array], buffer: UInt8Array) -> tuple[int, int]:
         """Read windows into their slots; return the bytes and the parts of files that were read.
 
-        Parameters
-        ----------
-        places
-            Windows in the order of their first steps.
-        targets
-            Of each column (S,) of void, a slot of H + K rows.  Row H is a window's first step; what
-            lies around the window's rows, and its history where the column has one, is any.
-        buffer
-            From `buffer`; used for nothing else meanwhile.
+        Windows come in the order of their first steps.  A target has (S,) slots of H + K rows, as
+        void, of each column; row H is a window's first step; what lies around the window's rows,
+        and its history where the column has one, is any.  The buffer is used for nothing else.
         """
         border = np.flatnonzero(np.diff(self.chunk_of(places.low))) + 1
         cuts = [0, *border[self.chunks - 1 :: self.chunks].tolist(), len(places.low)]
@@ -273,13 +258,13 @@ class WindowReader:
         """Copy windows that begin at bytes `begins` of the buffer to their slots."""
         part = self._part_of[shard]
         for number in np.unique(part).tolist():
-            mine, lay = np.flatnonzero(part == number), column.lay[number]
+            own, lay = np.flatnonzero(part == number), column.lay[number]
             if lay is None:
-                _copy(buffer, begins[mine], slots[mine], target)
+                _copy(buffer, begins[own], slots[own], target)
                 continue
-            stored = self._rows * int(column.stored_bytes[shard[mine[0]]])
+            stored = self._rows * int(column.stored_bytes[shard[own[0]]])
             step = max(COPY_BYTES // max(stored, target.dtype.itemsize), 1)
-            for some in np.split(mine, range(step, len(mine), step)):
+            for some in np.split(own, range(step, len(own), step)):
                 rows = _windows(buffer, stored)[begins[some]].view(np.uint8)
                 # What lies around the rows of a window's episode may be any bits.
                 with np.errstate(invalid="ignore", over="ignore"):
