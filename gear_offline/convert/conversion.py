@@ -23,7 +23,6 @@ from gear_offline.convert.shards import (
     Opening,
     Settings,
     Shard,
-    changed_error,
     plan_shards,
     write_in_processes,
     write_shards,
@@ -45,17 +44,12 @@ from gear_offline.dataset.manifest import (
 )
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
-from gear_offline.dataset.shard import (
-    DIGEST_CHARS,
-    RESERVED_NAMES,
-    digest,
-    stored_form,
-)
+from gear_offline.dataset.shard import DIGEST_CHARS, RESERVED_NAMES, digest, stored_form
 from gear_offline.dataset.source_facts import small_facts
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source, SourceInfo
+from gear_offline.sources.base import Source, SourceInfo, changed_error
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20

@@ -23,10 +23,7 @@ import numpy as np
 
 from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.dataset.manifest import (
-    ShardRecord,
-    shard_name,
-)
+from gear_offline.dataset.manifest import ShardRecord, shard_name
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
@@ -38,7 +35,7 @@ from gear_offline.dataset.shard import (
 from gear_offline.dataset.statistics import Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source
+from gear_offline.sources.base import Source, changed_error
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
 PIECES = 3  # read and not yet written or counted
@@ -164,10 +161,7 @@ def _finish(
         digests=writer.finish(),
     )
     return Shard(
-        record=record,
-        moments=counter.moments,
-        returns=counter.returns,
-        choices=counter.choices,
+        record=record, moments=counter.moments, returns=counter.returns, choices=counter.choices
     )
 
 
@@ -324,12 +318,7 @@ def write_in_processes(
 
 
 def _begin_worker(
-    parent: int,
-    opening: Opening,
-    spec: TableSpec,
-    lengths: str,
-    settings: Settings,
-    folder: Path,
+    parent: int, opening: Opening, spec: TableSpec, lengths: str, settings: Settings, folder: Path
 ) -> None:
     die_with_parent(parent)
     _worker.update(opening=opening, spec=spec, lengths=lengths, settings=settings, folder=folder)
@@ -345,12 +334,3 @@ def _in_worker(job: ShardJob) -> Shard:
         _worker["source"] = source
     settings, folder = _worker["settings"], _worker["folder"]
     return write_shards(_worker["source"], [job], settings, folder, lambda n: None)[0]
-
-
-def changed_error(name: str) -> InputError:
-    return InputError(
-        "SOURCE_CHANGED",
-        "the source changed while it was converted",
-        where=name,
-        remedy="convert again once nothing writes to it",
-    )

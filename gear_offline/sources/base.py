@@ -137,22 +137,9 @@ class Piece:
 
 
 class PieceSource(Source):
-    """A `Source` over pieces: arrays, columns of a file, episodes, other sources.
+    """A `Source` over pieces in the order of the table: arrays, a file's columns, other sources.
 
-    Parameters
-    ----------
-    pieces
-        In the order of the table; their steps add up to N.
-    columns
-        Columns that every piece has.
-    lengths, terminated, truncated
-        Of the episodes, (E,).
-    info
-        Provenance.
-    preferred
-        Rows per read by column; others are read about 8 MiB at a time.
-    owned
-        Sources to close.
+    `preferred` are rows per read by column; `owned` are sources to close with this one.
     """
 
     def __init__(
@@ -214,11 +201,8 @@ def warnings_about(names: Mapping[str, str]) -> list[str]:
 
 
 def legal_names(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name the column's: itself, or with ``_`` for what no column may have.
-
-    A name that differs from another by case only, or only by what was replaced, gets a number.
-    """
-    found: dict[str, str] = {}
+    """Return for each name the column's: ``_`` for what no column may have, a number if taken."""
+    columns: dict[str, str] = {}
     taken: set[str] = set()
     for name in sorted(names, key=lambda n: not is_column_name(n)):  # legal ones stay
         parts = (re.sub(r"[^A-Za-z0-9_.\-]", "_", part) for part in name.split("/"))
@@ -228,8 +212,8 @@ def legal_names(names: Iterable[str]) -> dict[str, str]:
         while unique.casefold() in taken:
             number, unique = number + 1, f"{legal[: MAX_NAME_CHARS - 10]}_{number}"
         taken.add(unique.casefold())
-        found[name] = unique
-    return found
+        columns[name] = unique
+    return columns
 
 
 def open_file(path: Path) -> int:
@@ -245,11 +229,11 @@ def open_file(path: Path) -> int:
         ) from error
 
 
-def changed_error(path: Path) -> InputError:
+def changed_error(name: str) -> InputError:
     """Return the error for a file that is not the one that was opened."""
     return InputError(
         "SOURCE_CHANGED",
         "the source changed while it was converted",
-        where=path.name,
+        where=name,
         remedy="convert again once nothing writes to it",
     )

@@ -40,27 +40,13 @@ MAX_DOWNLOAD_BYTES = 64 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one family of D4RL datasets marks the ends of its episodes.
-
-    Attributes
-    ----------
-    name
-        Name in messages and attributes.
-    pattern
-        Regular expression searched in the lower-case file name or environment id.
-    rule
-        Boundary rule of files with a ``timeouts`` column.
-    rule_without_timeouts
-        Boundary rule of files without one.
-    step_limit
-        Longest episode that the family can have, ``None`` when lengths say nothing.
-    """
+    """How one family of D4RL datasets marks the ends of its episodes."""
 
     name: str
-    pattern: str
-    rule: str
+    pattern: str  # searched in the lower-case file name or environment id
     rule_without_timeouts: str
-    step_limit: int | None = None
+    rule: str = "terminals|timeouts"  # of files with a column timeouts
+    step_limit: int | None = None  # of the longest episode that it can have
 
 
 _WORD = r"(?:^|[^a-z])"
@@ -82,28 +68,20 @@ FAMILIES = (
     Family(
         name="adroit-pen",
         pattern=_WORD + r"pen(?:$|[^a-z])",
-        rule="terminals|timeouts",
         rule_without_timeouts="terminals|steps=100",
     ),
     Family(
         name="adroit",
         pattern=_WORD + r"(?:door|hammer|relocate)(?:$|[^a-z])",
-        rule="terminals|timeouts",
         rule_without_timeouts="terminals|steps=200",
     ),
     Family(
         name="mujoco",
         pattern=_WORD + r"(?:hopper|halfcheetah|walker(?:2d)?|ant)(?:$|[^a-z])",
-        rule="terminals|timeouts",
         rule_without_timeouts="terminals|steps=1000",
         step_limit=1000,
     ),
-    Family(
-        name="d4rl",
-        pattern=r"(?!)",
-        rule="terminals|timeouts",
-        rule_without_timeouts="terminals",
-    ),
+    Family(name="d4rl", pattern=r"(?!)", rule_without_timeouts="terminals"),
 )
 _BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -115,28 +93,14 @@ def looks_like_d4rl(datasets: Mapping[str, Hdf5Dataset]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class D4rlFile:
-    """What is known of a file in D4RL's layout.
+    """What is known of a file in D4RL's layout."""
 
-    Attributes
-    ----------
-    name
-        D4RL's name of the dataset, or the file's.
-    family, evidence
-        The family, and what told it.
-    rule
-        The family's boundary rule for the columns that are there.
-    environment
-        Gymnasium id, ``None`` where the file does not say.
-    reference
-        Name of the reference scores, ``None`` when unknown.
-    """
-
-    name: str
+    name: str  # D4RL's of the dataset, or the file's
     family: Family
-    evidence: str
-    rule: str
-    environment: str | None
-    reference: str | None
+    evidence: str  # what told the family
+    rule: str  # for the columns that are there
+    environment: str | None  # Gymnasium id
+    reference: str | None  # name of the reference scores
 
     @classmethod
     def detect(
@@ -145,10 +109,10 @@ class D4rlFile:
         """Find out by the file's name, then its attribute ``env_id``, then its content."""
         env_id = attributes.get("env_id")
         environment = gymnasium_id(env_id)
-        foreign = next((f for f in TIME_FLAGS[1:] if f in datasets), None)
-        foreign = None if "timeouts" in datasets else foreign
+        has_timeouts = "timeouts" in datasets
+        foreign = next((f for f in TIME_FLAGS if f in datasets and not has_timeouts), None)
         family, evidence = _detect_family(name, env_id, foreign, datasets)
-        rule = family.rule if "timeouts" in datasets else family.rule_without_timeouts
+        rule = family.rule if has_timeouts else family.rule_without_timeouts
         dataset = dataset_of_file(name)
         reference = dataset or dataset_of_file(str(env_id or ""))
         if environment:
@@ -165,9 +129,9 @@ class D4rlFile:
     def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
         """Return what a user should know of the episodes that the rule gave."""
         family, limit = self.family, self.family.step_limit
-        found: list[str] = []
+        notes: list[str] = []
         if self.evidence.startswith("content: ") and family.name != "d4rl" and not overridden:
-            found.append(
+            notes.append(
                 f"taken for {family.name} by its {self.evidence.removeprefix('content: ')}: "
                 f"episodes end by {family.name}'s rule; rule='terminals|timeouts' overrides"
             )
@@ -175,7 +139,7 @@ class D4rlFile:
         finished = lengths[:-1] if ends.tail_steps else lengths
         own = "terminals" if family.name == "mujoco" else "timeouts"
         if limit and int(lengths.max()) > limit:
-            found.append(
+            notes.append(
                 f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} "
                 f"steps of {family.name} (the longest has {int(lengths.max())}): flags may be "
                 f"missing; rule='{own}|steps={limit}' would cut them"
@@ -183,23 +147,23 @@ class D4rlFile:
         if family.name == "mujoco" and limit and "timeouts" in columns:
             cut = ~ends.terminated[: finished.size] & (finished < limit)
             if cut.any():
-                found.append(
+                notes.append(
                     f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step "
                     f"{limit}: replay data can be cut in mid-episode, and returns-to-go of such "
                     "episodes are too small (D4RL#162)"
                 )
         if overridden:
-            return found
+            return notes
         if not any(flag in columns for flag in TIME_FLAGS) or family.name == "kitchen":
-            found.append(_NOTES[family.name.split("-")[0]])
+            notes.append(_NOTES[family.name.split("-")[0]])
         if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
-            found.append(
+            notes.append(
                 "antmaze v0: timeouts are out of step with the resets in the released files, so "
                 "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
             )
         if re.match(r"hopper-.*-v1(?:\D|$)", self.name):
-            found.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
-        return found
+            notes.append("hopper v1 files were published with errors (D4RL#76, D4RL#86); use v2")
+        return notes
 
 
 _NOTES = {
@@ -255,16 +219,11 @@ def _detect_family(
     return _BY_NAME["d4rl"], "content: D4RL's column names"
 
 
-def cache_directory() -> Path:
-    """Return the directory where the d4rl package keeps its files."""
-    configured = os.environ.get("D4RL_DATASET_DIR")
-    return Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
-
-
 def locate(name: str) -> Path:
-    """Return the file of D4RL's dataset `name`, downloading it when it is not in the cache."""
-    url = _url(name)
-    target = cache_directory() / PurePosixPath(urlsplit(url).path).name
+    """Return the file of D4RL's dataset `name`, downloaded if the d4rl package's cache lacks it."""
+    url, configured = _url(name), os.environ.get("D4RL_DATASET_DIR")
+    folder = Path(configured) if configured else Path.home() / ".d4rl" / "datasets"
+    target = folder / PurePosixPath(urlsplit(url).path).name
     if not target.is_file():
         _download(url, target)
     return target

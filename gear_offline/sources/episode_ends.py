@@ -25,29 +25,18 @@ ARTIFICIAL = "terminals-as-truncations"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What ends an episode.
+    """What ends an episode: flag columns, or `step_limit` steps.
 
-    Attributes
-    ----------
-    text
-        The rule as written: parts joined by ``|``, each a flag column, ``steps=N`` or
-        ``terminals-as-truncations``; or ``none`` for one episode over the whole file.
-    flags
-        Flag columns whose true rows end an episode.
-    step_limit
-        An episode also ends after this many steps; ``None`` for no limit.
-    artificial
-        The terminal flags mark cuts of the recording, not ends of the environment.
+    `artificial` terminals mark cuts of the recording, not ends of the environment.
     """
 
-    text: str
     flags: tuple[str, ...]
-    step_limit: int | None = None
-    artificial: bool = False
+    step_limit: int | None
+    artificial: bool
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Read a rule as written; raises `InputError` (``SOURCE_LAYOUT``)."""
+        """Read ``none``, or parts joined by ``|``: a flag, ``steps=N``, `ARTIFICIAL`."""
         flags: list[str] = []
         limit: int | None = None
         artificial = False
@@ -61,14 +50,11 @@ class Rule:
             elif part in FLAGS and part not in flags:
                 flags.append(part)
             else:
-                raise InputError(
-                    "SOURCE_LAYOUT",
-                    f"boundary rule {text!r} is not understood at {part!r}",
-                    remedy="join parts with '|': "
-                    + ", ".join((*FLAGS, ARTIFICIAL, "steps=N"))
-                    + "; or 'none' for one episode",
-                )
-        return cls(text=text, flags=tuple(flags), step_limit=limit, artificial=artificial)
+                what = f"boundary rule {text!r} is not understood at {part!r}"
+                parts = ", ".join((*FLAGS, ARTIFICIAL, "steps=N"))
+                remedy = f"join parts with '|': {parts}; or 'none' for one episode"
+                raise InputError("SOURCE_LAYOUT", what, remedy=remedy)
+        return cls(flags=tuple(flags), step_limit=limit, artificial=artificial)
 
 
 def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
@@ -79,13 +65,11 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
     terminal = next((name for name in TERMINAL_FLAGS if name in flags), None)
     time_flag = next((name for name in TIME_FLAGS if name in flags), None)
     if terminal and time_flag:
-        return f"{terminal}|{time_flag}", [
-            f"{terminal} and {time_flag} end episodes: one that ends with both counts as terminated"
-        ]
+        note = f"{terminal} and {time_flag} end episodes: one with both counts as terminated"
+        return f"{terminal}|{time_flag}", [note]
     if terminal:
-        return terminal, [
-            f"only {terminal} end episodes: a time limit cannot be told from a termination"
-        ]
+        note = f"only {terminal} end episodes: a time limit cannot be told from a termination"
+        return terminal, [note]
     if time_flag:
         return time_flag, [f"only {time_flag} end episodes: none counts as terminated"]
     raise InputError(
@@ -99,17 +83,7 @@ def default_rule(flags: Sequence[str], *, where: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Boundaries:
-    """Episodes found.
-
-    Attributes
-    ----------
-    lengths
-        (E,) int64.
-    terminated, truncated
-        (E,) bool; exactly one is true.
-    tail_steps
-        Steps of the last episode when no flag ended it, else 0.
-    """
+    """Episodes, (E,) each; `tail_steps` are those of the last one when no flag ended it, else 0."""
 
     lengths: Int64Array
     terminated: BoolArray
@@ -126,32 +100,17 @@ def split_episodes(
     where: str,
     block: int = 1 << 20,
 ) -> Boundaries:
-    """Return the episodes of a table by a boundary rule.
+    """Return the episodes of a table of `rows` rows by a rule, in one pass of `block` rows a read.
 
-    Parameters
-    ----------
-    rule
-        As written; see `Rule`.
-    columns
-        Names of the table's columns.
-    rows
-        N.
-    read
-        ``read(flag, start, stop)`` gives rows of a flag; any number but 0 is true.
-    where
-        Place in messages.
-    block
-        Rows per read.
+    ``read(flag, start, stop)`` gives rows of a flag; any number but 0 is true.  An episode is
+    terminated if its last row bears a terminal flag, which wins over a timeout on the same row.
+    Rows behind the last end form an episode that is truncated.
     """
     parsed = Rule.parse(rule)
     missing = [flag for flag in parsed.flags if flag not in columns]
     if missing:
-        raise InputError(
-            "COLUMN",
-            f"boundary rule {rule!r} needs the column {missing[0]!r}",
-            where=where,
-            remedy=f"columns here: {', '.join(columns)}",
-        )
+        what, remedy = f"boundary rule {rule!r} needs the column {missing[0]!r}", ", ".join(columns)
+        raise InputError("COLUMN", what, where=where, remedy=f"columns here: {remedy}")
     # What says whether an episode's last row terminated it: the rule's own flags, or else (a rule
     # on timeouts alone) the counterpart of its time flag.
     terminals = [flag for flag in parsed.flags if flag in TERMINAL_FLAGS]
@@ -161,79 +120,47 @@ def split_episodes(
         terminals = [flag for flag in wanted if flag in columns]
 
     def flags(names: Iterable[str], start: int, stop: int) -> BoolArray:
-        found = np.zeros(stop - start, np.bool_)
+        marked = np.zeros(stop - start, np.bool_)
         for name in names:
             values = read(name, start, stop)
             invalid = np.flatnonzero(values != values)
             if invalid.size:
-                raise InputError(
-                    "SOURCE_LAYOUT",
-                    f"the flag {name} is NaN at row {start + int(invalid[0])}",
-                    where=where,
-                    remedy="give one true or false for each step",
-                )
-            found |= values != 0
-        return found
+                what = f"the flag {name} is NaN at row {start + int(invalid[0])}"
+                remedy = "give one true or false for each step"
+                raise InputError("SOURCE_LAYOUT", what, where=where, remedy=remedy)
+            marked |= values != 0
+        return marked
 
-    blocks = ((start, min(start + block, rows)) for start in range(0, rows, block))
-    return find_boundaries(
-        parsed,
-        ((flags(parsed.flags, *ends), flags(terminals, *ends)) for ends in blocks),
-        rows,
-    )
-
-
-def find_boundaries(
-    rule: Rule, blocks: Iterable[tuple[BoolArray, BoolArray]], steps: int
-) -> Boundaries:
-    """Apply `rule` in one pass.
-
-    Parameters
-    ----------
-    rule
-        Gives the step limit and whether terminals are artificial.
-    blocks
-        Consecutive row blocks: (n,) bool rows that bear an ending flag, and (n,) bool rows on
-        which the environment says that it terminated.
-    steps
-        N, the total of the blocks.
-
-    Returns
-    -------
-    Boundaries
-        An episode is terminated if its last row bears the terminal flag, which wins over a timeout
-        on the same row.  Rows behind the last end form an episode that is truncated.
-    """
     ends: list[Int64Array] = []
     finals: list[BoolArray] = []
-    row, start = 0, 0
-    for ending, terminal in blocks:
-        stop = row + ending.size
-        found = np.flatnonzero(ending).astype(np.int64) + row
-        if rule.step_limit is not None:
-            found = _with_step_limit(found, start, stop, rule.step_limit)
-        if found.size:
-            ends.append(found)
-            finals.append(terminal[found - row] & (not rule.artificial))
-            start = int(found[-1]) + 1
-        row = stop
-    assert row == steps, f"flag blocks cover {row} of {steps} rows"
-    if start < steps:
-        ends.append(np.array([steps - 1], dtype=np.int64))
+    start = 0  # of the episode that is under way
+    for row in range(0, rows, block):
+        stop = min(row + block, rows)
+        last = np.flatnonzero(flags(parsed.flags, row, stop)).astype(np.int64) + row
+        if parsed.step_limit is not None:
+            last = _with_step_limit(last, start, stop, parsed.step_limit)
+        terminal = flags(terminals, row, stop)
+        if last.size:
+            ends.append(last)
+            finals.append(terminal[last - row] & (not parsed.artificial))
+            start = int(last[-1]) + 1
+    if start < rows:
+        ends.append(np.array([rows - 1], np.int64))
         finals.append(np.array([False]))
-    last = np.concatenate(ends)
-    terminated = np.concatenate(finals).astype(np.bool_)
-    lengths = np.diff(last, prepend=np.int64(-1))
+    terminated = np.concatenate(finals)
     return Boundaries(
-        lengths=lengths, terminated=terminated, truncated=~terminated, tail_steps=steps - start
+        lengths=np.diff(np.concatenate(ends), prepend=np.int64(-1)),
+        terminated=terminated,
+        truncated=~terminated,
+        tail_steps=rows - start,
     )
 
 
-def _with_step_limit(found: Int64Array, start: int, stop: int, limit: int) -> Int64Array:
-    """Add the rows at which `limit` steps are full, between the ends `found` and up to `stop`."""
-    previous = np.concatenate(([start - 1], found))
-    following = np.concatenate((found, [stop]))
-    cuts = [found]
+def _with_step_limit(ends: Int64Array, start: int, stop: int, limit: int) -> Int64Array:
+    """Add the rows at which `limit` steps are full, between `ends` and up to `stop`."""
+    previous = np.concatenate(([start - 1], ends))
+    following = np.concatenate((ends, [stop]))
+    cuts = [ends]
     for before, after in zip(previous, following, strict=True):
         if after - before > limit:
             cuts.append(np.arange(before + limit, after, limit, dtype=np.int64))

@@ -344,11 +344,7 @@ class _Storage:
         raw = bytearray(size)
         _pread_into(file, memoryview(raw), offset)
         return decode_chunk(
-            raw,
-            self.filters,
-            skipped,
-            chunk_bytes=self.chunk_bytes,
-            itemsize=self.itemsize,
+            raw, self.filters, skipped, chunk_bytes=self.chunk_bytes, itemsize=self.itemsize
         )
 
     def check(self, file: int) -> None:
@@ -403,7 +399,7 @@ class Hdf5Column:
             file = open_file(self.path)
             try:
                 if file_identity(file) != self.identity:
-                    raise changed_error(self.path)
+                    raise changed_error(self.path.name)
                 if self.storage.filters or self.storage.chunks[1:] != self.stored_shape[1:]:
                     self._read_decoded(file, rows, start, stop)
                 else:
