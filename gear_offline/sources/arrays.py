@@ -85,18 +85,19 @@ def from_episodes(
     if not isinstance(episodes, Iterable):
         what = f"a {type(episodes).__name__} is given"
         raise _misfit(what, "episodes", "give a mapping of column names to arrays for each episode")
-    found = [_episode(number, episode) for number, episode in enumerate(episodes)]
-    if not found:
+    read = [_episode(number, episode) for number, episode in enumerate(episodes)]
+    if not read:
         raise _misfit("there are no episodes", "", "give at least one")
-    first = found[0][0]
-    for number, (columns, _) in enumerate(found):
+    first = read[0][0]
+    for number, (columns, _) in enumerate(read):
         _check_same(number, columns, first)
     names = legal_names(first)
-    ended = np.array([flags for _, flags in found])
+    pieces = [_piece(columns, names) for columns, _ in read]
+    ended = np.array([flags for _, flags in read])
     return PieceSource(
-        [_piece(columns, names) for columns, _ in found],
+        pieces,
         _specs(first, names),
-        lengths=[len(next(iter(columns.values()))) for columns, _ in found],
+        lengths=[piece.steps for piece in pieces],
         terminated=ended[:, 0],
         truncated=ended[:, 1],
         info=_info(name, "episodes", environment, attributes, warnings_about(names)),
@@ -178,12 +179,12 @@ def _specs(columns: Columns, names: Mapping[str, str]) -> list[ColumnSpec]:
 
 def _described(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return for the provenance what is no column: small values as they are, others by shape."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, value in metadata.items():
         array = np.asarray(value)
         one = array.item() if array.ndim == 0 else f"{array.dtype} {list(array.shape)}"
-        found[name] = one.decode("utf-8", "replace") if isinstance(one, bytes) else one
-    return {METADATA: found} if found else {}
+        facts[name] = one.decode("utf-8", "replace") if isinstance(one, bytes) else one
+    return {METADATA: facts} if facts else {}
 
 
 def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool, bool]]:
@@ -203,12 +204,12 @@ def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return what is given by column name; two of one name are refused."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in _leaves("", given):
-        if name in found:
+        if name in named:
             raise _misfit("a column is given twice", _place(name, where), "give each one once")
-        found[name] = value
-    return found
+        named[name] = value
+    return named
 
 
 def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -222,24 +223,22 @@ def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _array(value: Any, column: str, where: str) -> Array:
     try:
-        found = np.asarray(value)
+        rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
         raise _misfit(f"no array: {error}", _place(column, where), "give arrays of rows") from error
     if np.ma.is_masked(value):  # the numbers below a mask mean nothing
         what = f"{count_text(int(np.ma.getmaskarray(value).sum()), 'value')} masked"
         raise _misfit(what, _place(column, where), "fill them: values.filled(...)")
-    if found.dtype.kind not in "biufc":
-        what = f"dtype {found.dtype} is neither numeric nor bool"
+    if rows.dtype.kind not in "biufc":
+        what = f"dtype {rows.dtype} is neither numeric nor bool"
         remedy = "give numbers or bools, the same shape at every step; leave text out"
         raise _misfit(what, _place(column, where), remedy)
     if column in FLAGS:
-        wide = found.ndim > 1 and found.shape[1:] != (1,)
-        if wide or np.isnan(found).any():
-            what = f"a flag of per-step shape {found.shape[1:]}" if wide else "NaN in a flag"
+        wide = rows.ndim > 1 and rows.shape[1:] != (1,)
+        if wide or np.isnan(rows).any():
+            what = f"a flag of per-step shape {rows.shape[1:]}" if wide else "NaN in a flag"
             raise _misfit(what, _place(column, where), "give one true or false for each step")
-    if column in SCALARS and found.ndim == 2 and found.shape[1] == 1:
-        return found[:, 0]
-    return found
+    return rows[:, 0] if column in SCALARS and rows.ndim == 2 and rows.shape[1] == 1 else rows
 
 
 def _split_observations(columns: Columns, where: str) -> None:
@@ -264,14 +263,14 @@ def _steps(columns: Columns, where: str) -> int:
     flat = next((name for name, rows in columns.items() if rows.ndim == 0), None)
     if flat is not None:
         raise _misfit("one number instead of rows", _place(flat, where), "give a row for each step")
-    lead = REWARDS if REWARDS in columns else next(iter(columns), "")
-    steps = len(columns[lead]) if lead else 0
+    first = REWARDS if REWARDS in columns else next(iter(columns), "")
+    steps = len(columns[first]) if first else 0
     if not steps:
-        what = f"{lead} has no rows" if lead else "there are no columns"
+        what = f"{first} has no rows" if first else "there are no columns"
         raise _misfit(what, where, "give at least one step of observations, actions and rewards")
     for name, rows in columns.items():
         if len(rows) != steps:
-            what = f"{len(rows)} rows where {lead} has {steps}"
+            what = f"{len(rows)} rows where {first} has {steps}"
             raise _misfit(what, _place(name, where), "give one row for each step")
     return steps
 
@@ -283,18 +282,12 @@ def _check_same(number: int, columns: Columns, wanted: Columns) -> None:
         what = "is missing" if differ[0] in wanted else "is not in episode 0"
         raise _misfit(f"column {differ[0]} {what}", where, "give every episode the same columns")
     for name, first in wanted.items():
-        rows = columns[name]
-        if (rows.dtype.newbyteorder("="), rows.shape[1:]) != (
-            first.dtype.newbyteorder("="),
-            first.shape[1:],
-        ):
-            raise _misfit(
-                f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {first.dtype} "
-                f"{first.shape[1:]}",
-                _place(name, where),
-                "give every episode the same dtype, "
-                "as with numpy.asarray(values, numpy.float32), and shape",
-            )
+        rows, shape = columns[name], first.shape[1:]
+        native = rows.dtype.newbyteorder("=") == first.dtype.newbyteorder("=")
+        if not native or rows.shape[1:] != shape:
+            what = f"{rows.dtype} {rows.shape[1:]} a step, episode 0 has {first.dtype} {shape}"
+            remedy = "give every episode the same shape and dtype: np.asarray(values, np.float32)"
+            raise _misfit(what, _place(name, where), remedy)
 
 
 def _info(

@@ -85,10 +85,8 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
         ``SOURCE_LAYOUT`` if they do not fit; ``SOURCE_READ`` if one of them is not an open source.
     """
     if not isinstance(sources, Iterable):
-        what = f"a {type(sources).__name__} is given"
-        raise InputError(
-            "SOURCE_LAYOUT", what, where="sources", remedy="give a list of open sources"
-        )
+        what, remedy = f"a {type(sources).__name__} is given", "give a list of open sources"
+        raise InputError("SOURCE_LAYOUT", what, where="sources", remedy=remedy)
     sources = tuple(sources)
     for source in sources:
         _check_open(source)
@@ -120,11 +118,9 @@ def join_sources(sources: Iterable[Source], *, uri: str = "") -> PieceSource:
 
 def _check_open(source: object) -> None:
     if not isinstance(source, Source):
-        raise InputError(
-            "SOURCE_READ",
-            f"a {type(source).__name__} is not an open source",
-            remedy="give what gear_offline.open_source(PATH) returns",
-        )
+        what = f"a {type(source).__name__} is not an open source"
+        remedy = "give what gear_offline.open_source(PATH) returns"
+        raise InputError("SOURCE_READ", what, remedy=remedy)
 
 
 def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[str, str]]:
@@ -141,12 +137,10 @@ def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[s
         for source in sources:
             other = source.spec[column.name]
             if other != column:
-                raise InputError(
-                    "SOURCE_LAYOUT",
-                    f"column {column.name} is {other.dtype} {other.shape} in {source.info.uri} and "
-                    f"{column.dtype} {column.shape} in {first.info.uri}",
-                    remedy="join sources whose columns have the same dtype and shape",
-                )
+                what = f"column {column.name} is {other.dtype} {other.shape} in {source.info.uri} "
+                what += f"and {column.dtype} {column.shape} in {first.info.uri}"
+                remedy = "join sources whose columns have the same dtype and shape"
+                raise InputError("SOURCE_LAYOUT", what, remedy=remedy)
     return columns, left_out
 
 
@@ -273,10 +267,8 @@ def _column(
         below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
         if below and old not in source.spec:
             name = given.get(old, old)
-            raise refuse(
-                f"{name} is a group of {count_text(len(below), 'column')}",
-                f"name its parts: {'+'.join(name + part for part in below)}",
-            )
+            what = f"{name} is a group of {count_text(len(below), 'column')}"
+            raise refuse(what, f"name its parts: {'+'.join(name + part for part in below)}")
     specs = [source.spec[old] for old in olds]
     names = [given.get(old, old) for old in olds]
     remedy = "put vectors and numbers of one dtype together"
@@ -284,7 +276,6 @@ def _column(
         if len(spec.shape) > 1:
             what = f"{name} is {spec.dtype} {spec.shape} a step: it can be no part of a column"
             raise refuse(what, remedy)
-    for name, spec in zip(names, specs, strict=True):
         if spec.dtype != specs[0].dtype:
             what = f"{name} is {spec.dtype} and {names[0]} {specs[0].dtype}"
             raise refuse(f"{what}: they do not make one column", remedy)
@@ -302,13 +293,9 @@ def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> Pi
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether the directory looks like GEAR shards.
-
-    A folder of HDF5 files may have a manifest.json of its own.
-    """
-    if not (path / MANIFEST_NAME).is_file():
-        return False
-    return (path / shard_name(0)).exists() or not hdf5_files(path)
+    """Whether it looks like GEAR shards: a folder of HDF5 files may have a manifest.json too."""
+    has_manifest = (path / MANIFEST_NAME).is_file()
+    return has_manifest and ((path / shard_name(0)).exists() or not hdf5_files(path))
 
 
 def dataset_source(dataset: Dataset) -> PieceSource:
@@ -337,10 +324,7 @@ def dataset_source(dataset: Dataset) -> PieceSource:
 def open_shards(path: Path, *, rule: str | None) -> PieceSource:
     """Open the dataset directory at `path`; every digest is compared first."""
     if rule is not None:
-        raise InputError(
-            "SOURCE_LAYOUT",
-            f"boundary rule {rule!r} does not apply to GEAR shards, which store their episodes",
-            where=str(path),
-            remedy="leave the rule out, or convert the first source again",
-        )
+        what = f"boundary rule {rule!r} does not apply to GEAR shards, which store their episodes"
+        remedy = "leave the rule out, or convert the first source again"
+        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
     return dataset_source(open_dataset(path))

@@ -15,6 +15,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -47,24 +48,12 @@ _PLAIN = "copy the data into plain datasets of one file, e.g. with h5repack"
 
 @dataclass(frozen=True, kw_only=True)
 class Hdf5Dataset:
-    """What the header of an HDF5 dataset says; nothing of its content has been read.
+    """What the header of an HDF5 dataset says; nothing of its content has been read."""
 
-    Attributes
-    ----------
-    path
-        Where it lies in the file, without the leading slash.
-    shape
-        Dimensions; ``None`` for an empty (null) dataspace.
-    dtype
-        NumPy dtype as stored, ``None`` where the type is not a plain number or bool.
-    type_name
-        Short description of the stored type, for messages.
-    """
-
-    path: str
-    shape: tuple[int, ...] | None
-    dtype: np.dtype[Any] | None
-    type_name: str
+    path: str  # in the file, without the leading slash
+    shape: tuple[int, ...] | None  # None for an empty (null) dataspace
+    dtype: np.dtype[Any] | None  # as stored; None where it is not a plain number or bool
+    type_name: str  # for messages
 
     @property
     def rows(self) -> int:
@@ -75,19 +64,7 @@ class Hdf5Dataset:
 class Hdf5File:
     """An open HDF5 file whose headers were looked through; use it in a ``with`` statement.
 
-    Parameters
-    ----------
-    path
-        The file.
-    names
-        Column name to the dataset, or group of datasets, that gets it.
-
-    Attributes
-    ----------
-    datasets
-        What it holds by column name.
-    warnings
-        What the columns that were asked for lack.
+    `datasets` holds what it has by column name: that of `names`, or else its own.
     """
 
     def __init__(self, path: Path, *, names: Mapping[str, str] | None = None) -> None:
@@ -96,25 +73,18 @@ class Hdf5File:
         self.identity = file_identity(file)
         os.close(file)
         self.warnings: list[str] = []
-        try:
-            self._file = h5py.File(path, "r", locking="best-effort")
-        except LIBRARY_ERRORS as error:
-            if isinstance(error, BlockingIOError):  # locked: not damaged, but not complete either
-                raise InputError(
-                    "SOURCE_READ",
-                    "another program has the file open for writing",
-                    where=str(path),
-                    remedy="close it there, or wait for it to end",
-                ) from error
-            raise damaged(path, error) from error
-        try:
-            found = {dataset.path: dataset for dataset in self._walk()}
-            self.datasets = _renamed(found, names or {}, path)
-        except BaseException as error:
-            self._file.close()
-            if isinstance(error, LIBRARY_ERRORS) and not isinstance(error, InputError):
-                raise damaged(path, error) from error
-            raise
+        with _told_as_damaged(path):
+            try:
+                self._file = h5py.File(path, "r", locking="best-effort")
+            except BlockingIOError as error:  # locked: not damaged, but not complete either
+                what, remedy = "another program has the file open for writing", "close it there"
+                raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
+            try:
+                stored = {dataset.path: dataset for dataset in self._walk()}
+                self.datasets = _renamed(stored, names or {}, path)
+            except BaseException:
+                self._file.close()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -160,12 +130,8 @@ class Hdf5File:
 
         With `scalar`, (N, 1) counts as one number a step, and wider ones are refused.
         """
-        try:
+        with _told_as_damaged(self.path):
             return self._column(name, self.datasets[name], scalar)
-        except InputError:
-            raise
-        except LIBRARY_ERRORS as error:
-            raise damaged(self.path, error) from error
 
     def _column(self, name: str, found: Hdf5Dataset, scalar: bool) -> Hdf5Column:
         where, shape, dtype = f"{self.path}: {found.path}", found.shape or (), found.dtype
@@ -235,17 +201,15 @@ class Hdf5File:
         The library would fill up a chunk that holds fewer bytes than it claims with those that
         were in memory before.
         """
-        try:
-            with open(open_file(self.path), "rb", buffering=0) as file:
-                for found in self.datasets.values():
-                    dataset = h5d.open(self._file.id, found.path.encode())
-                    self._filters(dataset, found)
-                    if found.shape and found.dtype is not None:  # text lies elsewhere in the file
-                        self._storage(dataset, found, found.dtype.itemsize).check(file.fileno())
-        except InputError:
-            raise
-        except LIBRARY_ERRORS as error:
-            raise damaged(self.path, error) from error
+        with (
+            _told_as_damaged(self.path),
+            open(open_file(self.path), "rb", buffering=0) as file,
+        ):
+            for header in self.datasets.values():
+                dataset = h5d.open(self._file.id, header.path.encode())
+                self._filters(dataset, header)
+                if header.shape and header.dtype is not None:  # text lies elsewhere in the file
+                    self._storage(dataset, header, header.dtype.itemsize).check(file.fileno())
 
     def _chunk_index(
         self, dataset: Any, found: Hdf5Dataset, chunks: tuple[int, ...], itemsize: int
@@ -255,15 +219,15 @@ class Hdf5File:
         missing = prod(grid) - int(dataset.get_num_chunks())
         chunk_bytes = prod(chunks) * itemsize
         self._check_unwritten(found, max(0, missing) * chunk_bytes)
-        found_chunks = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
+        flat = array("q")  # 1,000,000 chunks are not rare: h5py's appending makes them
 
         def add(info: Any) -> None:
             place, mask, offset, size = info
-            found_chunks.extend((offset, size, mask, *place))
+            flat.extend((offset, size, mask, *place))
 
         dataset.chunk_iter(add)
         stored = np.full((prod(grid), 3), (-1, 0, 0), np.int64)
-        listed = np.frombuffer(found_chunks, np.int64).reshape(-1, 3 + len(grid))
+        listed = np.frombuffer(flat, np.int64).reshape(-1, 3 + len(grid))
         if listed.size:
             coordinates = listed[:, 3:] // np.array(chunks)
             stored[np.ravel_multi_index(tuple(coordinates.T), grid)] = listed[:, :3]
@@ -273,49 +237,37 @@ class Hdf5File:
 
     def _check_unwritten(self, found: Hdf5Dataset, unwritten: int) -> None:
         if unwritten > MAX_UNWRITTEN_BYTES:
-            raise self._unsafe(
-                f"a column of shape {found.shape} of which {unwritten} bytes were never written",
-                found.path,
-                remedy="the file is damaged, cut short or made to exhaust memory: get it again",
-            )
+            what = f"a column of shape {found.shape} of which {unwritten} bytes were never written"
+            remedy = "the file is damaged, cut short or made to exhaust memory: get it again"
+            raise self._unsafe(what, found.path, remedy)
         if unwritten:
-            self.warnings.append(
-                f"column {found.path}: {unwritten} bytes were never written and read as the fill "
-                "value"
-            )
+            note = f"{unwritten} bytes were never written and read as the fill value"
+            self.warnings.append(f"column {found.path}: {note}")
 
     def attributes(self) -> dict[str, Any]:
         """Return the root's small scalar attributes: numbers, bools and strings."""
-        found: dict[str, Any] = {}
-        try:
+        facts: dict[str, Any] = {}
+        with _told_as_damaged(self.path):
             names = list(self._file.attrs)[:MAX_ATTRIBUTES]
-        except LIBRARY_ERRORS as error:
-            raise damaged(self.path, error) from error
         for name in names:
-            try:
+            with suppress(*LIBRARY_ERRORS):  # one of an unknown type: no reason to refuse the data
                 handle = self._file.attrs.get_id(name)
                 if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                    _keep(found, str(name), self._file.attrs[name])
-            except LIBRARY_ERRORS:
-                continue  # an attribute of an unknown type is no reason to refuse the data
-        return found
+                    _keep(facts, str(name), self._file.attrs[name])
+        return facts
 
     def metadata(self) -> dict[str, Any]:
         """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
-        found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         for name, dataset in sorted(self.datasets.items()):
-            if not name.startswith("metadata/"):
-                continue
-            if dataset.shape != ():
-                found[name] = f"{dataset.type_name} {list(dataset.shape or ())}"
-                continue
-            try:
-                opened = self._file[dataset.path]
-                if opened.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                    _keep(found, name, opened[()])
-            except LIBRARY_ERRORS:
-                continue
-        return found
+            if name.startswith("metadata/") and dataset.shape != ():
+                facts[name] = f"{dataset.type_name} {list(dataset.shape or ())}"
+            elif name.startswith("metadata/"):
+                with suppress(*LIBRARY_ERRORS):
+                    opened = self._file[dataset.path]
+                    if opened.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
+                        _keep(facts, name, opened[()])
+        return facts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -398,25 +350,20 @@ class Hdf5Column:
         elif rows.size:
             file = open_file(self.path)
             try:
-                if file_identity(file) != self.identity:
-                    raise changed_error(self.path.name)
-                if self.storage.filters or self.storage.chunks[1:] != self.stored_shape[1:]:
-                    self._read_decoded(file, rows, start, stop)
-                else:
-                    self._read_plain(file, rows, start, stop)
-            except (OSError, ValueError) as error:
-                if isinstance(error, InputError):
-                    raise
-                raise damaged(self.path, error) from error
+                with _told_as_damaged(self.path):
+                    if file_identity(file) != self.identity:
+                        raise changed_error(self.path.name)
+                    if self.storage.filters or self.storage.chunks[1:] != self.stored_shape[1:]:
+                        self._read_decoded(file, rows, start, stop)
+                    else:
+                        self._read_plain(file, rows, start, stop)
             finally:
                 os.close(file)
         if self.dtype.kind == "b" and rows.reshape(-1).view(np.uint8).max(initial=0) > 1:
-            raise InputError(
-                "SOURCE_READ",
-                "a bool column holds values other than 0 and 1",
-                where=f"{self.path}: {self.name}, rows {start} to {stop}",
-                remedy="the file is damaged: get it again",
-            )
+            what = "a bool column holds values other than 0 and 1"
+            where = f"{self.path}: {self.name}, rows {start} to {stop}"
+            remedy = "the file is damaged: get it again"
+            raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
         return rows.astype(self.dtype, copy=False).reshape(stop - start, *self.shape[1:])
 
     def _read_plain(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
@@ -508,14 +455,17 @@ class _DecodedChunks:
 _DECODED = _DecodedChunks(CACHE_BYTES)
 
 
-def damaged(path: Path, error: BaseException) -> InputError:
-    """Return the error for a file that cannot be made sense of."""
-    return InputError(
-        "SOURCE_READ",
-        f"not a readable HDF5 file: {' '.join(str(error).split())[:200]}",
-        where=str(path),
-        remedy="the file is damaged, cut short or of another format: get it again",
-    )
+@contextmanager
+def _told_as_damaged(path: Path) -> Iterator[None]:
+    """Turn what the library, or a read, raises of a file that makes no sense into one error."""
+    try:
+        yield
+    except InputError:
+        raise
+    except LIBRARY_ERRORS as error:
+        what = f"not a readable HDF5 file: {' '.join(str(error).split())[:200]}"
+        remedy = "the file is damaged, cut short or of another format: get it again"
+        raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy) from error
 
 
 def some_names(names: Iterable[str], limit: int = 12) -> str:
@@ -553,34 +503,33 @@ def _renamed(
     datasets: Mapping[str, Hdf5Dataset], names: Mapping[str, str], path: Path
 ) -> dict[str, Hdf5Dataset]:
     """Return datasets by column name; one that already has a given name is hidden."""
-    found: dict[str, Hdf5Dataset] = {}
+    columns: dict[str, Hdf5Dataset] = {}
     moved: set[str] = set()
     for new, old in names.items():
         stored = old.strip("/")
         parts = [n for n in datasets if n == stored or n.startswith(f"{stored}/")]
         if not parts:
-            raise InputError(
-                "COLUMN",
+            what, remedy = (
                 f"no dataset {old!r} to take as {new!r}",
-                where=str(path),
-                remedy=f"found: {some_names(datasets)}",
+                f"found: {some_names(datasets)}",
             )
+            raise InputError("COLUMN", what, where=str(path), remedy=remedy)
         moved.update(parts)
-        found |= {new + name.removeprefix(stored): datasets[name] for name in parts}
+        columns |= {new + name.removeprefix(stored): datasets[name] for name in parts}
     hidden = tuple(f"{new}/" for new in names)
     for name, dataset in datasets.items():
-        if name not in moved and name not in found and not name.startswith(hidden):
-            found[name] = dataset
-    return found
+        if name not in moved and name not in columns and not name.startswith(hidden):
+            columns[name] = dataset
+    return columns
 
 
-def _keep(found: dict[str, Any], name: str, value: Any) -> None:
+def _keep(facts: dict[str, Any], name: str, value: Any) -> None:
     """Store `value` under `name` if it is a plain number, bool or short string."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
-        found[name] = value[:500]
+        facts[name] = value[:500]
     elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        found[name] = value
+        facts[name] = value

@@ -21,23 +21,9 @@ _BLOCK_WORDS = 1 << 20
 def decode_chunk(
     raw: Bytes, filters: Sequence[int], skipped: int, *, chunk_bytes: int, itemsize: int
 ) -> Bytes:
-    """Return the bytes of a chunk as HDF5 stores it.
+    """Undo `filters`, in the writer's order; anything but `chunk_bytes` is a ValueError.
 
-    Parameters
-    ----------
-    raw
-        The stored bytes.
-    filters
-        HDF5's numbers of the filters, in the order in which the writer applied them.
-    skipped
-        Bit i is set where filter i was not applied, as for data that do not compress.
-    chunk_bytes, itemsize
-        Bytes of the decoded chunk and of one of its elements.
-
-    Raises
-    ------
-    ValueError
-        If that does not give exactly `chunk_bytes`.
+    Bit i of `skipped` is set where filter i was not applied, as for data that do not compress.
     """
     most = chunk_bytes + _CHECKSUM_BYTES
     for index in reversed(range(len(filters))):

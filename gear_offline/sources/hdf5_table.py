@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gear_offline.core.text import count_text
+from gear_offline.core.types import Array
 from gear_offline.dataset.schema import ColumnSpec, is_step_shape
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, PieceSource, SourceInfo, legal_names, warnings_about
@@ -26,25 +26,11 @@ REQUIRED = ("observations", "actions", "rewards")
 def open_hdf5(
     path: Path, *, uri: str, name: str, rule: str | None, names: Mapping[str, str] | None = None
 ) -> PieceSource:
-    """Open an HDF5 file of D4RL's or the generic layout.
-
-    Parameters
-    ----------
-    path
-        The file.
-    uri
-        What the user asked for.
-    name
-        Dataset or file name that tells D4RL's family.
-    rule
-        Boundary rule in place of the layout's own.
-    names
-        Column name to the dataset, or group of datasets, that gets it.
-    """
+    """Open an HDF5 file of D4RL's or the generic layout; `name` tells D4RL's family."""
     with Hdf5File(path.absolute(), names=names) as file:
         known = ("terminals", "timeouts") if looks_like_d4rl(file.datasets) else FLAGS
         flags = [flag for flag in known if flag in file.datasets]
-        layout = find_columns(file, ("next_observations", *flags))
+        stored, rows, left_out = find_columns(file, ("next_observations", *flags))
         attributes = file.attributes()
         d4rl = D4rlFile.detect(name, attributes, file.datasets) if len(known) == 2 else None
         warnings: list[str] = []
@@ -54,31 +40,26 @@ def open_hdf5(
             rule = d4rl.rule
         elif rule is None:
             rule, warnings = default_rule(flags, where=str(path))
-        new_names = legal_names(layout.columns)
-        columns = {
-            new_names[old]: file.column(old, scalar=old in SCALARS) for old in layout.columns
-        }
+        new_names = legal_names(stored)
+        columns = {new_names[old]: file.column(old, scalar=old in SCALARS) for old in stored}
         facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
 
+    def read(column: str, start: int, stop: int) -> Array:
+        return columns[column].read(start, stop)
+
     preferred = {new: column.preferred_rows for new, column in columns.items()}
-    ends = split_episodes(
-        rule,
-        list(columns),
-        layout.rows,
-        lambda column, start, stop: columns[column].read(start, stop),
-        where=str(path),
-        block=max(preferred[name] for name in [*flags, "rewards"]),
-    )
+    block = max(preferred[name] for name in [*flags, "rewards"])
+    ends = split_episodes(rule, list(columns), rows, read, where=str(path), block=block)
     if d4rl:
         warnings = d4rl.warnings(ends, columns, overridden=overridden)
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     facts |= {
-        "left_out": layout.left_out,
+        "left_out": left_out,
         "unfinished_tail_steps": ends.tail_steps,
         "warnings": file.warnings + warnings_about(new_names) + warnings,
     }
     return PieceSource(
-        [Piece(read=lambda name, start, stop: columns[name].read(start, stop), steps=layout.rows)],
+        [Piece(read=read, steps=rows)],
         [
             ColumnSpec(name=new, dtype=column.dtype, shape=column.shape[1:])
             for new, column in columns.items()
@@ -100,32 +81,21 @@ def open_hdf5(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which datasets of a file are columns, in the order of the table; others, and why not."""
+def find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], int, dict[str, str]]:
+    """Return the columns of a file in the table's order, their rows, what is left out and why.
 
-    columns: tuple[str, ...]
-    rows: int
-    left_out: dict[str, str]
-
-
-def find_columns(file: Hdf5File, optional: Sequence[str]) -> Layout:
-    """Choose the columns of a file: those that are needed, and all others with as many rows.
-
-    `optional` ones must have as many rows if they are there.
+    Columns are those that are needed, and all others with as many rows; `optional` ones must have
+    as many if they are there.
     """
     chosen: list[str] = []
     for column in (*REQUIRED, *optional):
         # of Dict observations the leaves
         leaves = sorted(n for n in file.datasets if n == column or n.startswith(f"{column}/"))
         if not leaves and column in REQUIRED:
-            raise InputError(
-                "COLUMN",
-                f"no dataset {column!r}",
-                where=str(file.path),
-                remedy=f"needed: {', '.join(REQUIRED)}; found: {some_names(file.datasets)}; other "
-                f"names: --columns {column}=NAME,...; other layouts: docs/sources.md",
-            )
+            remedy = f"needed: {', '.join(REQUIRED)}; found: {some_names(file.datasets)}; other "
+            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/sources.md"
+            what = f"no dataset {column!r}"
+            raise InputError("COLUMN", what, where=str(file.path), remedy=remedy)
         chosen.extend(leaves)
     lengths = {name: file.datasets[name].rows for name in chosen}
     count = lengths[chosen[0]]
@@ -135,12 +105,8 @@ def find_columns(file: Hdf5File, optional: Sequence[str]) -> Layout:
         if misfits:
             has = count_text(lengths[misfits[0]], "row")
             what = f"{misfits[0]} has {has}, {chosen[0]} has {count:,}"
-        raise InputError(
-            "SOURCE_LAYOUT",
-            what,
-            where=str(file.path),
-            remedy="every column needs one row a step: the file is damaged or of another layout",
-        )
+        remedy = "every column needs one row a step: the file is damaged or of another layout"
+        raise InputError("SOURCE_LAYOUT", what, where=str(file.path), remedy=remedy)
     left_out: dict[str, str] = {}
     for name, found in sorted(file.datasets.items()):
         if name in lengths or name.split("/")[0] == "metadata":
@@ -152,19 +118,15 @@ def find_columns(file: Hdf5File, optional: Sequence[str]) -> Layout:
             left_out[name] = f"{found.type_name} of shape {list(shape)}"
         else:
             chosen.append(name)
-    return Layout(columns=tuple(chosen), rows=count, left_out=left_out)
+    return chosen, count, left_out
 
 
 def hdf5_files(folder: Path) -> list[Path]:
     """Return the HDF5 files right in a folder, ``part_2`` before ``part_10``."""
-    found = [
-        path
-        for path in folder.iterdir()
-        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
-    ]
-    return sorted(found, key=lambda path: _natural(path.name))
 
+    def by_number(path: Path) -> list[tuple[int, int, str]]:
+        parts = re.split(r"([0-9]+)", path.name)
+        return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    parts = re.split(r"([0-9]+)", name)
-    return [(1, int(p), p) if p.isdigit() and p.isascii() else (0, 0, p) for p in parts]
+    files = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    return sorted((p for p in files if not p.name.startswith(".")), key=by_number)

@@ -50,20 +50,17 @@ Columns = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
-        raise InputError(
-            "SOURCE_READ",
+        what, remedy = (
             f"{dataset_id!r} is not a Minari dataset id",
-            remedy="ids look like mujoco/hopper/medium-v0",
+            "mujoco/hopper/medium-v0 is one",
         )
+        raise InputError("SOURCE_READ", what, remedy=remedy)
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root) if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
-        raise InputError(
-            "SOURCE_READ",
-            f"Minari dataset {dataset_id} is not on this machine",
-            where=str(base),
-            remedy=f"run: minari download {dataset_id} (or set MINARI_DATASETS_PATH)",
-        )
+        what = f"Minari dataset {dataset_id} is not on this machine"
+        remedy = f"run: minari download {dataset_id} (or set MINARI_DATASETS_PATH)"
+        raise InputError("SOURCE_READ", what, where=str(base), remedy=remedy)
     return base / dataset_id
 
 
@@ -79,17 +76,11 @@ def data_directory(path: Path) -> Path | None:
 
 
 def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource:
-    """Open a Minari dataset's directory, or the ``data`` directory in it; reads each episode once.
-
-    Without `uri` the dataset's own id is given as what the user asked for.
-    """
+    """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     if rule not in (None, RULE):
-        raise InputError(
-            "SOURCE_LAYOUT",
-            f"boundary rule {rule!r} does not apply to Minari, which stores episodes apart",
-            where=str(path),
-            remedy="leave the rule out",
-        )
+        what = f"boundary rule {rule!r} does not apply to Minari, which stores episodes apart"
+        remedy = "leave the rule out"
+        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
     metadata = _read_metadata(data)
@@ -102,8 +93,8 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource
     for number, episode in reader.decode(range(total)):
         steps = len(episode["rewards"])
         if steps:
-            found = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
-            columns = reader.common_columns(columns, found, number) if lengths else found
+            kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
+            columns = reader.common_columns(columns, kinds, number) if lengths else kinds
             reader.keep(number, episode)
             reader.numbers.append(number)
             lengths.append(steps)
@@ -117,20 +108,13 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource
     notes = warnings_about(names)
     if total > len(lengths):
         notes.append(f"{count_text(total - len(lengths), 'episode')} without steps left out")
-    for name, why in reader.left_out.items():
-        if not name.startswith("infos/"):
-            notes.append(f"{name} is left out: {why}")
+    left_out = reader.left_out.items()
+    notes += [f"{n} is left out: {why}" for n, why in left_out if not n.startswith("infos/")]
     environment = _environment(metadata)
     own = f"minari:{metadata['dataset_id']}" if metadata.get("dataset_id") else path.name
     return PieceSource(
-        [
-            Piece(read=partial(reader.read, index), steps=length)
-            for index, length in enumerate(lengths)
-        ],
-        [
-            ColumnSpec(name=names[name], dtype=dtype, shape=shape)
-            for name, (dtype, shape) in columns.items()
-        ],
+        [Piece(read=partial(reader.read, i), steps=length) for i, length in enumerate(lengths)],
+        [ColumnSpec(name=names[n], dtype=dtype, shape=s) for n, (dtype, s) in columns.items()],
         lengths=lengths,
         terminated=terminated,
         truncated=~np.array(terminated, np.bool_),
@@ -152,22 +136,12 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource
 
 
 class _Reader:
-    """Decodes episodes by the minari package, and keeps those that were decoded last.
-
-    Attributes
-    ----------
-    numbers
-        Minari's number of each episode that has steps.
-    stored
-        The name in an episode of each column.
-    left_out
-        What is stored and no column, and why.
-    """
+    """Decodes episodes by the minari package, and keeps those that were decoded last."""
 
     def __init__(self, data: Path) -> None:
-        self.numbers: list[int] = []
-        self.stored: dict[str, str] = {}
-        self.left_out: dict[str, str] = {}
+        self.numbers: list[int] = []  # Minari's, of each episode that has steps
+        self.stored: dict[str, str] = {}  # column: its name in an episode
+        self.left_out: dict[str, str] = {}  # what is stored and no column: why
         self._data, self._storage = data, _open_storage(data)
         self._recent: OrderedDict[int, Episode] = OrderedDict()
         self._recent_bytes = 0
@@ -178,9 +152,9 @@ class _Reader:
         if number not in self._recent:
             run: list[tuple[int, Episode]] = []
             decoded = 0
-            for found in self.decode(self.numbers[index : index + RUN_EPISODES]):
-                run.append(found)
-                decoded += _bytes(found[1])
+            for other, episode in self.decode(self.numbers[index : index + RUN_EPISODES]):
+                run.append((other, episode))
+                decoded += _bytes(episode)
                 if decoded > KEPT_BYTES // 2:
                     break
             for other, episode in reversed(run):  # the one that is asked for is kept in any case
@@ -199,12 +173,12 @@ class _Reader:
         while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
             self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
 
-    def common_columns(self, columns: Columns, found: Columns, number: int) -> Columns:
+    def common_columns(self, columns: Columns, kinds: Columns, number: int) -> Columns:
         """Return the columns that all episodes have; only infos may differ."""
-        differ = {name for name in {**columns, **found} if columns.get(name) != found.get(name)}
+        differ = {name for name in {**columns, **kinds} if columns.get(name) != kinds.get(name)}
         for name in differ - set(self.left_out):
             if not name.startswith("infos/"):
-                what = f"{name} is {found.get(name)}, before it was {columns.get(name)}"
+                what = f"{name} is {kinds.get(name)}, before it was {columns.get(name)}"
                 raise _layout(self._data, what, where=f"episode {number}")
             self.left_out[name] = "differs between episodes"
         return {name: kind for name, kind in columns.items() if name not in differ}
@@ -222,43 +196,41 @@ class _Reader:
         except (GearError, MemoryError):
             raise
         except Exception as error:  # what the package raises of damaged files is not told
-            raise InputError(
-                "SOURCE_READ",
-                f"the minari package cannot read it: {type(error).__name__}: {error}",
-                where=str(self._data),
-                remedy="the dataset is damaged, or of another version of Minari: download it again",
-            ) from error
+            what = f"the minari package cannot read it: {type(error).__name__}: {error}"
+            remedy = "the dataset is damaged, or of another version of Minari: download it again"
+            where = str(self._data)
+            raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error
 
     def _columns(self, raw: Mapping[str, Any], number: int) -> Episode:
         """Return the columns of an episode, (T, *shape) each, in the order of the table."""
         rewards = np.asarray(raw["rewards"])
         steps = len(rewards)
         observations = self._leaves("observations", raw["observations"])
-        found = {name: rows[:-1] for name, rows in observations.items()}
-        found |= self._leaves("actions", raw["actions"])
-        found["rewards"] = rewards
-        found |= {f"next_{name}": rows[1:] for name, rows in observations.items()}
-        found |= {flag: np.asarray(raw[flag]) for flag in ("terminations", "truncations")}
+        columns = {name: rows[:-1] for name, rows in observations.items()}
+        columns |= self._leaves("actions", raw["actions"])
+        columns["rewards"] = rewards
+        columns |= {f"next_{name}": rows[1:] for name, rows in observations.items()}
+        columns |= {flag: np.asarray(raw[flag]) for flag in ("terminations", "truncations")}
         for name, rows in self._leaves("infos", raw["infos"] or {}).items():
             if len(rows) in (steps, steps + 1):
-                found[name] = rows[:steps]
+                columns[name] = rows[:steps]
             else:
                 has = count_text(len(rows), "row")
                 self.left_out[name] = f"{has} for {count_text(steps, 'step')}"
-        for name, rows in found.items():
+        for name, rows in columns.items():
             if len(rows) != steps:
                 what = f"{count_text(len(rows), 'row')} of {name} for {count_text(steps, 'step')}"
                 raise _layout(self._data, what, where=f"episode {number}")
-        return found
+        return columns
 
     def _leaves(self, name: str, value: Any) -> Episode:
         """Return the arrays below `name`; what is no array of numbers is left out."""
         if isinstance(value, Mapping | tuple):
             parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-            found: Episode = {}
+            leaves: Episode = {}
             for key, part in parts:
-                found |= self._leaves(f"{name}/{str(key).replace('/', '_')}", part)
-            return found
+                leaves |= self._leaves(f"{name}/{str(key).replace('/', '_')}", part)
+            return leaves
         rows = np.asarray(value)
         if rows.dtype.kind in "biufc" and rows.ndim:
             return {name: rows}
@@ -279,11 +251,9 @@ def _open_storage(data: Path) -> Any:
             warnings.simplefilter("ignore")
             return MinariStorage.read(data)
     except ImportError as error:
-        raise UnavailableError(
-            "PACKAGE_MISSING",
-            f"Minari datasets are read by the minari package: {error}",
-            remedy="pip install 'gear-offline[minari]'",
-        ) from error
+        what = f"Minari datasets are read by the minari package: {error}"
+        remedy = "pip install 'gear-offline[minari]'"
+        raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     except Exception as error:
         raise _layout(data, f"not usable: {type(error).__name__}: {error}") from error
 
@@ -292,29 +262,25 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     """Return what metadata.json says."""
     path = data / METADATA_FILE
     if not path.exists():
-        raise InputError(
-            "SOURCE_READ",
-            "the dataset has no metadata.json, as those of Minari before 0.5",
-            where=str(data),
-            remedy="download its present version: minari download ID",
-        )
+        what = "the dataset has no metadata.json, as those of Minari before 0.5"
+        remedy = "download its present version: minari download ID"
+        raise InputError("SOURCE_READ", what, where=str(data), remedy=remedy)
     with open(open_file(path), "rb") as file:
         text = file.read(MAX_METADATA_BYTES + 1)
     try:
-        found = json.loads(text) if len(text) <= MAX_METADATA_BYTES else None
+        metadata = json.loads(text) if len(text) <= MAX_METADATA_BYTES else None
         # Without spaces minari would make the environment, whose module a stranger may have named.
-        if not isinstance(found, dict) or not all(
-            isinstance(found.get(space), str) for space in ("observation_space", "action_space")
+        if not isinstance(metadata, dict) or not all(
+            isinstance(metadata.get(space), str) for space in ("observation_space", "action_space")
         ):
             raise ValueError("no metadata of Minari")
-        int(found["total_episodes"]), int(found.get("total_steps", 0))
-        return found
+        int(metadata["total_episodes"]), int(metadata.get("total_steps", 0))
+        return metadata
     except (ValueError, TypeError, KeyError, RecursionError) as error:
+        what, remedy = f"{type(error).__name__}: {error}", "it is damaged: download it again"
+        where = str(path)
         raise InputError(
-            "SOURCE_READ",
-            f"not usable: {type(error).__name__}: {error}",
-            where=str(path),
-            remedy="the dataset is damaged: download it again",
+            "SOURCE_READ", f"not usable: {what}", where=where, remedy=remedy
         ) from error
 
 
@@ -324,22 +290,19 @@ def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
         with Hdf5File(data / MAIN_FILE) as file:
             file.check_all()
         return (data / MAIN_FILE,)
-    found = [
-        path
-        for number in range(int(metadata["total_episodes"]))
-        for path in sorted((data / str(number)).glob("*"))
-    ]
-    for path in found:
+    folders = [data / str(number) for number in range(int(metadata["total_episodes"]))]
+    paths = [path for folder in folders for path in sorted(folder.glob("*"))]
+    for path in paths:
         os.close(open_file(path))
-    return tuple(path for path in found if path.name != METADATA_FILE)
+    return tuple(path for path in paths if path.name != METADATA_FILE)
 
 
 def _environment(metadata: Mapping[str, Any]) -> str | None:
     try:
-        found = json.loads(metadata["env_spec"])["id"]
+        name = json.loads(metadata["env_spec"])["id"]
     except (KeyError, TypeError, ValueError):
         return None
-    return found if isinstance(found, str) and found else None
+    return name if isinstance(name, str) and name else None
 
 
 def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
