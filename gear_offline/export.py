@@ -111,13 +111,17 @@ def export_hdf5(
             _set_flags(part, opened, start, stop, every=inside > 0)
             writer.hold(part, stop - start)
             advance(step_bytes * (stop - start))
-        writer.publish(_attributes(opened))
+        info = opened.info
+        attributes = {
+            "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
+            "gear_offline": gear_offline.__version__,
+        }
+        if info.environment_id:
+            attributes["env_id"] = info.environment_id
+        writer.publish(attributes)
     if inside:
-        say(
-            f"warning: terminals marks {count_text(inside, 'step')} inside episodes: a reader that "
-            "splits there finds other episodes",
-            quiet=quiet,
-        )
+        note = f"terminals marks {count_text(inside, 'step')} inside episodes"
+        say(f"warning: {note}: a reader that splits there finds other episodes", quiet=quiet)
     return path
 
 
@@ -134,13 +138,9 @@ def _check_names(names: Sequence[str], path: Path) -> None:
     for name in names:
         below = next((other for other in names if other.startswith(f"{name}/")), None)
         if below is not None:
-            raise InputError(
-                "COLUMN",
-                f"an HDF5 file cannot hold both {name} and {below}: {name} would be a dataset and "
-                "a group",
-                where=str(path),
-                remedy="name the columns to keep, without one of them: columns=[...]",
-            )
+            what = f"an HDF5 file cannot hold both {name} and {below}"
+            remedy = "name the columns to keep, without one of them: columns=[...]"
+            raise InputError("COLUMN", what, where=str(path), remedy=remedy)
 
 
 def _ends(source: Source, start: int, stop: int) -> tuple[Int64Array, BoolArray]:
@@ -172,17 +172,6 @@ def _set_flags(part: Columns, source: Source, start: int, stop: int, *, every: b
     wrong = ends[(flat[ends] != 0) != terminated]  # of a source that told truncation by terminals
     flat[wrong] = flat[wrong] == 0
     part[TERMINALS] = flat.reshape(terminals.shape)
-
-
-def _attributes(source: Source) -> dict[str, Any]:
-    info = source.info
-    attributes: dict[str, Any] = {
-        "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
-        "gear_offline": gear_offline.__version__,
-    }
-    if info.environment_id:
-        attributes["env_id"] = info.environment_id
-    return attributes
 
 
 class _Output:
@@ -248,24 +237,7 @@ class _Output:
 
 
 class Hdf5Writer(Closing):
-    """Writes rows of columns, part after part; a context manager.
-
-    Leaving the context without `publish` removes everything.
-
-    Parameters
-    ----------
-    path
-        The file to make.
-    overwrite
-        Replace `path` if it exists.
-
-    Raises
-    ------
-    InputError
-        ``OUTPUT_EXISTS``, ``OUTPUT_WRITE`` when its folder does not exist.
-    GearError
-        ``OUTPUT_WRITE`` when the operating system refuses to write.
-    """
+    """Writes rows of columns, part after part; leaving it without `publish` removes everything."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self._path, self._new = path, new_file(path, overwrite=overwrite)

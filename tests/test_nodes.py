@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BATCH, STEPS = 12, 30
 RECIPE = """
 name: nodes
-data: {{path: {data}, verify: false}}
+data: {{path: {data}}}
 model: {{hidden_size: 16, layers: 1, dropout: 0.0, action_tanh: false}}
 loader: {{batch_size: 12, context_length: 6, sharding: shard, returns_scale: 1.0}}
 optimizer: {{warmup_steps: 3}}

@@ -135,7 +135,7 @@ class DataSettings(Section):
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
     verify: bool = True
-    """Compare each block of the shards that is read with its digest, before it is used."""
+    """No effect, kept for older recipes: whatever is loaded is compared with its digest."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
     tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None

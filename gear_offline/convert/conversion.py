@@ -133,11 +133,9 @@ def convert(
     (12, 2)
     """
     if not isinstance(source, (str, Path, Source)):
-        raise InputError(
-            "SOURCE_READ",
-            f"a {type(source).__name__} is not a source",
-            remedy="give a path, a name, or what gear_offline.from_episodes(...) returns",
-        )
+        what = f"a {type(source).__name__} is not a source"
+        remedy = "give a path, a name, or what gear_offline.from_episodes(...) returns"
+        raise InputError("SOURCE_READ", what, remedy=remedy)
     if environment is not None:
         check_environment_id(environment, where="environment")
     is_open = isinstance(source, Source)
@@ -180,7 +178,10 @@ def convert(
         else:
             shards = write_shards(opened, jobs, settings, folder, advance)
         manifest = _manifest(opened, settings, shards, files(), environment, scores)
-        _write_manifest(manifest, folder / MANIFEST_NAME)
+        with open(folder / MANIFEST_NAME, "xb") as file:
+            file.write(manifest.encode())
+            file.flush()
+            os.fsync(file.fileno())
     if not quiet:
         print_summary(manifest)
         _suggest(manifest, shards, quiet=quiet)
@@ -336,13 +337,11 @@ def _check_manifest_size(settings: Settings, spec: TableSpec, shards: int) -> No
     digests = (data // settings.block_bytes + shards * (len(widths) + 8)) * (DIGEST_CHARS + 10)
     if numbers + digests > MAX_MANIFEST_BYTES:
         widest = max(widths, key=lambda c: widths[c])
-        raise InputError(
-            "COLUMN",
-            f"statistics and digests would take about {(numbers + digests) >> 20} MiB, a manifest "
-            f"may have {MAX_MANIFEST_BYTES >> 20}",
-            where=f"column {widest.name}, {widths[widest]:,} numbers a step",
-            remedy="leave out very wide columns, or use larger digest blocks and shards",
-        )
+        what = f"statistics and digests would take about {(numbers + digests) >> 20} MiB, "
+        what += f"a manifest may have {MAX_MANIFEST_BYTES >> 20}"
+        where = f"column {widest.name}, {widths[widest]:,} numbers a step"
+        remedy = "leave out very wide columns, or use larger digest blocks and shards"
+        raise InputError("COLUMN", what, where=where, remedy=remedy)
 
 
 def _reference_scores(
@@ -391,20 +390,10 @@ def _manifest(
     )
 
 
-def _write_manifest(manifest: Manifest, path: Path) -> None:
-    raw = manifest.encode()
-    assert len(raw) <= MAX_MANIFEST_BYTES
-    with open(path, "xb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _suggest(manifest: Manifest, shards: Sequence[Shard], *, quiet: bool) -> None:
     if all(shard.choices for shard in shards):
-        high = float(manifest.statistics[ACTIONS].max.max())
-        say(
-            f"note: all actions are whole numbers from 0 to {high:.0f}; if they are numbers of "
-            "choices, convert with --discrete actions",
-            quiet=quiet,
+        note = (
+            f"all actions are whole numbers from 0 to {manifest.statistics[ACTIONS].max.max():.0f}"
         )
+        remedy = "if they are numbers of choices, convert with --discrete actions"
+        say(f"note: {note}; {remedy}", quiet=quiet)

@@ -188,23 +188,17 @@ def _read_rows(
         what = f"cannot read the source: {error}"
         raise InputError("SOURCE_READ", what, where=where, remedy="check the file") from error
     if rows.shape != (stop - start, *column.shape) or rows.dtype != column.dtype:
-        raise InputError(
-            "SOURCE_READ",
-            f"the source gave {rows.dtype} {rows.shape} where {column.dtype} "
-            f"{(stop - start, *column.shape)} was promised",
-            where=where,
-            remedy="the file may have changed; convert it again",
-        )
+        what = f"the source gave {rows.dtype} {rows.shape} where {column.dtype} "
+        what += f"{(stop - start, *column.shape)} was promised"
+        remedy = "the file may have changed; convert it again"
+        raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
     if stored.dtype != column.dtype:
         with np.errstate(invalid="ignore"):
             numbers = rows.astype(stored.dtype)
         if not np.array_equal(numbers, rows):
-            raise InputError(
-                "COLUMN",
-                "a column named as discrete holds other than whole numbers",
-                where=where,
-                remedy=f"leave {column.name} out of --discrete",
-            )
+            what = "a column named as discrete holds other than whole numbers"
+            remedy = f"leave {column.name} out of --discrete"
+            raise InputError("COLUMN", what, where=where, remedy=remedy)
         rows = numbers
     dtype, shape = stored_form(stored)
     return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *shape)
@@ -231,12 +225,9 @@ class _Counter:
         if bad is not None and not self._allow_nonfinite:
             raise self._nonfinite(column, start + bad)
         if column.dtype == np.bool_ and moments.high.max() > 1:
-            raise InputError(
-                "COLUMN",
-                "a bool column holds bytes other than 0 and 1",
-                where=f"column {column.name}, steps {start} to {start + len(rows) - 1}",
-                remedy="store the column as uint8",
-            )
+            what = "a bool column holds bytes other than 0 and 1"
+            where = f"column {column.name}, steps {start} to {start + len(rows) - 1}"
+            raise InputError("COLUMN", what, where=where, remedy="store the column as uint8")
         if column.name == ACTIONS and self.choices:
             small = moments.low.min() >= 0 and moments.high.max() < MOST_CHOICES
             self.choices = bool(small and np.array_equal(rows, np.rint(rows)))
@@ -253,13 +244,10 @@ class _Counter:
     def _nonfinite(self, column: ColumnSpec, step: int) -> InputError:
         episode = int(np.searchsorted(self._offsets, step, side="right")) - 1
         inside = step - int(self._offsets[episode])
-        return InputError(
-            "COLUMN",
-            "NaN or infinity in the data",
-            where=f"column {column.name}, step {step}: step {inside} of episode "
-            f"{self._first_episode + episode}",
-            remedy="repair the source, or accept such values (--allow-nonfinite)",
-        )
+        where = f"column {column.name}, step {step}: step {inside} of episode "
+        where += f"{self._first_episode + episode}"
+        remedy = "repair the source, or accept such values (--allow-nonfinite)"
+        return InputError("COLUMN", "NaN or infinity in the data", where=where, remedy=remedy)
 
 
 # worker processes ----------------------------------------------------------------------------
@@ -308,11 +296,8 @@ def write_in_processes(
                 advance(0)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
-            raise GearError(
-                "SYSTEM",
-                "a worker process died",
-                remedy="look above for its message; memory may have run out: use fewer workers",
-            ) from error
+            remedy = "look above for its message; memory may have run out: use fewer workers"
+            raise GearError("SYSTEM", "a worker process died", remedy=remedy) from error
         finally:
             pool.shutdown(cancel_futures=True)
 

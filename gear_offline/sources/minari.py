@@ -50,10 +50,8 @@ Columns = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
-        what, remedy = (
-            f"{dataset_id!r} is not a Minari dataset id",
-            "mujoco/hopper/medium-v0 is one",
-        )
+        what = f"{dataset_id!r} is not a Minari dataset id"
+        remedy = "ids look like mujoco/hopper/medium-v0"
         raise InputError("SOURCE_READ", what, remedy=remedy)
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root) if root else Path.home() / ".minari" / "datasets"
