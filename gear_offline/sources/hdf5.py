@@ -509,10 +509,8 @@ def _renamed(
         stored = old.strip("/")
         parts = [n for n in datasets if n == stored or n.startswith(f"{stored}/")]
         if not parts:
-            what, remedy = (
-                f"no dataset {old!r} to take as {new!r}",
-                f"found: {some_names(datasets)}",
-            )
+            what = f"no dataset {old!r} to take as {new!r}"
+            remedy = f"found: {some_names(datasets)}"
             raise InputError("COLUMN", what, where=str(path), remedy=remedy)
         moved.update(parts)
         columns |= {new + name.removeprefix(stored): datasets[name] for name in parts}
