@@ -136,23 +136,22 @@ def split_episodes(
     start = 0  # of the episode that is under way
     for row in range(0, rows, block):
         stop = min(row + block, rows)
-        last = np.flatnonzero(flags(parsed.flags, row, stop)).astype(np.int64) + row
+        final = np.flatnonzero(flags(parsed.flags, row, stop)).astype(np.int64) + row
         if parsed.step_limit is not None:
-            last = _with_step_limit(last, start, stop, parsed.step_limit)
+            final = _with_step_limit(final, start, stop, parsed.step_limit)
         terminal = flags(terminals, row, stop)
-        if last.size:
-            ends.append(last)
-            finals.append(terminal[last - row] & (not parsed.artificial))
-            start = int(last[-1]) + 1
+        if final.size:
+            ends.append(final)
+            finals.append(terminal[final - row] & (not parsed.artificial))
+            start = int(final[-1]) + 1
     if start < rows:
         ends.append(np.array([rows - 1], np.int64))
         finals.append(np.array([False]))
     terminated = np.concatenate(finals)
+    last = np.concatenate(ends)
+    lengths = np.diff(last, prepend=np.int64(-1))
     return Boundaries(
-        lengths=np.diff(np.concatenate(ends), prepend=np.int64(-1)),
-        terminated=terminated,
-        truncated=~terminated,
-        tail_steps=rows - start,
+        lengths=lengths, terminated=terminated, truncated=~terminated, tail_steps=rows - start
     )
 
 
