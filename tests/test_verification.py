@@ -17,7 +17,7 @@ from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
 from gear_offline.tables.table import build_table
-from tests.support import ArraySource, hopper_columns, make_dataset
+from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +86,6 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(raw)
 
 
-def test_the_message_names_file_tensor_and_block(copy: Path) -> None:
-    manifest = Manifest.read(copy)
-    shard = manifest.shards[1]
-    observations = next(t for t in manifest.tensors(shard) if t.name == "observations")
-    flip(copy / shard.name, shard.header_bytes + observations.start)
-    with pytest.raises(InputError) as caught:
-        open_dataset(copy)
-    assert "shard-00001.safetensors, tensor observations, block 0" in str(caught.value)
-
-
 def test_without_verification_columns_are_not_read_but_the_rest_is(copy: Path) -> None:
     manifest = Manifest.read(copy)
     shard = manifest.shards[0]
@@ -144,21 +134,9 @@ def test_damage_is_found_by_whatever_reads_whole_columns(copy: Path, way: str) -
 def test_bytes_that_change_after_opening_do_not_reach_a_column(copy: Path) -> None:
     dataset = open_dataset(copy)
     shard = dataset.manifest.shards[0]
-    flip(copy / shard.name, shard.bytes - 10)
-    seen = []
-    for column in dataset.spec:
-        try:
-            dataset.column(column.name)
-        except InputError as error:
-            seen.append(error.code)
-    flip(copy / shard.name, shard.bytes - 10)
-    flip(copy / shard.name, shard.header_bytes + 40)
-    for column in dataset.spec:
-        try:
-            dataset.column(column.name)
-        except InputError as error:
-            seen.append(error.code)
-    assert "DATASET_DAMAGED" in seen
+    actions = next(t for t in dataset.manifest.tensors(shard) if t.name == "actions")
+    flip(copy / shard.name, shard.header_bytes + actions.start)
+    assert failing_code(lambda: dataset.column("actions")) == "DATASET_DAMAGED"
 
 
 @pytest.mark.parametrize("keep", [0, 1, 7, 100, -1])
@@ -172,10 +150,7 @@ def test_a_truncated_shard_is_an_error_not_a_signal(copy: Path, keep: int) -> No
         lambda: open_dataset(copy),
         lambda: open_dataset(copy, verify=False),
     )
-    for call in calls:
-        with pytest.raises(InputError) as caught:
-            call()
-        assert caught.value.code == "DATASET_DAMAGED"
+    assert all(failing_code(call) == "DATASET_DAMAGED" for call in calls)
 
 
 def test_links_directories_and_missing_shards(copy: Path) -> None:
@@ -205,9 +180,7 @@ def test_a_replaced_dataset_is_noticed(copy: Path, tmp_path: Path) -> None:
     dataset = open_dataset(copy)
     copy.rename(tmp_path / "old")
     make_dataset(tmp_path, [4, 2], state_dim=2, action_dim=1).path.rename(copy)
-    with pytest.raises(InputError) as caught:
-        dataset.read("rewards", 0, 1)
-    assert caught.value.code == "DATASET_DAMAGED"
+    assert failing_code(lambda: dataset.read("rewards", 0, 1)) == "DATASET_DAMAGED"
 
 
 def reseal(path: Path, raw: bytes) -> None:
@@ -247,9 +220,7 @@ def test_per_episode_tensors_that_contradict_are_refused(
     copy: Path, name: str, data: bytes
 ) -> None:
     forge(copy, name, data)
-    with pytest.raises(InputError) as caught:
-        open_dataset(copy)
-    assert caught.value.code == "DATASET_DAMAGED"
+    assert damaged_code(copy) == "DATASET_DAMAGED"
 
 
 def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
@@ -260,10 +231,8 @@ def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
     header = raw[: shard.header_bytes].replace(b'"actions"', b'"notions"')
     path.write_bytes(header + raw[shard.header_bytes :])
     text = (copy / MANIFEST_NAME).read_bytes()
-    reseal(
-        copy / MANIFEST_NAME,
-        text.replace(shard.header_digest.encode(), digest(header).encode()),
-    )
+    text = text.replace(shard.header_digest.encode(), digest(header).encode())
+    reseal(copy / MANIFEST_NAME, text)
     assert damaged_code(copy) == "DATASET_DAMAGED"
 
 
