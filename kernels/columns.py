@@ -16,69 +16,38 @@ from gear_offline.core.types import Array, Float64Array, Int64Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Field:
-    """One field of a batch inside the rows of a column group.
+    """One field of a batch inside the rows of a column group."""
 
-    Attributes
-    ----------
-    name
-        ``"states"``, ``"actions"``, ``"rewards"``, ``"returns_to_go"``, or ``"extras/"`` and the
-        name of a further column.
-    dtype
-        dtype in the batch; what the gather casts to when the group's dtype differs.
-    shape
-        Shape of one step in the batch.
-    offset
-        First element in the group's row.
-    mean, divisor
-        float64, the step's shape: what the gather normalises with; ``None`` when the rows hold
-        final values.
-    history
-        Earlier steps that each step of a batch is shown with (`frame_stack` - 1): the windows of
-        the field's group have so many rows more, in front.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int = 0
-    mean: Float64Array | None = None
-    divisor: Float64Array | None = None
-    history: int = 0
+    name: str  # "states", ..., or "extras/" and the name of a further column
+    dtype: np.dtype[Any]  # in the batch; the gather casts to it where the group's differs
+    shape: tuple[int, ...]  # of one step in the batch
+    offset: int = 0  # first element in the group's row
+    mean: Float64Array | None = None  # what the gather normalises with, of the step's shape;
+    divisor: Float64Array | None = None  # None where the rows hold final values
+    history: int = 0  # earlier steps that each step is shown with: so many rows more, in front
 
     @property
     def width(self) -> int:
-        """Elements of one step."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ColumnGroup:
-    """Rows over steps that hold one or several fields.
-
-    Attributes
-    ----------
-    fields
-        What a row holds.
-    rows
-        ``(M + N + M, W)``; step ``i`` is row ``M + i``, margins are zero.
-    """
+    """Rows over steps that hold one or several fields: ``(M + N + M, W)``, margins are zero."""
 
     fields: tuple[Field, ...]
-    rows: Array
+    rows: Array  # step i is row M + i
 
     @property
     def width(self) -> int:
-        """W, elements of a row."""
         return int(self.rows.shape[1])
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the rows in memory."""
         return self.rows.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one step to the next."""
         return self.width * self.dtype.itemsize
 
     @property
@@ -99,21 +68,11 @@ class ColumnGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupAddresses:
-    """Where the GPU finds the rows of a column group.
-
-    Attributes
-    ----------
-    group
-        Fields, dtype and width; its rows may be empty.
-    addresses
-        (E,) int64, device-visible address of each episode's first row.
-    landing
-        Device-visible address of the first landing row, if there are any.
-    """
+    """Where the GPU finds the rows of a column group, whose own may be empty."""
 
     group: ColumnGroup
-    addresses: Int64Array
-    landing: int = 0
+    addresses: Int64Array  # (E,) of each episode's first row, as the device sees it
+    landing: int = 0  # address of the first landing row, if there are any
 
 
 def convert(values: Array, field: Field) -> Array:

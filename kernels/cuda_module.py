@@ -59,13 +59,7 @@ class Parameters:
 
 
 def load(source: str, names: tuple[str, ...], *, device: int) -> dict[str, Function]:
-    """Compile ``cuda/SOURCE`` for a device and return its kernels by name.
-
-    Raises
-    ------
-    UnavailableError
-        ``PACKAGE_MISSING`` without a CuPy that works here, ``DEVICE`` for a GPU that is too old.
-    """
+    """Compile ``cuda/SOURCE`` for a device and return its kernels by name."""
     return {name: _function(source, name, device) for name in names}
 
 

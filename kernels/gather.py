@@ -16,9 +16,11 @@ Shape legend: E episodes, n segments, K steps of a window, W elements of a row.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -26,42 +28,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.errors import InputError
-from gear_offline.kernels.arena import Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.segments import Segments
 
 UNSPLIT_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: torch uses threads above it
 SPLIT_BYTES = 1 << 20  # smaller copies are not worth a thread
 MAX_THREADS = 4  # that copy together; torch's own number if that is smaller
+ALIGNMENT_BYTES = 64
+SPARE_BLOCKS = 4  # free output blocks kept at most
 CLOCK_STEPS = 1 << 20  # timesteps of episodes up to this long are copied from 8 MiB of numbers
 
 Padding = Literal["right", "left"]
-Int64Array = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
+UInt8Array = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """Gathered segments, of any leading shape ``S``.
+    """Gathered segments, of any leading shape ``S``; `timesteps` and mask are 0 on padding."""
 
-    Attributes
-    ----------
-    buffers
-        What was gathered, one per group, ``(*S, K + history, W)``; moving these moves everything.
-    fields
-        Per buffer, the fields it holds; a field is a view of its buffer.
-    timesteps, attention_mask
-        ``(*S, K)`` int64; step within the episode, and 1 on real steps; both 0 on padding.
-    segments
-        ``(*S, 2)`` int64: episode, start.
-    """
-
-    buffers: tuple[Tensor, ...]
-    fields: tuple[tuple[Field, ...], ...]
-    timesteps: Tensor
-    attention_mask: Tensor
-    segments: Tensor
+    buffers: tuple[Tensor, ...]  # (*S, K + history, W), one per group
+    fields: tuple[tuple[Field, ...], ...]  # views of each buffer
+    timesteps: Tensor  # (*S, K) int64, step within the episode
+    attention_mask: Tensor  # (*S, K) int64, 1 on real steps
+    segments: Tensor  # (*S, 2) int64: episode, start
 
     def tensors(self) -> dict[str, Tensor]:
         """Return each field, ``(*S, K, *shape)``, by name; views of the buffers.
@@ -122,7 +113,7 @@ class CpuGather:
         margin: int,
         context_length: int,
         padding: Padding = "right",
-        held: npt.NDArray[np.bool_] | None = None,
+        held: BoolArray | None = None,
         pin: bool = False,
     ) -> None:
         self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
@@ -141,20 +132,10 @@ class CpuGather:
         self._views = [_windows(group, context_length + group.history) for group in groups]
 
     def fill(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
-        """Gather `segments`, of any shape ``S``.
+        """Gather `segments`, of any shape ``S``; others are refused (``SELECTION``).
 
-        Parameters
-        ----------
-        segments
-            Of episodes that are held, but for those that have landed.
-        landing
-            int64, ``S``: the landing row of each segment's first step, with the rows of its
-            history before it; -1 for the episode's own.
-
-        Raises
-        ------
-        InputError
-            ``SELECTION`` if an episode or a start is not in the dataset.
+        `landing`, int64, ``S``: the landing row of each segment's first step, behind the rows of
+        its history; -1 for the episode's own.
         """
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
@@ -217,7 +198,7 @@ class CpuGather:
 
 
 def first_rows(
-    lengths: Int64Array, margin: int, held: npt.NDArray[np.bool_] | None = None
+    lengths: Int64Array, margin: int, held: BoolArray | None = None
 ) -> tuple[Int64Array, int]:
     """Return (E,) the row of each episode's first step, where it is held; the first landing row."""
     steps = lengths if held is None else lengths * held
@@ -226,13 +207,7 @@ def first_rows(
 
 
 def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array:
-    """Return (n,) int64, the steps of each window that exist, at least 1.
-
-    Raises
-    ------
-    InputError
-        ``SELECTION`` if an episode or a start is not in the dataset.
-    """
+    """Return (n,) int64, the steps of each window that exist, at least 1; refuse the unknown."""
     episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
     known = episodes.min(initial=0) >= 0 and episodes.max(initial=0) < len(lengths)
     left = lengths[episodes] - starts if known else episodes - episodes
@@ -251,13 +226,7 @@ def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array
 def filled(
     starts: Int64Array, real: Int64Array, *, span: int, history: int, padding: Padding
 ) -> tuple[Int64Array, Int64Array]:
-    """Return where a window's rows of its episode begin and end among its ``span + history`` rows.
-
-    Parameters
-    ----------
-    starts, real
-        First step of each window and how many steps of it there are, int64 of one shape.
-    """
+    """Return where a window's rows of its episode begin and end among its ``span + history``."""
     ahead = np.minimum(starts, history)  # rows that the history finds in the episode
     first = history - ahead if padding == "right" else span - real + history - ahead
     return first, first + ahead + real
@@ -336,3 +305,64 @@ def _windows(group: ColumnGroup, span: int) -> Tensor:
     words = torch.from_numpy(group.rows.view(word))
     count, wide = words.shape
     return words.as_strided((count - span + 1, span * wide), (wide, 1))
+
+
+# Output memory.  A new block of megabytes costs more in page faults than the gather that fills it:
+# a block is lent, and goes back to the arena when the last tensor over it is gone, and only then.
+
+
+class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A view of a block; it dies with the storages of the tensors made from it."""
+
+
+class Arena:
+    """Lends blocks of bytes as tensors; with `pin` torch's allocator does, which is as careful."""
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self.pin = pin
+        self._free: list[UInt8Array] = []
+
+    def blocks(self, ends: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return bytes ``[begin, end)`` of a block, of unspecified content, for each of `ends`.
+
+        Begins are multiples of 64, and so are addresses.  A tensor is a storage of its own, as
+        saving by torch asks for where dtypes differ; it keeps the whole block.
+        """
+        nbytes = max(end for _, end in ends)
+        if self.pin:
+            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return [pinned[begin:end] for begin, end in ends]
+        try:
+            owner = self._free.pop()  # one step, so that threads need no lock
+        except IndexError:
+            owner = _aligned(nbytes)
+        if not nbytes <= owner.size <= 2 * nbytes:
+            owner = _aligned(nbytes)
+        lent = owner[:nbytes].view(_Lent)
+        weakref.finalize(lent, _give_back, self._free, owner).atexit = False
+        return [torch.from_numpy(lent[begin:end]) for begin, end in ends]
+
+
+def _give_back(free: list[UInt8Array], block: UInt8Array) -> None:
+    free.append(block)
+    del free[:-SPARE_BLOCKS]
+
+
+def _aligned(nbytes: int) -> UInt8Array:
+    spare = np.empty(nbytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    begin = -spare.ctypes.data % ALIGNMENT_BYTES
+    return spare[begin : begin + nbytes]
+
+
+def carve(arena: Arena, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Return one tensor of unspecified content per (shape, dtype), all in one block."""
+    ends, total = [], 0
+    for shape, dtype in parts:
+        begin = total
+        total = begin + prod(shape) * dtype.itemsize
+        ends.append((begin, total))
+        total += -total % ALIGNMENT_BYTES
+    return [
+        block.view(dtype).view(shape)
+        for block, (shape, dtype) in zip(arena.blocks(ends), parts, strict=True)
+    ]

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gear_offline.core.types import Int64Array
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
 from gear_offline.kernels.cuda_module import DeviceArrays, Function, Parameters, load
@@ -67,8 +68,6 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 TYPES: Final = {np.dtype(name): i for i, name in enumerate((*_FLOATS, *_INTEGERS), 1)}
 TYPES[np.dtype(np.bool_)] = TYPES[np.dtype(np.uint8)]  # bytes 0 and 1
 
-Int64Array = npt.NDArray[np.int64]
-
 
 class GpuGather:
     """Fills windows on a GPU.
@@ -90,19 +89,11 @@ class GpuGather:
     drawn_from
         As `offsets`, of the episodes that are drawn from: all, or the first ones.
     seed, first_slot, global_batch
-        Of those draws: `batch_size` slots from `first_slot` on of the global batch, by default up
-        to its last one.
-    reads_host
-        Whether some rows lie in host memory.
-    reason
-        Why the rows lie where they do, in a line.
+        Of those draws: `batch_size` slots from `first_slot` on of the global batch.
+    reads_host, reason
+        Whether some rows lie in host memory; why the rows lie where they do, in a line.
     held
         Kept alive: what owns the memory that addresses point to.
-
-    Raises
-    ------
-    UnavailableError
-        ``PACKAGE_MISSING`` (CuPy), ``DEVICE`` (too old a GPU, or a cast that kernels do not have).
     """
 
     def __init__(
@@ -297,17 +288,6 @@ class StaticFill:
     Made for CUDA graphs: `enqueue` is one launch without host synchronisation, and every replay
     of it takes the next step.  Segments that the host draws are in a ring in pinned memory, which
     the kernel reads at the place of its step.
-
-    Attributes
-    ----------
-    windows
-        (B, K, ...), overwritten by each fill.
-    chances
-        (B,) float64, the probability of each segment in its slot; None if not asked for.
-    counter
-        (1,) int64, the step that the next fill takes.
-    ring
-        Steps that can be named ahead; 0 where the GPU draws by itself.
     """
 
     def __init__(
@@ -318,9 +298,10 @@ class StaticFill:
         windows: Windows | None = None,
         ring: int = 0,
     ) -> None:
-        self._engine, self.ring = engine, ring
+        self._engine = engine
+        self.ring = ring  # steps that can be named ahead; 0 where the GPU draws by itself
         self.windows = engine.allocate((engine.batch_size,)) if windows is None else windows
-        self.chances: Tensor | None = None
+        self.chances: Tensor | None = None  # (B,) float64, of each segment
         # counter, and tickets of its own: two of these may run on two streams
         self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
         self._job = engine._job.copy()
@@ -381,18 +362,7 @@ def describe_group(
 ) -> Any:
     """Return the `GROUP` row of a column group; `out` is set for each launch.
 
-    Parameters
-    ----------
-    group
-        dtype, width and fields; its rows may be empty.
-    addresses
-        Device address of the (E,) addresses of episodes.
-    moments
-        Device addresses of mean and divisor, (width,) float64; zeros for none.
-    span
-        K, without the group's history.
-    landing
-        Address of the first landing row.
+    `addresses`, `moments` (mean, divisor; zeros for none) and `landing` are device addresses.
     """
     row_bytes = group.row_bytes
     row = np.zeros((), GROUP)

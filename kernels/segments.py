@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError
 
 
@@ -16,22 +14,20 @@ class Segments:
 
     Attributes
     ----------
-    episodes
-        int64, any shape ``S``: episode of each segment.
-    starts
-        int64, ``S``: first step of the segment within its episode, ``0 <= start < T``.
+    episodes, starts
+        int64, any shape ``S``: episode of each segment, and its first step within the episode.
     probability
-        float64, ``S``: the probability with which the sampler draws that segment in one slot.
-        May be a read-only broadcast.
+        float64, ``S``: with which the sampler draws that segment in one slot.  May be a read-only
+        broadcast.
     lengths
-        int64, ``S``: steps of the window at most, at least 1, of samplers that cut windows before
-        K steps and the episode's end do; None for all others.
+        int64, ``S``: steps of the window at most, at least 1, of samplers that cut windows short;
+        None for all others.
     """
 
-    episodes: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    probability: npt.NDArray[np.float64]
-    lengths: npt.NDArray[np.int64] | None = None
+    episodes: Int64Array
+    starts: Int64Array
+    probability: Float64Array
+    lengths: Int64Array | None = None
 
     def __post_init__(self) -> None:
         shapes = {self.episodes.shape, self.starts.shape, self.probability.shape}
@@ -42,11 +38,9 @@ class Segments:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`S`, the shape of the arrays."""
         return self.episodes.shape
 
     def __getitem__(self, item: int | slice | tuple[slice, ...]) -> Segments:
-        """Return the part that `item` names."""
         return Segments(
             episodes=self.episodes[item],
             starts=self.starts[item],

@@ -22,24 +22,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from gear_offline.errors import InputError
-from gear_offline.kernels.dropout import check_dropout, dropped_words, in_a_row, kept_numbers
 
 try:
     import triton
     import triton.language as tl
-
-    from gear_offline.kernels.dropout import kept
 except ImportError:  # builds of torch for CPUs do not bring it
     triton = None
 
 MOST_TOKENS = 128
 HEAD_SIZES = (16, 32, 64, 128)
 LOG2_E = 1.4426950408889634
+ROUNDS = 7  # the fewest with which Philox 4x32 passes BigCrush (Salmon et al. 2011, table 2)
 
 
 def supports_packed(device: torch.device, dtype: torch.dtype, *, tokens: int, head: int) -> bool:
@@ -104,8 +103,8 @@ def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tok
     counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
     found = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
     for place, seed in enumerate(seeds.tolist()):
-        stays = kept_numbers(counter, seed, dropout).reshape(count, heads, tokens, -1)
-        found[place] = stays[..., :tokens]
+        stays = np.stack(philox4x32(counter, seed), axis=-1) >= _dropped_words(dropout)
+        found[place] = stays.reshape(count, heads, tokens, -1)[..., :tokens]
     return torch.from_numpy(found.reshape(windows, heads, tokens, tokens)).to(seeds.device)
 
 
@@ -157,8 +156,8 @@ def packed_attention(
     head, block = width // 3 // heads, _block(tokens)
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     _forward[(batch * heads,)](
-        qkv, mixed, tokens, heads, scale * LOG2_E, in_a_row(seeds), of_group, 1 / (1 - dropout),
-        bias, dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
+        qkv, mixed, tokens, heads, scale * LOG2_E, _in_a_row(seeds), of_group, 1 / (1 - dropout),
+        bias, _dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return mixed
 
@@ -186,9 +185,9 @@ def packed_attention_gradient(
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
     found, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, in_a_row(seeds), of_group,
+        qkv, gradient.contiguous(), found, tokens, heads, scale, _in_a_row(seeds), of_group,
         1 / (1 - dropout), bias, None if bias is None else sums,
-        dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
+        _dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return found, sums
 
@@ -253,7 +252,8 @@ def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | 
 
 def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
     """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
-    check_dropout(dropout)
+    if not 0.0 <= dropout < 1.0:
+        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
     if seeds is None:
         if dropout == 0.0:
             return 0
@@ -265,6 +265,28 @@ def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> in
             remedy="give (G,) int64 where G divides the windows",
         )
     return windows // len(seeds)
+
+
+def _dropped_words(dropout: float) -> int:
+    """Return how many of the ``2**32`` words drop a number."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def _in_a_row(seeds: Tensor | None) -> Tensor | None:
+    return None if seeds is None else seeds.contiguous()
+
+
+def philox4x32(counter: tuple[Any, ...], seed: int) -> list[npt.NDArray[np.uint64]]:
+    """Return the four words, below 2^32, of Philox 4x32-7 for each counter of four words."""
+    low = np.uint64(0xFFFFFFFF)
+    a, b, c, d = (np.asarray(word, dtype=np.uint64) for word in counter)
+    for number in range(ROUNDS):
+        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        keys = (seed + 0x9E3779B9 * number, (seed >> 32) + 0xBB67AE85 * number)
+        one, other = (np.uint64(key & 0xFFFFFFFF) for key in keys)
+        a, b = right >> np.uint64(32) ^ b ^ one, right & low
+        c, d = left >> np.uint64(32) ^ d ^ other, left & low
+    return list(np.broadcast_arrays(a, b, c, d))
 
 
 def _block(tokens: int) -> int:
@@ -317,7 +339,11 @@ if triton is not None:
         """Say which weights stay, (BLOCK, BLOCK) bool: four neighbours share one block of words."""
         seed = tl.load(seeds + window // of_group)
         fours = tl.arange(0, BLOCK)[:, None] * 32 + tl.arange(0, BLOCK // 4)[None, :]
-        return kept(seed, fours, window % of_group, head, DROPPED, BLOCK, BLOCK)
+        a, b, c, d = tl.philox(seed, fours, window % of_group, head, 0, n_rounds=7)
+        # Words become bits before they are put side by side: that is less to move.
+        even = tl.join(a >= DROPPED, c >= DROPPED)
+        odd = tl.join(b >= DROPPED, d >= DROPPED)
+        return tl.reshape(tl.join(even, odd), (BLOCK, BLOCK))
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _forward(  # type: ignore[no-untyped-def]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -44,17 +44,10 @@ class SegmentFeedback(ABC):
     def loss(
         self, losses: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
     ) -> Tensor:
-        """Return the scalar loss, segments weighted, and tell the sampler.
+        """Return the scalar loss of (B,) mean losses of segments, weighted, and tell the sampler.
 
-        With weights of 1 it is the mean over real steps.  Losses that are not finite are kept from
-        the sampler: training stops there anyway.
-
-        Parameters
-        ----------
-        losses
-            (B,), the mean loss of each segment's real steps.
-        valid_steps
-            Divisor in place of the real steps of the batch.
+        With weights of 1 it is the mean over real steps, of which `valid_steps` takes the place.
+        Losses that are not finite are kept from the sampler: training stops there anyway.
         """
         steps = (batch.attention_mask != 0).sum(1)
         total = (self.importance() * steps * losses).sum()
@@ -73,15 +66,10 @@ class LossFeedback(SegmentFeedback):
             (feedback.importance() * losses).mean().backward()
             feedback.update(batch, losses)             # before the next batch is asked for
 
-    Parameters
-    ----------
-    loader
-        Its selection learns from losses.
-
     Raises
     ------
     InputError
-        ``SELECTION`` if the selection does not learn.
+        ``SELECTION`` if the loader's selection does not learn.
     """
 
     def __init__(self, loader: GearLoader) -> None:
@@ -97,7 +85,7 @@ class LossFeedback(SegmentFeedback):
     def importance(self) -> Tensor:
         """Return (B,) float32 weights for the batch that was handed out last, at most 1.
 
-        They undo the law's preference; call it before `update`.
+        They undo the sampler's preference; call it before `update`.
         """
         loader = self._loader
         step = loader.step - 1
@@ -127,13 +115,7 @@ class DeviceFeedback(SegmentFeedback):
     """As `LossFeedback`, of batches that the GPU makes: nothing waits, so that it can be captured.
 
     One process only.  A batch with a loss that is not finite or negative changes no priority.
-
-    Parameters
-    ----------
-    loader
-        Its strategy is `prioritized`, and its engine draws.
-    batches
-        Of that loader, not a step ahead.
+    `batches` are of that loader, whose engine draws.
 
     Raises
     ------
@@ -167,7 +149,6 @@ class DeviceFeedback(SegmentFeedback):
         return self._weights
 
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Tell the selection the (B,) losses of a batch's segments."""
         values = losses.detach().float().reshape(-1).contiguous()
         self._tree.update(batch.segments, values)
 
@@ -176,22 +157,6 @@ class DeviceFeedback(SegmentFeedback):
         """Leave out updates inside, for steps that are run to warm up."""
         with self._tree.paused():
             yield
-
-
-def update_count(learner: Prioritized | None) -> dict[str, Any]:
-    """Return what a loader's state says of a selection that learns."""
-    return {} if learner is None else {"selection_updates": learner.updates}
-
-
-def check_updates(learner: Prioritized | None, state: Mapping[str, Any]) -> None:
-    """Raise `InputError` (``LOADER_STATE``) unless the selection is where the state left it."""
-    if learner is not None and state.get("selection_updates") != learner.updates:
-        raise InputError(
-            "LOADER_STATE",
-            f"the selection has heard of {learner.updates} updates, the state of "
-            f"{state.get('selection_updates')}",
-            remedy="load the selection's own state first: loader.learner.load_state(...)",
-        )
 
 
 def selection_tensors(learner: Prioritized | None) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.feedback import check_updates, update_count
 from gear_offline.loaders.open_rows import open_rows
 from gear_offline.loaders.options import (
     LoaderOptions,
@@ -38,8 +37,7 @@ from gear_offline.loaders.options import (
 )
 from gear_offline.loaders.static_batch import StaticBatch, make_static_batch
 from gear_offline.sampling import Sampler, check_range
-from gear_offline.sampling.base import plain
-from gear_offline.sampling.stream import Stream
+from gear_offline.sampling.base import Stream, plain
 from gear_offline.tables.joint import JointDataset, Source, source_digest, source_name
 from gear_offline.tables.table import Table
 
@@ -48,6 +46,10 @@ if TYPE_CHECKING:
     from gear_offline.tables.disk import DiskGather
 
 STATE_FORMAT = 1
+IDENTITY = (  # options that the content of batches depends on
+    *("batch_size", "context_length", "frame_stack", "padding"),
+    *("gamma", "returns_scale", "normalize_states"),
+)
 
 
 class GearLoader(Closing, Iterator[Batch]):
@@ -216,7 +218,6 @@ class GearLoader(Closing, Iterator[Batch]):
         )
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be copied into another process."""
         raise _one_process("a GearLoader is not copied into another process")
 
     @property
@@ -245,13 +246,11 @@ class GearLoader(Closing, Iterator[Batch]):
         return int(self.dataset.episodes.lengths.max())
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself, which goes on where it is."""
         if get_worker_info() is not None:
             raise _one_process("a GearLoader does not run in worker processes of a DataLoader")
         return self
 
     def __next__(self) -> Batch:
-        """Return the batch of `step` and advance."""
         if not self._ready:
             self._ready = self._batches(self._step, self.rows.block_steps, ahead=True)[::-1]
         self._step += 1  # before `pop`, behind which an interruption may come
@@ -315,7 +314,9 @@ class GearLoader(Closing, Iterator[Batch]):
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
         position = {"format": STATE_FORMAT, "step": self._step}
-        return position | update_count(self.learner) | self._identity()
+        if self.learner is not None:
+            position["selection_updates"] = self.learner.updates
+        return position | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state` was saved.
@@ -327,7 +328,13 @@ class GearLoader(Closing, Iterator[Batch]):
             selection or shape of batch; the loader stays as it was.
         """
         step = _check_state(state, self._identity())
-        check_updates(self.learner, state)
+        if self.learner is not None and state.get("selection_updates") != self.learner.updates:
+            raise InputError(
+                "LOADER_STATE",
+                f"the selection has heard of {self.learner.updates} updates, the state of "
+                f"{state.get('selection_updates')}",
+                remedy="load the selection's own state first: loader.learner.load_state(...)",
+            )
         self._step = step
         self._ready = []
 
@@ -343,20 +350,13 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
-        options = self._options
         return {
             "seed": self.seed,
             "selection": {
                 "name": self.selection.name,
                 "options": plain(asdict(self.selection.options)),
             },
-            "batch_size": self.batch_size,
-            "context_length": self.context_length,
-            "frame_stack": self.frame_stack,
-            "padding": self.padding,
-            "gamma": options.gamma,
-            "returns_scale": options.returns_scale,
-            "normalize_states": options.normalize_states,
+            **{name: getattr(self._options, name) for name in IDENTITY},
             "dataset": source_digest(self.dataset),
         }
 

@@ -25,7 +25,7 @@ from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.sampling import Sampler
-from gear_offline.sampling.stream import Stream
+from gear_offline.sampling.base import Stream
 from gear_offline.tables.joint import Source
 from gear_offline.tables.shared import Handle, share_table
 from gear_offline.tables.table import Table, build_table, table_bytes
@@ -53,13 +53,7 @@ class Tier:
 def choose_tier(
     source: Source, sampler: Sampler, world: World, options: LoaderOptions, on_gpu: bool
 ) -> Tier:
-    """Decide where rows will be, before anything is built; all ranks call it together.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` for what the tier cannot serve.
-    """
+    """Decide where rows will be, before anything is built; all ranks call it together."""
     if not world.feeds:
         return Tier()
     reason = "as asked for" if options.placement == "disk" else None
@@ -99,8 +93,7 @@ def _choose_share(
 ) -> NodeShare | None:
     """Return what this rank's node holds, or None if every node holds all.
 
-    Nodes get equal shares of the probability if the sampler says how often episodes are drawn, else
-    of steps.
+    Nodes get equal shares of the probability where the sampler knows it, else of steps.
     """
     if world.node_count == 1 or options.sharding == "replicate":
         return None
@@ -124,26 +117,16 @@ def _choose_share(
 
 
 class Rows:
-    """Rows that are open, and what makes windows of them.
+    """Open rows, and what makes windows of them: a gather, an engine or a reader of a disk."""
 
-    Attributes
-    ----------
-    block_steps
-        Steps that are made in one pass.
-    table
-        Rows in host memory; of rows on disk, the slots that they are read into.
-    engine, gather, disk, remote
-        The GPU that gathers, the CPU's gather, the reader of rows on disk, the rows of other nodes;
-        None where it is not used.
-    """
-
-    table: Table
+    table: Table  # in host memory; of rows on disk, the slots that they are read into
 
     def __init__(self, stream: Stream, device: torch.device) -> None:
-        self._stream, self._device, self.block_steps = stream, device, 1
+        self._stream, self._device = stream, device
+        self.block_steps = 1  # made in one pass
         self.engine: GpuGather | None = None
         self.disk: DiskGather | None = None
-        self.remote: ShardedSegments | None = None
+        self.remote: ShardedSegments | None = None  # of other nodes
         self.gather: CpuGather | None = None
 
     def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
@@ -201,10 +184,7 @@ def open_rows(
     options: LoaderOptions,
     table: Table | None = None,
 ) -> Rows:
-    """Choose a tier and open rows there; all ranks call it together.
-
-    With `table` its rows are taken instead of reading the dataset.
-    """
+    """Choose a tier, or take `table`, and open rows there; all ranks call it together."""
     rows, on_gpu = Rows(stream, device), device.type == "cuda"
     tier, ring = Tier(), None
     if table is None:
@@ -436,10 +416,9 @@ def _place(
 def _with_landing(
     table: Table, placed: PlacedTable, held: BoolArray
 ) -> tuple[list[GroupAddresses], list[Any]]:
-    """Return the addresses of all episodes of the dataset, 0 of those not held, with landing rows.
+    """Return the addresses of all episodes, 0 of those not held, and of landing rows.
 
-    Those are pinned with the other rows, or by themselves if no row is read from host memory; then
-    the second list keeps them so.
+    Those are pinned with the other rows, or alone if none is read from host memory: by the list.
     """
     from gear_offline.tables.device import DeviceMemory
     from gear_offline.tables.placement import HOST

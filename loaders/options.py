@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,13 @@ Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
 Sharding = Literal["auto", "replicate", "shard"]
 
+CHOICES = {
+    "padding": Padding,
+    "engine": Mode,
+    "exchange": Mode,
+    "sharding": Sharding,
+    "placement": Placement,
+}
 MAX_FRAME_STACK = 64
 
 
@@ -47,16 +54,10 @@ class LoaderOptions:
 
     def checked(self, device: torch.device) -> LoaderOptions:
         """Return plain values; raises ``LOADER_OPTION`` for what no loader can do."""
-        choices: dict[str, tuple[str, ...]] = {
-            "padding": ("right", "left"),
-            "engine": ("auto", "on", "off"),
-            "exchange": ("auto", "on", "off"),
-            "sharding": ("auto", "replicate", "shard"),
-            "placement": ("auto", "hbm", "peer", "host", "disk"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise bad_option(name, getattr(self, name), f"one of {', '.join(allowed)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                allowed = ", ".join(get_args(choices))
+                raise bad_option(name, getattr(self, name), f"one of {allowed}")
         if not (isinstance(self.gamma, Real) and 0 <= self.gamma <= 1):
             raise bad_option("gamma", self.gamma, "a number from 0 to 1")
         scale = self.returns_scale
@@ -150,14 +151,7 @@ def find_world(world: World | Literal["auto"] | None, batch_size: int) -> World:
 def choose_sampler(
     selection: str | Sampler, dataset: Source, context_length: int, padding: str
 ) -> Sampler:
-    """Return the sampler of a loader, made without options if it is given by name.
-
-    Raises
-    ------
-    InputError
-        ``LOADER_OPTION`` if the sampler belongs to the other padding, to other episodes or to
-        windows of another length, or is none; those of `make_sampler`.
-    """
+    """Return the sampler of a loader, made if it is given by name, else checked to fit it."""
     if isinstance(selection, str):
         selection = make_sampler(selection, dataset, context_length=context_length)
     if not isinstance(selection, Sampler):

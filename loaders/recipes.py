@@ -15,18 +15,7 @@ from gear_offline.tables.joint import JointDataset, Source, Task, join_datasets
 
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
-    """Return the joint table of a recipe's tasks.
-
-    Parameters
-    ----------
-    open_one
-        Opens the dataset of a recipe of one task, making it where that is asked for.
-
-    Raises
-    ------
-    InputError
-        ``COLUMN``, ``LOADER_OPTION``, and what `open_one` raises.
-    """
+    """Return the joint table of a recipe's tasks; `open_one` opens or makes one's dataset."""
     tasks, normalize = [], recipe.loader.normalize_states
     for name in tasks_in(recipe):
         single = task_recipe(recipe, name)
@@ -42,16 +31,7 @@ def recipe_sampler(
 ) -> Sampler:
     """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
-    Parameters
-    ----------
-    settings
-        For every task; by default, and where it is the recipe's own, each task has its own if it
-        names one, and else the recipe's.
-
-    Raises
-    ------
-    InputError
-        Those of `gear_offline.sampling.make_sampler` and `gear_offline.sampling.mix_tasks`.
+    `settings` are for every task; by default each has its own, or else the recipe's.
     """
     span = recipe.loader.context_length
     if settings == recipe.selection:

@@ -1,12 +1,9 @@
 """The segments of a dataset that is spread over nodes: most of a rank's lie on its own node.
 
-Every rank draws the same global batches and assigns them alike.  Rows of segments that a rank
-works on and its node does not hold are read into a ring of landing rows behind the rows of the
-table, a block of steps ahead, so that they travel while earlier steps are trained on.  There the
-gather reads them like any others.
-
-A sampler that learns from losses draws only when its step has come: then nothing travels ahead,
-and a step waits for what its node does not hold.
+Every rank draws the same global batches and assigns them alike.  Rows that its node does not hold
+are read, a block of steps ahead, into a ring of landing rows behind the rows of the table, where
+the gather reads them like any others.  A sampler that learns from losses draws only when its step
+has come: then nothing travels ahead.
 
 Shape legend: T steps of a block, N slots of a global batch, B segments of a rank, K steps of a
 window, H rows of history before it.
@@ -21,14 +18,14 @@ import numpy as np
 import torch
 
 from gear_offline.core.types import Int64Array
-from gear_offline.distributed.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.assignment import Assigner
 from gear_offline.distributed.reads import Held, Reads
 from gear_offline.distributed.sharding import NodeShare
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.stream import Stream
+from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
@@ -39,37 +36,24 @@ PARTS = 3  # of the ring: rows that are on their way, that are read, and that we
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The landing rows of a rank.
-
-    Attributes
-    ----------
-    steps, share
-        Of the largest block: T, B.
-    context_length, history
-        K, H: a segment has K + H rows.
-    place
-        How many ranks of the node have theirs in front, in the same memory.
-    """
+    """The landing rows of a rank, for blocks of up to `steps` x `share` segments."""
 
     steps: int
     share: int
     context_length: int
     history: int
-    place: int
+    place: int  # how many ranks of the node have theirs in front, in the same memory
 
     @property
     def segment_rows(self) -> int:
-        """Rows of a segment."""
         return self.context_length + self.history
 
     @property
     def part_rows(self) -> int:
-        """Rows of a block."""
         return self.steps * self.share * self.segment_rows
 
     @property
     def rows(self) -> int:
-        """Rows of all blocks."""
         return PARTS * self.part_rows
 
     def of(self, table: Table) -> tuple[Any, ...]:
@@ -99,18 +83,7 @@ class _Block:
 class ShardedSegments:
     """Names this rank's segments of consecutive steps, and where rows of other nodes landed.
 
-    Parameters
-    ----------
-    stream
-        The global batches.
-    world
-        All ranks; they make the same calls in the same order.
-    share
-        What this rank's node holds.
-    exchange
-        Between all ranks, into the landing rows of `ring`.
-    ring, padding
-        Of the gather that reads them.
+    All ranks make the same calls in the same order.  `exchange` brings rows into those of `ring`.
     """
 
     def __init__(
@@ -127,7 +100,6 @@ class ShardedSegments:
         self._blocks_ahead = 1 if stream.selection.learner is None else 0
         self._assigner = Assigner(torch.tensor(world.nodes))
         self._nodes = np.array(world.nodes)
-        self._anywhere = torch.full((stream.batch_size,), ANYWHERE)
         self._members = [np.flatnonzero(self._nodes == node) for node in range(world.node_count)]
         self._ahead: list[_Block] = []
         self._number = self._taken = -1
@@ -139,7 +111,8 @@ class ShardedSegments:
 
         The rows have landed, and stay until `release` has been called and two more blocks taken.
         """
-        if not self._ahead or self._key(self._ahead[0]) != (first_step, steps):
+        coming = [(block.first_step, len(block.landing)) for block in self._ahead[:1]]
+        if coming != [(first_step, steps)]:
             self._drop()
             self._ahead = [self._post(first_step, steps)]
         block = self._ahead.pop(0)
@@ -157,9 +130,7 @@ class ShardedSegments:
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
-        drawn = self._draw(step, 1)
-        slots: Int64Array = self._assign(self._share.nodes[drawn.episodes])[0, self._world.rank]
-        return slots
+        return self._assign(self._share.nodes[self._draw(step, 1).episodes])[0, self._world.rank]
 
     def close(self) -> None:
         """End the exchange; all ranks together, or after an error that has broken it."""
@@ -175,21 +146,14 @@ class ShardedSegments:
             self._exchange.wait(block.number)
         self._ahead = []
 
-    @staticmethod
-    def _key(block: _Block) -> tuple[int, int]:
-        return block.first_step, len(block.landing)
-
     def _draw(self, first_step: int, steps: int) -> Segments:
         stream = self._stream
         return stream.selection.sample(stream.seed, first_step, steps, stream.batch_size)
 
     def _assign(self, homes: Int64Array) -> Int64Array:
         """Return (T, W, B) the slots of each rank, from (T, N) the nodes that hold them."""
-        assigned = [
-            self._assigner.assign(self._anywhere, torch.from_numpy(nodes)).slots.numpy()
-            for nodes in homes
-        ]
-        return np.stack(assigned)
+        slots: Int64Array = self._assigner.assign_steps(torch.from_numpy(homes)).numpy()
+        return slots
 
     def _post(self, first_step: int, steps: int) -> _Block:
         """Draw and assign a block, and begin to read what this rank's node does not hold."""

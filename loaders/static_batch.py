@@ -5,35 +5,20 @@ Shape legend: B segments, K steps of a window.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Int64Array
 from gear_offline.kernels.gather import Padding, Windows
-from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
+    from gear_offline.loaders.open_rows import Rows
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
 AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the model
-
-
-class NamedSegments(Protocol):
-    """Names the segments of a loader's steps, such as `gear_offline.loaders.open_rows.Rows`."""
-
-    block_steps: int
-
-    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
-        """Return (steps, B) segments and landing rows; whose rows stay until `release`."""
-        ...
-
-    def release(self, event: Any) -> None:
-        """Say that what was taken last is read when a CUDA event has come."""
-        ...
 
 
 class StaticBatch:
@@ -41,31 +26,15 @@ class StaticBatch:
 
     Before each step the host calls `prepare`.  A step calls `begin`, uses `batch`, and calls `end`.
     With `ahead` the rows of the following step travel on a stream of their own meanwhile, into
-    memory of their own, and `begin` copies them within GPU memory.
-
-    Parameters
-    ----------
-    fill
-        Of one step.
-    padding
-        Side of the padding.
-    step
-        The step to come.
-    ahead
-        Fetch a step ahead; pays where rows come from host memory.
-    task_bounds
-        As `gear_offline.loaders.batch.Batch`.
-    windows
-        Where `batch` lies, if `ahead`; otherwise it is where `fill` puts it.
-    named
-        What names the segments, if the GPU does not draw them.
+    memory of their own, and `begin` copies them within GPU memory, into `windows` if given.
+    `named` names the segments, if the GPU does not draw them.
 
     Attributes
     ----------
     batch
         Tensors that stay where they are; each `begin` overwrites them.
     ahead
-        As given.
+        Whether rows are fetched a step ahead.
     """
 
     def __init__(
@@ -77,7 +46,7 @@ class StaticBatch:
         ahead: bool = False,
         task_bounds: Tensor | None = None,
         windows: Windows | None = None,
-        named: NamedSegments | None = None,
+        named: Rows | None = None,
     ) -> None:
         self._fill, self.ahead = fill, ahead
         self._names = None if named is None else _Names(fill, named)
@@ -97,7 +66,7 @@ class StaticBatch:
 
     @property
     def chances(self) -> Tensor | None:
-        """(B,) float64, the probability of each segment; None unless the sampler learns."""
+        """(B,) float64, of each segment; None unless the sampler learns."""
         return self._fill.chances
 
     @property
@@ -166,7 +135,7 @@ class _Names:
     before the last has been read when an event has come that was recorded a block ago.
     """
 
-    def __init__(self, fill: StaticFill, named: NamedSegments) -> None:
+    def __init__(self, fill: StaticFill, named: Rows) -> None:
         self._fill, self._named = fill, named
         assert fill.ring == 2 * named.block_steps, "two blocks"
         self._first = self._end = -1
@@ -199,7 +168,7 @@ def make_static_batch(
     learns: bool = False,
     task_bounds: Tensor | None = None,
     windows: Windows | None = None,
-    named: NamedSegments | None = None,
+    named: Rows | None = None,
 ) -> StaticBatch:
     """Return the batch of an engine, a step ahead if asked for and where that pays.
 

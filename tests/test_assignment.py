@@ -124,6 +124,17 @@ def test_order_is_that_of_the_passes(batch: tuple[list[int], list[int], list[int
     assert Assigner(torch.tensor(nodes)).assign(*homes).ranks.tolist() == naive(*batch)
 
 
+@given(nodes=st.lists(st.integers(0, 3), min_size=1, max_size=6), data=st.data())
+def test_steps_are_assigned_as_one_by_one(nodes: list[int], data: st.DataObject) -> None:
+    steps, n = data.draw(st.integers(1, 5)), len(nodes) * data.draw(st.integers(1, 6))
+    home = st.integers(ANYWHERE, max(nodes))
+    rows = st.lists(st.lists(home, min_size=n, max_size=n), min_size=steps, max_size=steps)
+    homes, assigner = torch.tensor(data.draw(rows)), Assigner(torch.tensor(nodes))
+    anywhere = torch.full((n,), ANYWHERE)
+    single = [assigner.assign(anywhere, row).slots for row in homes]
+    assert torch.equal(assigner.assign_steps(homes), torch.stack(single))
+
+
 def test_share_that_moves_is_that_of_the_law() -> None:
     """With equal owners ``sqrt(B / 2 pi)`` of B segments a rank exceed its share."""
     ranks, share, steps = 8, 1024, 50

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels import gather as module
-from gear_offline.kernels.arena import ALIGNMENT_BYTES, Arena, carve
 from gear_offline.kernels.columns import ColumnGroup, Field
-from gear_offline.kernels.gather import Padding, Windows
+from gear_offline.kernels.gather import ALIGNMENT_BYTES, Arena, Padding, Windows, carve
 from gear_offline.kernels.gather_gpu import JOB
 from gear_offline.kernels.segments import Segments
 from gear_offline.tables.table import Table, build_table

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.kernels.dropout import philox4x32
 from gear_offline.kernels.philox import bounded, draws
+from gear_offline.kernels.short_attention import philox4x32
 from tests.kernels_on_cpu import compile_library
 
 DRAW = st.integers(0, 2**64 - 1)

@@ -23,7 +23,7 @@ from gear_offline.loaders.open_rows import choose_tier
 from gear_offline.loaders.sharded import Ring, ShardedSegments, held_rows
 from gear_offline.loaders.static_batch import make_static_batch
 from gear_offline.sampling import make_sampler
-from gear_offline.sampling.stream import Stream
+from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.kernels_on_cpu import compile_library, gpu_gather, on_cpu
@@ -115,7 +115,7 @@ class Rank:
             self.gather = cpu_gather(table, span, padding, **whole).fill
 
 
-def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Rank]:
+def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Any]:
     held: dict[int, Held] = {}
     return [Rank(dataset, nodes, rank, held, **options) for rank in range(len(nodes))]
 

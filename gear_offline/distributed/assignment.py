@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,8 +83,22 @@ class Assigner:
         far_rank = torch.searchsorted(free.cumsum(0), place.clamp(min=0), right=True)
         far_rank = far_rank.clamp(max=ranks - 1)
         assigned = torch.where(kept, home, torch.where(near, near_rank, far_rank))
-        slots = torch.argsort(_narrow(assigned, ranks), stable=True)
+        slots = _order(assigned, ranks)
         return Assignment(ranks=assigned, slots=slots.view(ranks, share))
+
+    def assign_steps(self, node_homes: Tensor) -> Tensor:
+        """Return (T, W, B) the slots of each rank in T global batches, from (T, n) nodes.
+
+        One `assign` does it: the ranks and nodes of a step are ranks and nodes of their own, and a
+        step has as many places as segments, so that none fills another's.
+        """
+        steps, n = node_homes.shape
+        number = torch.arange(steps, device=self.nodes.device)[:, None]
+        nodes = (self.nodes + number * self.node_count).flatten()
+        homes = torch.where(node_homes < 0, node_homes, node_homes + number * self.node_count)
+        anywhere = torch.full((steps * n,), ANYWHERE, device=nodes.device)
+        every = Assigner(nodes, device=nodes.device).assign(anywhere, homes.flatten())
+        return every.slots.view(steps, self.ranks, -1) - n * number[:, None]
 
     def moved(self, assignment: Assignment, rank_homes: Tensor, node_homes: Tensor) -> Tensor:
         """Return (2,) int64: segments that leave their node, and those that leave only their rank.
@@ -95,14 +110,17 @@ class Assigner:
         return torch.stack([far.sum(), near.sum()])
 
 
-def _narrow(keys: Tensor, groups: int) -> Tensor:
-    """Return the same keys in the narrowest type: sorting takes a pass a byte."""
-    return keys.to(torch.int16 if groups < 1 << 15 else torch.int32)
+def _order(keys: Tensor, groups: int) -> Tensor:
+    """Return a stable order of keys, sorted in the narrowest type: a pass a byte."""
+    narrow = keys.to(torch.int16 if groups < 1 << 15 else torch.int32)
+    if narrow.is_cuda:
+        return torch.argsort(narrow, stable=True)
+    return torch.from_numpy(np.argsort(narrow.numpy(), kind="stable"))  # torch's compares
 
 
 def _places(keys: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return (n,) each key's place among equal ones, and (groups,) how many there are of each."""
-    order = torch.argsort(_narrow(keys, groups), stable=True)
+    order = _order(keys, groups)
     numbers = torch.arange(len(keys), device=keys.device)
     counts = torch.zeros(groups, dtype=torch.int64, device=keys.device)
     counts.index_add_(0, keys, torch.ones_like(keys))

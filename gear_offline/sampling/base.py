@@ -391,3 +391,30 @@ def check_integer(name: str, value: object, *, least: int, most: int = (1 << 62)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         bound = f"from {least} to {most}" if most < (1 << 62) - 1 else f"of at least {least}"
         raise wrong(name, f"an integer {bound}", value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The segments of every step of a loader, or of one rank's part of it.
+
+    Attributes
+    ----------
+    selection, seed, batch_size
+        The sampler, its seed, and how many it draws in each step.
+    first_slot, share
+        Which of them are this rank's.
+    """
+
+    selection: Sampler
+    seed: int
+    batch_size: int
+    first_slot: int
+    share: int
+
+    def segments(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, (steps, share)."""
+        if not self.share:  # of a rank that does not feed a model's input
+            none = np.zeros((steps, 0), np.int64)
+            return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
+        drawn = self.selection.sample(self.seed, first_step, steps, self.batch_size)
+        return drawn[:, self.first_slot : self.first_slot + self.share]

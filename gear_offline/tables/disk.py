@@ -25,7 +25,7 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup
 from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
-from gear_offline.sampling.stream import Stream
+from gear_offline.sampling.base import Stream
 from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
 from gear_offline.tables.joint import JointDataset, Source, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
