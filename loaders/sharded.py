@@ -130,7 +130,9 @@ class ShardedSegments:
 
     def slots_at(self, step: int) -> Int64Array:
         """Return (B,) int64: which slots of a step's global batch are this rank's, ascending."""
-        return self._assign(self._share.nodes[self._draw(step, 1).episodes])[0, self._world.rank]
+        homes = self._share.nodes[self._draw(step, 1).episodes]
+        slots: Int64Array = self._assign(homes)[0, self._world.rank]
+        return slots
 
     def close(self) -> None:
         """End the exchange; all ranks together, or after an error that has broken it."""
