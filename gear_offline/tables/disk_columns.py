@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import IO, Any
 
@@ -107,10 +108,7 @@ def load_columns(
     With `normalize_states` states are normalised when they are read, by their own part's moments.
     """
     steps, columns = int(first_steps[-1]), []
-
-    def returns() -> Iterator[UInt8Array]:
-        return _returns(parts, gamma=gamma, scale=returns_scale, budget_bytes=budget_bytes)
-
+    returns = partial(_returns, parts, gamma=gamma, scale=returns_scale, budget_bytes=budget_bytes)
     for source, stays in zip(sources, resident, strict=True):
         column = _located(parts, source, first_steps, normalize_states=normalize_states)
         if stays:

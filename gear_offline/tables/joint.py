@@ -143,12 +143,7 @@ def _joint_columns(specs: Mapping[str, TableSpec]) -> tuple[ColumnSpec, ...]:
         if column.name not in (STATES, ACTIONS, REWARDS)
         and all(column in tuple(other) for other in others)
     ]
-    return (
-        _states(specs),
-        _actions(specs),
-        ColumnSpec(name=REWARDS, dtype=rewards),
-        *shared,
-    )
+    return (_states(specs), _actions(specs), ColumnSpec(name=REWARDS, dtype=rewards), *shared)
 
 
 def _states(specs: Mapping[str, TableSpec]) -> ColumnSpec:
@@ -193,9 +188,5 @@ def _widest(columns: Sequence[ColumnSpec]) -> ColumnSpec:
 
 def _mixed(what: str, kinds: Mapping[str, str], remedy: str) -> InputError:
     shown = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-    return InputError(
-        "COLUMN",
-        f"tasks with {what} do not fit one model: {shown}",
-        where="data.tasks",
-        remedy=remedy,
-    )
+    what = f"tasks with {what} do not fit one model: {shown}"
+    return InputError("COLUMN", what, where="data.tasks", remedy=remedy)

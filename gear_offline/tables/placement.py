@@ -178,22 +178,17 @@ def place_in(
         len(gpus),
         copy=placement != "peer",
     )
-    error: GearError | None = None
-    rows: _Rows | None = None
-    handle = ""
+    answers: list[Any] = []  # of each rank: the handle of its memory, and its error
     try:
         if placement == "peer" and (plan.tiers == HOST).any():
             raise too_large(total, budget * len(gpus), f"free on {len(gpus)} GPUs")
         rows = _Rows(memory, table, plan, gpus.index(ranks.rank), parted=len(gpus) > 1)
-        handle = rows.handle
-    except GearError as raised:
-        error = raised
-    answers: list[Any] = []
+    except GearError as error:
+        if shares:
+            ranks.gather(("", str(error)))
+        raise
     if shares:
-        answers = ranks.gather((handle, "" if error is None else str(error)))
-    if error is not None:
-        raise error
-    assert rows is not None, "no error was raised"
+        answers = ranks.gather((rows.handle, ""))
     bases = [rows.base]
     if len(gpus) > 1:  # everybody has uploaded by now, or failed
         for rank in gpus:
@@ -413,7 +408,7 @@ def _places(sizes: Int64Array, plan: Plan, gpus: int) -> str:
         PEER: f"over {gpus} GPUs",
         HOST: "in pinned host memory",
     }
-    amounts = {tier: int(sizes[plan.tiers == tier].sum()) for tier in names}
-    text = ", ".join(f"{size_text(n)} {names[tier]}" for tier, n in amounts.items() if n)
+    amounts = ((name, int(sizes[plan.tiers == tier].sum())) for tier, name in names.items())
+    text = ", ".join(f"{size_text(nbytes)} {name}" for name, nbytes in amounts if nbytes)
     own, peer, host = (f"{share:.1%}" for share in plan.shares)
     return f"{text}; expected reads: {own} from own memory, {peer} from peers, {host} from the host"
