@@ -1,8 +1,6 @@
-"""What the GPU is told of a sampler: one of three ways to draw a segment.
+"""What the GPU is told of a sampler: one of three ways to draw a segment, or none.
 
-A sampler describes itself by one of these, or has none: then the host draws ahead of use.
-
-Shape legend: E episodes, N steps, n numbers of a table.
+Shape legend: E episodes, N steps.
 """
 
 from __future__ import annotations
@@ -25,44 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CumulativeWeights:
-    """An episode by its weight, then any start in it.
+    """An episode by its weight, then any start in it."""
 
-    Attributes
-    ----------
-    search
-        In the (E,) cumulative masses of the episodes, which end at ``2**64``.
-    """
-
-    search: GuidedSearch
+    search: GuidedSearch  # in the (E,) cumulative masses of the episodes, which end at 2^64
 
 
 @dataclass(frozen=True, eq=False)
 class KeyedPermutation:
-    """Every start once an epoch, in an order of the epoch's own.
+    """Every start once an epoch, in an order of the epoch's own."""
 
-    Attributes
-    ----------
-    search
-        In the (E,) ends of the episodes.
-    """
-
-    search: GuidedSearch
+    search: GuidedSearch  # in the (E,) ends of the episodes
 
 
 @dataclass(frozen=True, eq=False)
 class PriorityTree:
-    """A start by its mass.
+    """A start by its mass."""
 
-    Attributes
-    ----------
-    search
-        In the (E,) ends of the episodes.
-    on_device
-        Moves the masses to a GPU, where they are drawn from and updated from then on.
-    """
-
-    search: GuidedSearch
-    on_device: Callable[[torch.device], DevicePriorities]
+    search: GuidedSearch  # in the (E,) ends of the episodes
+    on_device: Callable[[torch.device], DevicePriorities]  # moves the masses to a GPU, to stay
 
 
 Draw = CumulativeWeights | KeyedPermutation | PriorityTree
@@ -87,10 +65,7 @@ _WAYS: Final[dict[type, int]] = {
 
 
 def describe_sampling(draw: Draw, offsets: npt.NDArray[np.int64], *, arrays: DeviceArrays) -> Any:
-    """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`.
-
-    Its arrays go to where `arrays` puts them, and the masses of a tree to that device.
-    """
+    """Return the `SAMPLING` row of a way to draw from episodes at (E + 1,) `offsets`."""
     row, steps = np.zeros((), SAMPLING), int(offsets[-1])
     row["way"], row["size"] = _WAYS[type(draw)], steps
     row["bits"] = max((steps - 1).bit_length(), 2)

@@ -1,6 +1,6 @@
 """Priorities in GPU memory: masses, their sums, updates from losses, importance weights.
 
-The CPU twin is `sampling.prioritized`; masses, sums and draws are the same bits.
+The reference is `sampling.prioritized`: masses, sums and draws are the same bits.
 Nothing here waits for the GPU but `state` and `total`.
 
 Shape legend: N steps (items), E episodes, B segments of a batch.
@@ -57,26 +57,8 @@ KERNELS = ("tree_sums", "tree_update", "tree_check", "tree_apply", "tree_release
 class DevicePriorities:
     """The masses of N items in GPU memory, 8.53 bytes each with their sums.
 
-    Parameters
-    ----------
-    offsets
-        (E + 1,) int64, first step of each episode, and N.
-    mass_of_code
-        (CODES,) uint64, as `gear_offline.sampling.prioritized.Prioritized`.
-    device
-        The GPU.
-    first
-        The mass of every step; others are set by `set_masses`.
-
-    Raises
-    ------
-    GearError
-        ``MEMORY`` if they do not fit.
-
-    Attributes
-    ----------
-    tree
-        A `TREE` row; its addresses never change.
+    `offsets` (E + 1,) are those of the episodes, `mass_of_code` (CODES,) is that of `Prioritized`,
+    `first` the mass of every step.  `tree` is a `TREE` row whose addresses never change.
     """
 
     def __init__(
@@ -142,16 +124,9 @@ class DevicePriorities:
     def update(self, names: Tensor, losses: Tensor) -> None:
         """Take the losses of segments.  Of a segment that is named twice the larger one counts.
 
-        Without host synchronisation, on torch's current stream, in one launch for small batches.
-        If a loss is not finite or negative, or a segment not in the table, nothing is changed and
-        `refused` counts it.
-
-        Parameters
-        ----------
-        names
-            (B, 2) int64 on the GPU, contiguous: episode, start.
-        losses
-            (B,) float32 on the GPU, contiguous.
+        (B, 2) names, episode and start, and (B,) losses, on the GPU.  Nothing waits.  If a loss is
+        not finite or negative, or a segment not in the table, nothing is changed and `refused`
+        counts it.
         """
         count = losses.numel()
         assert names.numel() == 2 * count and names.is_contiguous() and losses.is_contiguous()
@@ -167,15 +142,15 @@ class DevicePriorities:
     def update_from_host(
         self, segments: npt.NDArray[np.int64], losses: npt.NDArray[np.float32]
     ) -> None:
-        """`update` of (B, 2) int64 segments and (B,) float32 losses in host memory."""
+        """`update` of names and losses in host memory."""
         names = torch.from_numpy(np.array(segments, dtype=np.int64))
         values = torch.from_numpy(np.array(losses, dtype=np.float32))
         self.update(names.to(self.device), values.to(self.device))
 
     def masses_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the masses of rows, of any shape; waits for the GPU."""
-        found = self.masses[torch.from_numpy(np.array(rows)).to(self.device)]
-        return np.asarray(found.cpu().numpy())
+        masses = self.masses[torch.from_numpy(np.array(rows)).to(self.device)]
+        return np.asarray(masses.cpu().numpy())
 
     def importance(
         self,
@@ -186,18 +161,9 @@ class DevicePriorities:
         beta_steps: int | None,
         out: Tensor,
     ) -> None:
-        """Write (B,) float32 weights of losses; within a unit in the last place of the CPU's.
+        """Write (B,) float32 weights of losses into `out`, within a unit in the last place.
 
-        Parameters
-        ----------
-        probability
-            (B,) float64 on the GPU, of the batch's slots.
-        counter
-            (1,) int64 on the GPU: one more than the batch's step.
-        beta, beta_steps
-            As `gear_offline.sampling.prioritized.Prioritized`.
-        out
-            (B,) float32 on the GPU.
+        `probability` (B,) float64 is that of the slots, `counter` (1,) one more than the step.
         """
         count = out.numel()
         assert probability.dtype == torch.float64 and out.dtype == torch.float32

@@ -2,8 +2,6 @@
 
 The guide divides the values into equal ranges, 8 to 16 for each number of the table.  Most
 ranges hold no number, so that most values are found without a search.
-
-Shape legend: n numbers of the table.
 """
 
 from __future__ import annotations
@@ -18,23 +16,9 @@ GUIDE_BITS = 24  # the guide has at most 2^24 ranges
 
 
 class GuidedSearch:
-    """Finds for each value the first number above it.
+    """Finds for each value below ``2**bits`` the first number of an ascending table above it.
 
-    Parameters
-    ----------
-    table
-        (n,) uint64, ascending.
-    last
-        Place that is found for values beyond the table, and at most.
-    bits
-        All values are below ``2**bits``.
-
-    Attributes
-    ----------
-    table, last
-        As given.
-    guide, shift
-        (ranges + 1,) int64: what is found for value ``i << shift``.
+    Places are at most `last`.  ``guide[i]`` is what is found for the value ``i << shift``.
     """
 
     def __init__(self, table: UInt64Array, *, last: int, bits: int = 64) -> None:
@@ -48,7 +32,6 @@ class GuidedSearch:
         self.guide: Int64Array = np.minimum(np.cumsum(counts), last)
 
     def find(self, values: UInt64Array) -> Int64Array:
-        """Return the place of the first number above each value, at most `last`; int64."""
         place = (values >> np.uint64(self.shift)).astype(np.int64)
         found: Int64Array = self.guide[place]
         unsure = found != self.guide[place + 1]

@@ -1,6 +1,6 @@
 """Segments and their probabilities from the GPU, without gathering: one launch.
 
-The CPU twin is `Sampler.sample`; both give the same bits.
+The reference is `Sampler.sample`: the same bits.
 
 Shape legend: B slots of a step, T steps of a launch.
 """
@@ -22,19 +22,7 @@ BLOCKS_PER_SM = 8
 
 
 class DeviceSelect:
-    """Draws in any way that the GPU has.
-
-    Parameters
-    ----------
-    draw
-        How; masses move to the GPU.
-    offsets
-        (E + 1,) int64, first step of each episode, and N.
-    device
-        The GPU, by its number.
-    batch_size
-        B, slots of a step.
-    """
+    """Draws from episodes at (E + 1,) `offsets` in any way that the GPU has; masses move there."""
 
     def __init__(
         self,
@@ -58,16 +46,9 @@ class DeviceSelect:
     def enqueue(
         self, *, seed: int, first_step: int, names: Tensor, chances: Tensor | None = None
     ) -> None:
-        """Draw into given memory on the GPU, on torch's current stream, without waiting.
+        """Draw (T, B, 2) int64 names, on torch's current stream, without waiting.
 
-        Parameters
-        ----------
-        seed, first_step
-            As `Sampler.sample`.
-        names
-            (T, B, 2) int64: episode, start.
-        chances
-            (T, B) float64, the probability of each; of a tree only.
+        With (T, B) float64 `chances` the probability of each, too; of a tree only.
         """
         assert names.dtype == torch.int64 and names.is_contiguous()
         job, count = self._job.copy(), names.numel() // 2

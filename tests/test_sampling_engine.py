@@ -1,4 +1,4 @@
-"""The GPU engine with its kernels on the CPU: batches and priorities of every law, step by step."""
+"""The GPU engine with its kernels on the CPU: batches and priorities of every sampler."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def make(name: str, options: dict[str, Any]) -> Any:
     return make_sampler(name, data, context_length=SPAN, **options)
 
 
-def engine_of(table: Table, law: Any, padding: Padding = "right", **options: Any) -> GpuGather:
+def engine_of(table: Table, sampler: Any, padding: Padding = "right", **options: Any) -> GpuGather:
     shape: dict[str, Any] = {"batch_size": BATCH, "context_length": SPAN, **options}
-    return gpu_gather(table, law, seed=9, padding=padding, **shape)
+    return gpu_gather(table, sampler, seed=9, padding=padding, **shape)
 
 
 def bits(windows: Any) -> list[bytes]:
@@ -62,13 +62,13 @@ def bits(windows: Any) -> list[bytes]:
 def test_fills_are_those_of_the_cpu(
     library: Any, table: Table, name: str, options: dict[str, Any]
 ) -> None:
-    law, twin = make(name, options), make(name, options)
-    padding: Padding = law.padding or "right"
+    sampler, reference = make(name, options), make(name, options)
+    padding: Padding = sampler.padding or "right"
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
-        engine = engine_of(table, law, padding)
+        engine = engine_of(table, sampler, padding)
         for step in (0, 3, 2**33 - 1):
-            drawn = twin.sample(9, step, 3, BATCH)
+            drawn = reference.sample(9, step, 3, BATCH)
             if engine.draws:
                 assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
             else:
@@ -79,7 +79,7 @@ def test_fills_are_those_of_the_cpu(
         fill.set_step(2**32 - 2)
         for step in range(2**32 - 2, 2**32 + 2):
             fill.enqueue()
-            drawn = twin.sample(9, step, 1, BATCH)[0]
+            drawn = reference.sample(9, step, 1, BATCH)[0]
             assert bits(fill.windows) == bits(gather.fill(drawn))
             assert int(fill.counter) == step + 1
             if fill.chances is not None:
@@ -91,9 +91,9 @@ def test_fills_are_those_of_the_cpu(
 def test_named_windows_of_given_lengths(
     library: Any, table: Table, padding: Padding, cut: bool
 ) -> None:
-    law = make("d3rlpy", {})
-    named = law.sample(9, 0, 5, 20)
-    if cut:  # shorter ones than any law names, and none at all
+    sampler = make("d3rlpy", {})
+    named = sampler.sample(9, 0, 5, 20)
+    if cut:  # shorter ones than any sampler names, and none at all
         named = replace(named, lengths=np.arange(100).reshape(5, 20) % 4)
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
@@ -103,55 +103,55 @@ def test_named_windows_of_given_lengths(
 
 @pytest.mark.parametrize("name", ["shuffled_epochs", "return_weighted"])
 def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, name: str) -> None:
-    law = make(name, {})
+    sampler = make(name, {})
     gather = cpu_gather(table, context_length=SPAN)
     with on_cpu(library):
-        engine = engine_of(table, law, batch_size=3, first_slot=3, global_batch=8)
-        drawn = law.sample(9, 40, 2, 8)
+        engine = engine_of(table, sampler, batch_size=3, first_slot=3, global_batch=8)
+        drawn = sampler.sample(9, 40, 2, 8)
         assert bits(engine.fill(first_step=40, steps=2)) == bits(gather.fill(drawn[:, 3:6]))
 
 
 def test_feedback_without_the_host(library: Any, table: Table) -> None:
     """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
-    law, twin = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
+    sampler, reference = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
     gather = cpu_gather(table, context_length=SPAN)
-    loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law))
+    loader = cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler))
     with on_cpu(library):
         batches = make_static_batch(
-            engine_of(table, law), padding="right", step=0, ahead=True, learns=True
+            engine_of(table, sampler), padding="right", step=0, ahead=True, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
         for step in range(40):
             batches.begin()
-            drawn = twin.sample(9, step, 1, BATCH)[0]
+            drawn = reference.sample(9, step, 1, BATCH)[0]
             assert bits(batches._fill.windows) == bits(gather.fill(drawn))
-            expected = twin.importance(drawn.probability, step=step).astype(np.float32)
+            expected = reference.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
             losses = batches.batch.rewards[:, 0, 0].abs() * 10
             feedback.update(batches.batch, losses)
             with feedback.paused():
                 feedback.update(batches.batch, losses * 9)
-            twin.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
+            reference.update(np.stack([drawn.episodes, drawn.starts], 1), losses.numpy())
             batches.end()
-        state, other = law.state(), twin.state()
+        state, other = sampler.state(), reference.state()
         assert {k: v.tobytes() for k, v in state.items()} == {
             k: v.tobytes() for k, v in other.items()
         }
-        assert law.updates == 40
+        assert sampler.updates == 40
         again = make("prioritized", {"beta_steps": 25, "alpha": 0.9})
         again.load_state(state)
-        law.load_state(other)
-        one, two = (some.sample(4, 50, 1, 200)[0] for some in (law, again))
+        sampler.load_state(other)
+        one, two = (some.sample(4, 50, 1, 200)[0] for some in (sampler, again))
         assert one.starts.tolist() == two.starts.tolist()
         assert one.probability.tobytes() == two.probability.tobytes()
 
 
 def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Table) -> None:
-    law = make("prioritized", {})
-    loader = cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner))
+    sampler = make("prioritized", {})
+    loader = cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler.learner))
     with on_cpu(library):
         batches = make_static_batch(
-            engine_of(table, law), padding="right", step=0, ahead=False, learns=True
+            engine_of(table, sampler), padding="right", step=0, ahead=False, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
         batches.begin()
@@ -161,42 +161,43 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
         loss = feedback.loss(each, batch)
         plain = action_loss(predictions, batch.actions, batch.attention_mask)
         assert float(loss) == pytest.approx(float(plain)), "all weights are 1 before any loss"
-        assert law.updates == 1 and len(np.unique(law.masses)) > 1
+        assert sampler.updates == 1 and len(np.unique(sampler.masses)) > 1
         predictions[0, 0] = torch.nan
-        before = law.masses
+        before = sampler.masses
         each = segment_losses(predictions, batch.actions, batch.attention_mask)
         feedback.loss(each, batch)
-        assert law.updates == 1 and np.array_equal(law.masses, before)
-        assert law.on_device(torch.device("cpu")).refused == 1
+        assert sampler.updates == 1 and np.array_equal(sampler.masses, before)
+        assert sampler.on_device(torch.device("cpu")).refused == 1
 
 
-def test_laws_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
-    law = make("uniform_steps", {})
+def test_samplers_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
+    sampler = make("uniform_steps", {})
     with on_cpu(library):
-        batches = make_static_batch(engine_of(table, law), padding="right", step=0, ahead=False)
+        batches = make_static_batch(engine_of(table, sampler), padding="right", step=0, ahead=False)
         with pytest.raises(InputError) as caught:
             DeviceFeedback(
-                cast(GearLoader, SimpleNamespace(selection=law, learner=law.learner)), batches
+                cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler.learner)),
+                batches,
             )
     assert caught.value.code == "SELECTION"
 
 
 def test_priorities_move_with_what_they_learned(library: Any) -> None:
-    law, twin = (prioritized(LENGTHS) for _ in range(2))
+    sampler, reference = (prioritized(LENGTHS) for _ in range(2))
     names, losses = np.array([[2, 5], [0, 1]]), np.array([3.0, 0.5], np.float32)
-    for some in (law, twin):
+    for some in (sampler, reference):
         some.update(names, losses)
     with on_cpu(library) as device:
-        tree = law.on_device(device)
-        assert law.updates == 1 and law.on_device(device) is tree
-        assert law.nbytes == tree.nbytes < 12 * 112
-        for some in (law, twin):
+        tree = sampler.on_device(device)
+        assert sampler.updates == 1 and sampler.on_device(device) is tree
+        assert sampler.nbytes == tree.nbytes < 12 * 112
+        for some in (sampler, reference):
             some.update(names[::-1], losses)
-        assert np.array_equal(law.masses, twin.masses)
+        assert np.array_equal(sampler.masses, reference.masses)
         with pytest.raises(InputError):
-            law.update(names, -losses)
+            sampler.update(names, -losses)
         with pytest.raises(Exception, match="not of cuda"):
-            law.on_device(torch.device("cuda", 1))
+            sampler.on_device(torch.device("cuda", 1))
 
 
 def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +205,10 @@ def test_priorities_that_do_not_fit(library: Any, monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
-    law = make("prioritized", {})
+    sampler = make("prioritized", {})
     with on_cpu(library) as device:
         monkeypatch.setattr(torch, "zeros", full)
         with pytest.raises(GearError, match="MiB are free") as caught:
-            law.on_device(device)
+            sampler.on_device(device)
     assert caught.value.code == "MEMORY"
-    assert law.sample(0, 0, 1, 3)[0].shape == (3,), "they stay on the host"
+    assert sampler.sample(0, 0, 1, 3)[0].shape == (3,), "they stay on the host"

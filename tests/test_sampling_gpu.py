@@ -1,4 +1,4 @@
-"""Every law on the GPU: segments, probabilities, batches and priorities are those of the CPU."""
+"""Every sampler on the GPU: segments, probabilities, batches, priorities are the CPU's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_dataset(tmp_path_factory.mktemp("laws"), LENGTHS)
+    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS)
 
 
 @pytest.mark.parametrize("name", ["return_weighted", "shuffled_epochs", "prioritized"])
@@ -32,13 +32,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_segments(name: str, count: int) -> None:
     lengths = [1 + (7 * e) % 40 for e in range(4000)]
     data = facts(lengths, [float(e % 11) for e in range(4000)])
-    sampler, twin = (make_sampler(name, data) for _ in range(2))
+    sampler, reference = (make_sampler(name, data) for _ in range(2))
     assert sampler.gpu is not None
     select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=count)
     names = torch.empty(3, count, 2, dtype=torch.int64, device=CUDA)
     for step in (0, 41, 2**40, 2**62):
         select.enqueue(seed=2**63 + 9, first_step=step, names=names)
-        expected = twin.sample(2**63 + 9, step, 3, count)
+        expected = reference.sample(2**63 + 9, step, 3, count)
         assert np.array_equal(names[..., 0].cpu().numpy(), expected.episodes)
         assert np.array_equal(names[..., 1].cpu().numpy(), expected.starts)
 
@@ -76,8 +76,8 @@ def test_updates(count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
     lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
     generator = np.random.default_rng(count)
-    law, twin = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
-    tree = law.on_device(CUDA)
+    sampler, reference = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
+    tree = sampler.on_device(CUDA)
     for turn in range(4):
         chosen = generator.integers(0, episodes, size=count)
         names = np.stack([chosen, generator.integers(0, lengths[chosen])], 1)
@@ -90,42 +90,42 @@ def test_updates(count: int, episodes: int) -> None:
             wrong[-1] = [episodes, 0] if count % 2 else [0, -1]
             tree.update(torch.from_numpy(wrong).to(CUDA), torch.from_numpy(losses).to(CUDA))
         tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(losses).to(CUDA))
-        twin.update(names, losses)
-        assert np.array_equal(law.masses, twin.masses)
-        assert tree.total == int(twin.masses.sum())
-        one, other = (some.sample(3, turn, 1, 5000)[0] for some in (law, twin))
+        reference.update(names, losses)
+        assert np.array_equal(sampler.masses, reference.masses)
+        assert tree.total == int(reference.masses.sum())
+        one, other = (some.sample(3, turn, 1, 5000)[0] for some in (sampler, reference))
         assert np.array_equal(one.episodes, other.episodes)
         assert np.array_equal(one.starts, other.starts)
         assert one.probability.tobytes() == other.probability.tobytes()
-    assert (tree.updates, tree.refused, twin.updates) == (4, 2, 4)
+    assert (tree.updates, tree.refused, reference.updates) == (4, 2, 4)
     with tree.paused():
         tree.update(torch.from_numpy(names).to(CUDA), torch.from_numpy(losses).to(CUDA))
     assert tree.updates == 4
     again = prioritized(lengths, alpha=0.7)
-    again.load_state(law.state())
-    law.load_state(again.state())
-    assert again.updates == law.updates == 4 and tree.total == int(again.masses.sum())
+    again.load_state(sampler.state())
+    sampler.load_state(again.state())
+    assert again.updates == sampler.updates == 4 and tree.total == int(again.masses.sum())
 
 
 @pytest.mark.parametrize("count", [1, 64, 5000])
 def test_importance(count: int) -> None:
-    law = prioritized([50] * 100, beta=0.4, beta_steps=1000)
-    tree, generator = law.on_device(CUDA), np.random.default_rng(1)
+    sampler = prioritized([50] * 100, beta=0.4, beta_steps=1000)
+    tree, generator = sampler.on_device(CUDA), np.random.default_rng(1)
     chances = np.exp(generator.uniform(-25, 0, size=count))
     for step in (0, 500, 5000):
         out = torch.empty(count, device=CUDA)
         counter = torch.tensor([step + 1], device=CUDA)
         tree.importance(torch.from_numpy(chances).to(CUDA), counter=counter, beta=0.4,
                         beta_steps=1000, out=out)  # fmt: skip
-        expected = law.importance(chances, step=step).astype(np.float32)
+        expected = sampler.importance(chances, step=step).astype(np.float32)
         np.testing.assert_array_max_ulp(out.cpu().numpy(), expected, maxulp=1)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu() -> None:
-    law = prioritized([50] * 1000)
-    tree = law.on_device(CUDA)
-    select = DeviceSelect(law.gpu, law.index.offsets, device=CUDA, batch_size=20_000)
+    sampler = prioritized([50] * 1000)
+    tree = sampler.on_device(CUDA)
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=20_000)
     names = torch.empty(1, 20_000, 2, dtype=torch.int64, device=CUDA)
     chances = torch.empty(1, 20_000, dtype=torch.float64, device=CUDA)
     losses = torch.rand(20_000, device=CUDA)
@@ -160,12 +160,12 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
 
 def test_feedback_in_a_graph(dataset: Any) -> None:
     """Select, gather, weigh and update, replayed: batches and masses are those of the CPU."""
-    law, twin = (
+    sampler, reference = (
         make_sampler("prioritized", dataset, context_length=8, beta_steps=20) for _ in range(2)
     )
     shape: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5}
-    gpu = GearLoader(dataset, device="cuda", engine="on", selection=law, **shape)
-    cpu = GearLoader(dataset, device="cpu", selection=twin, **shape)
+    gpu = GearLoader(dataset, device="cuda", engine="on", selection=sampler, **shape)
+    cpu = GearLoader(dataset, device="cpu", selection=reference, **shape)
     batches = gpu.static_batch(ahead=True)
     feedback, host = DeviceFeedback(gpu, batches), LossFeedback(cpu)
 

@@ -1,4 +1,4 @@
-"""Laws in a loader and in training: windows show nothing of the future, losses come back."""
+"""Samplers in a loader and in training: windows show nothing of the future, losses come back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     steps = sum(LENGTHS)
     columns = hopper_columns(steps)
     columns["observations"][:] = np.arange(steps, dtype=np.float32)[:, None]
-    return make_dataset(tmp_path_factory.mktemp("laws"), LENGTHS, columns=columns)
+    return make_dataset(tmp_path_factory.mktemp("samplers"), LENGTHS, columns=columns)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -41,15 +41,15 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def test_windows_hold_their_own_steps_and_nothing_later(
     dataset: Dataset, name: str, options: dict[str, Any], padding: Any
 ) -> None:
-    law = make_sampler(name, dataset, context_length=CONTEXT, **options)
+    sampler = make_sampler(name, dataset, context_length=CONTEXT, **options)
     arguments: dict[str, Any] = {
         "batch_size": 5,
         "context_length": CONTEXT,
-        "selection": law,
+        "selection": sampler,
         "padding": padding,
         "device": "cpu",
     }
-    if law.padding not in (None, padding):
+    if sampler.padding not in (None, padding):
         with pytest.raises(InputError, match="padding") as caught:
             GearLoader(dataset, **arguments)
         assert caught.value.code == "LOADER_OPTION"
@@ -70,7 +70,7 @@ def test_windows_hold_their_own_steps_and_nothing_later(
             assert not batch.states[slot][~real].any() and not batch.actions[slot][~real].any()
 
 
-def test_d3rlpy_windows_end_where_the_law_says(dataset: Dataset) -> None:
+def test_d3rlpy_windows_end_where_the_sampler_says(dataset: Dataset) -> None:
     loader = GearLoader(
         dataset,
         batch_size=400,
@@ -96,24 +96,24 @@ def test_d3rlpy_windows_end_where_the_law_says(dataset: Dataset) -> None:
         ("mixture", [3, *LENGTHS[1:]], "other episodes"),
     ],
 )
-def test_laws_made_for_other_data_are_refused(
+def test_samplers_made_for_other_data_are_refused(
     dataset: Dataset, name: str, lengths: list[int], message: str
 ) -> None:
-    """They drew in part of the data, or windows that end elsewhere than the law says."""
+    """They drew in part of the data, or windows that end elsewhere than the sampler says."""
     parts = {"parts": [{"strategy": "uniform_episodes", "weight": 1}]} if name == "mixture" else {}
-    law = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
-    padding: Any = law.padding or "right"
+    sampler = make_sampler(name, facts(lengths), context_length=CONTEXT + 2, **parts)
+    padding: Any = sampler.padding or "right"
     with pytest.raises(InputError, match=message) as caught:
         GearLoader(
-            dataset, batch_size=5, context_length=CONTEXT, selection=law, padding=padding,
+            dataset, batch_size=5, context_length=CONTEXT, selection=sampler, padding=padding,
             device="cpu",
         )  # fmt: skip
     assert caught.value.code == "LOADER_OPTION"
 
 
-def test_a_law_of_the_first_episodes_draws_in_these(dataset: Dataset) -> None:
-    law = make_sampler("uniform_steps", facts(LENGTHS[:3]))
-    loader = GearLoader(dataset, batch_size=50, selection=law, device="cpu")
+def test_a_sampler_of_the_first_episodes_draws_in_these(dataset: Dataset) -> None:
+    sampler = make_sampler("uniform_steps", facts(LENGTHS[:3]))
+    loader = GearLoader(dataset, batch_size=50, selection=sampler, device="cpu")
     assert set(next(loader).segments[:, 0].tolist()) == {0, 1, 2}
 
 
@@ -164,7 +164,7 @@ def test_rows_on_disk_refuse_samplers_that_cannot_wait(dataset: Dataset, name: s
     assert caught.value.code == "LOADER_OPTION"
 
 
-def test_feedback_needs_a_law_that_learns(dataset: Dataset) -> None:
+def test_feedback_needs_a_sampler_that_learns(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=2, context_length=CONTEXT, device="cpu")
     with pytest.raises(InputError) as caught:
         LossFeedback(loader)
@@ -219,9 +219,9 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
 
 def test_feedback_of_several_ranks() -> None:
     """A rank weights its own share with the global batch's weights; all hear of all losses."""
-    law = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
-    assert isinstance(law, Prioritized)
-    law.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
+    sampler = make_sampler("prioritized", facts(LENGTHS), beta=1.0)
+    assert isinstance(sampler, Prioritized)
+    sampler.update(np.array([[1, 2]], dtype=np.int64), np.array([50.0], dtype=np.float32))
     shares = [torch.tensor([[1, 0], [3, 1]]), torch.tensor([[3, 1], [6, 11]])]
     losses = [torch.tensor([0.5, 2.0]), torch.tensor([3.0, 4.0])]
 
@@ -229,17 +229,17 @@ def test_feedback_of_several_ranks() -> None:
         return shares if tensor.ndim == 2 else losses
 
     loader = SimpleNamespace(
-        learner=law,
-        selection=law,
+        learner=sampler,
+        selection=sampler,
         step=1,
         share=2,
         device=torch.device("cpu"),
         world=SimpleNamespace(rank=1, gather_tensor=gather),
-        segments_at=lambda step: law.sample(0, step, 1, 4)[0],
+        segments_at=lambda step: sampler.sample(0, step, 1, 4)[0],
         slots_at=lambda step: slice(2, 4),
     )
     feedback = LossFeedback(cast(GearLoader, loader))
-    probability = law.sample(0, 0, 1, 4)[0].probability
+    probability = sampler.sample(0, 0, 1, 4)[0].probability
     weights = 1 / probability / (1 / probability).max()
     np.testing.assert_allclose(feedback.importance().numpy(), weights[2:], rtol=1e-6)
     feedback.update(cast(Batch, SimpleNamespace(segments=shares[1])), losses[1])
@@ -247,4 +247,4 @@ def test_feedback_of_several_ranks() -> None:
     assert isinstance(oracle, Prioritized)
     for segment, loss in (([1, 2], 50.0), ([1, 0], 0.5), ([3, 1], 3.0), ([6, 11], 4.0)):
         oracle.update(np.array([segment], dtype=np.int64), np.array([loss], dtype=np.float32))
-    assert law.masses.tolist() == oracle.masses.tolist()
+    assert sampler.masses.tolist() == oracle.masses.tolist()

@@ -92,21 +92,21 @@ PAIRS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(PAIRS, min_size=1, max_size=4), st.sampled_from([0.0, 0.6, 2.0]))
-def test_updates_are_those_of_the_twin_in_any_order(
+def test_updates_are_those_of_the_reference_in_any_order(
     library: Any, batches: list[list[tuple[int, float]]], alpha: float
 ) -> None:
-    law, other, twin = (prioritized(LENGTHS, alpha=alpha) for _ in range(3))
+    sampler, other, reference = (prioritized(LENGTHS, alpha=alpha) for _ in range(3))
     with on_cpu(library) as device:
-        trees = [some.on_device(device) for some in (law, other)]
+        trees = [some.on_device(device) for some in (sampler, other)]
         for pairs in batches:
             names = NAMES[[row for row, _ in pairs]].reshape(-1, 2)
             losses = np.array([loss for _, loss in pairs], dtype=np.float32)
             trees[0].update_from_host(names, losses)
             trees[1].update_from_host(names[::-1], losses[::-1])
-            twin.update(names, losses)
-        assert law.masses.tolist() == other.masses.tolist() == twin.masses.tolist()
-        assert trees[0].total == int(twin.masses.sum())
-        assert law.updates == twin.updates == len(batches)
+            reference.update(names, losses)
+        assert sampler.masses.tolist() == other.masses.tolist() == reference.masses.tolist()
+        assert trees[0].total == int(reference.masses.sum())
+        assert sampler.updates == reference.updates == len(batches)
         sums = [level.clone() for level in trees[0]._levels]
         trees[0].add_up()
         assert all(torch.equal(a, b) for a, b in zip(sums, trees[0]._levels, strict=True))
@@ -122,9 +122,9 @@ def test_updates_are_those_of_the_twin_in_any_order(
 def test_a_batch_that_is_refused_changes_nothing(
     library: Any, name: tuple[int, int], loss: float
 ) -> None:
-    law = prioritized(LENGTHS)
+    sampler = prioritized(LENGTHS)
     with on_cpu(library) as device:
-        tree = law.on_device(device)
+        tree = sampler.on_device(device)
         before = [level.clone() for level in tree._levels]
         names = np.array([(4, 7), name, (0, 0)], dtype=np.int64)
         tree.update_from_host(names, np.array([0.5, loss, 2.0], dtype=np.float32))
@@ -133,4 +133,4 @@ def test_a_batch_that_is_refused_changes_nothing(
         tree.update_from_host(names[:1], np.array([-0.0], dtype=np.float32))
         assert (tree.updates, tree.refused) == (1, 1)
         row = sum(LENGTHS[:4]) + 7
-        assert int(law.masses[row]) == law.mass_of_code[code_of(np.zeros(1, np.float32))[0]]
+        assert int(sampler.masses[row]) == sampler.mass_of_code[code_of(np.zeros(1, np.float32))[0]]

@@ -1,9 +1,9 @@
 """The interface of samplers, the registry of strategies, and `make_sampler`.
 
-A sampler is a pure function of (seed, step): it has no hidden state, so that whoever asks, whenever
-and on whatever device, gets the same segments, and resuming is setting the step number.
+Without hidden state whoever asks, whenever and on whatever device, gets the same segments, and
+resuming is setting the step number.
 
-Shape legend: E episodes, N steps, T steps of one episode, B slots of a batch.
+Shape legend: E episodes, N steps, B slots of a batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EPOCH_STREAM = 3  # keys of an epoch's order
 
 
 class EpisodeData(Protocol):
-    """Data that samplers may look at: a dataset, several for one table, or `Facts`."""
+    """A dataset, several for one table, or `Facts`."""
 
     @property
     def episodes(self) -> EpisodeIndex: ...
@@ -63,7 +63,7 @@ class Facts:
     context_length: int | None = None  # K of the loader
 
     def need(self, name: Literal["returns", "terminated", "context_length"]) -> Any:
-        """Return a fact that a sampler cannot do without; raises ``SELECTION`` if it is missing."""
+        """Return a fact that the strategy cannot do without."""
         value = getattr(self, name)
         if value is None:
             raise InputError(
@@ -127,24 +127,14 @@ class Sampler:
         return f"{type(self).__name__}({inside})"
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of consecutive steps, arrays of shape (steps, count).
+        """Return the segments of consecutive steps, below ``2**63``: arrays (steps, count).
 
-        Parameters
-        ----------
-        seed
-            In ``[0, 2**64)``.
-        first_step, steps
-            Steps ``first_step .. first_step + steps - 1``, below ``2**63``.
-        count
-            B, slots of a step.
+        `seed` is in ``[0, 2**64)``, `count` is B.
         """
         raise NotImplementedError
 
     def density(self, segments: Segments) -> Float64Array | None:
-        """Return the probability of each segment in one slot, float64 of the segments' shape.
-
-        None where slots or steps are not alike.
-        """
+        """Return the probability of each segment in one slot; None if slots are not alike."""
         return None
 
     @property
@@ -173,7 +163,7 @@ _Kind = TypeVar("_Kind", bound=type[Sampler])
 
 
 def register(name: str) -> Callable[[_Kind], _Kind]:
-    """Register a subclass of `Sampler` as the strategy `name`; raises ValueError if it is taken."""
+    """Register a subclass of `Sampler` as the strategy `name`, which no other one may have."""
 
     def add(kind: _Kind) -> _Kind:
         if name in _SAMPLERS:
@@ -191,7 +181,7 @@ def strategy_names() -> tuple[str, ...]:
 
 
 def sampler_class(name: object) -> type[Sampler]:
-    """Return the class of a strategy; raises `InputError` (``SELECTION``) for an unknown name."""
+    """Return the class of a strategy."""
     if isinstance(name, str) and name in _SAMPLERS:
         return _SAMPLERS[name]
     near = difflib.get_close_matches(str(name), _SAMPLERS, n=1)
@@ -205,29 +195,23 @@ def sampler_class(name: object) -> type[Sampler]:
 
 
 def parse_options(name: object, options: Mapping[str, Any]) -> Any:
-    """Return the options of a strategy; needs no data.
-
-    Raises
-    ------
-    InputError
-        ``SELECTION`` for an unknown strategy, and for options that are not its own.
-    """
-    kind = sampler_class(name)
-    takes: Any = kind.Options
+    """Return the checked options of a strategy; needs no data."""
+    takes: Any = sampler_class(name).Options
     try:
         return takes(**{key: plain(value) for key, value in options.items()})
     except (TypeError, ValueError) as error:
         what = error.what if isinstance(error, InputError) else str(error).split("() ")[-1]
-        names = [f"{f.name} (required)" if _required(f) else f.name for f in fields(takes)]
+        names = [
+            f"{option.name} (required)"
+            if option.default is MISSING and option.default_factory is MISSING
+            else option.name
+            for option in fields(takes)
+        ]
         raise InputError(
             "SELECTION",
             f"options {sorted(options)} do not fit strategy {name!r}: {what}",
             remedy=f"it takes {', '.join(names) or 'no options'}; see docs/strategies.md",
         ) from error
-
-
-def _required(field: Any) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def make_sampler(
@@ -302,7 +286,7 @@ def register_own(origins: Sequence[str]) -> None:
 
 
 def check_range(seed: int, first_step: int, steps: int, count: int) -> None:
-    """Raise `InputError` (``SELECTION``) unless seed, steps and slots are in their ranges."""
+    """Refuse a seed, steps or slots that are out of range."""
     numbers = all(hasattr(value, "__index__") for value in (first_step, steps))
     last = operator.index(first_step) + operator.index(steps) if numbers else 0
     for what, value, low, high in (
@@ -331,7 +315,7 @@ def slot_draws(
 
 
 class StepLocator:
-    """Finds the episodes of steps of the whole table."""
+    """Finds the episode and the start of steps of the table."""
 
     def __init__(self, index: EpisodeIndex) -> None:
         self._offsets = index.offsets
@@ -342,7 +326,6 @@ class StepLocator:
         )
 
     def __call__(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return episode and start of each row in ``[0, N)``, same shape."""
         episodes = self.search.find(rows.view(np.uint64))
         return episodes, rows - self._offsets[episodes]
 

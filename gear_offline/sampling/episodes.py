@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.core.types import BoolArray, Int64Array
+from gear_offline.core.types import Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.draws import CumulativeWeights
@@ -81,10 +81,10 @@ class WeightedEpisodes(Sampler):
 
 
 class WeightedChoice:
-    """A choice among items by (n,) weights, finite, at least 0, not all 0.
+    """A choice among items by (n,) weights; `probability` (n,) is mass / 2**64.
 
-    `search` is that in the cumulative masses: from the last item with a mass on they would be
-    ``2**64`` and are ``2**64 - 1``, and searching ends there.  `probability` (n,) is mass / 2**64.
+    `search` finds in the cumulative masses.  From the last item with a mass on they would be
+    ``2**64`` and are ``2**64 - 1``, and searching ends there.
     """
 
     def __init__(self, weights: Float64Array) -> None:
@@ -102,10 +102,9 @@ class WeightedChoice:
 def masses_of(weights: Float64Array) -> UInt64Array:
     """Return (n,) integer masses in proportion to `weights` that sum to ``2**64``.
 
-    A positive weight gets at least 1, a zero weight gets 0.  The ratio of two masses differs from
-    that of the weights by a relative error of about ``2**-51``, and each mass by 6 at most besides:
-    4 for the scaled weight's fraction, which is cut off, and 2 for those of the two passes.  Where
-    one item has everything its mass is 0, which is ``2**64`` modulo ``2**64``.
+    A positive weight gets at least 1, zero gets 0.  Ratios differ from those of the weights by
+    about ``2**-51``, and each mass by 6 at most besides: 4 for the scaled weight's fraction, 2 for
+    those of the two passes.  An item that has everything has 0, ``2**64`` modulo ``2**64``.
     """
     given = np.asarray(weights, dtype=np.float64)
     if not (np.isfinite(given).all() and (given >= 0).all()):
@@ -144,11 +143,7 @@ def _sum_exactly(values: UInt64Array) -> int:
 
 @register("uniform_steps")
 class UniformSteps(WeightedEpisodes):
-    """Every (episode, start) of the table is equally likely: 1/N each.
-
-    The strategy of the Decision Transformer paper: an episode in proportion to its length, then a
-    start uniformly over its steps.
-    """
+    """Every (episode, start) is equally likely, 1/N: the Decision Transformer paper's strategy."""
 
     def weights(self, facts: Facts) -> Float64Array:
         return self.index.lengths.astype(np.float64)
@@ -188,7 +183,7 @@ class ReturnWeighted(WeightedEpisodes):
         options: ReturnOptions = self.options
         assert options.temperature is not None
         weights = return_weights(finite_returns(facts), options.rule, options.temperature)
-        return in_unit(weights, self.index, options.unit)
+        return _in_unit(weights, self.index, options.unit)
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ class TopPercent(WeightedEpisodes):
             kept = int(np.count_nonzero(np.cumsum(self.index.lengths[order]) <= most))
         else:
             kept = math.floor(share * self.index.episodes)
-        return in_unit(_chosen(order[: max(kept, 1)], self.index), self.index, options.unit)
+        return _chosen(order[: max(kept, 1)], self.index, options.unit)
 
 
 @dataclass(frozen=True)
@@ -243,7 +238,7 @@ class TopK(WeightedEpisodes):
 
     def weights(self, facts: Facts) -> Float64Array:
         order = best_first(finite_returns(facts))
-        return in_unit(_chosen(order[: self.options.k], self.index), self.index, self.options.unit)
+        return _chosen(order[: self.options.k], self.index, self.options.unit)
 
 
 @dataclass(frozen=True)
@@ -274,7 +269,7 @@ class StratifiedReturn(Sampler):
         order = best_first(finite_returns(facts))[::-1]
         count = min(self.options.strata, index.episodes)
         edges = [number * index.episodes // count for number in range(count + 1)]
-        weights = in_unit(np.ones(index.episodes), index, self.options.unit)
+        weights = _in_unit(np.ones(index.episodes), index, self.options.unit)
         self._members = [np.sort(order[a:b]) for a, b in pairwise(edges)]
         self._choices = [WeightedChoice(weights[members]) for members in self._members]
         self._chances = np.empty(index.episodes)
@@ -324,17 +319,16 @@ def best_first(returns: Float64Array) -> Int64Array:
     return np.argsort(-returns, kind="stable").astype(np.int64)
 
 
-def _chosen(episodes: Int64Array, index: EpisodeIndex) -> BoolArray:
-    """Return (E,) whether an episode is one of those given."""
-    chosen = np.zeros(index.episodes, dtype=bool)
-    chosen[episodes] = True
-    return chosen
+def _chosen(episodes: Int64Array, index: EpisodeIndex, unit: str) -> Float64Array:
+    """Return (E,) weights that are alike for some episodes and 0 for all others."""
+    weights = np.zeros(index.episodes)
+    weights[episodes] = 1.0
+    return _in_unit(weights, index, unit)
 
 
-def in_unit(weights: Float64Array | BoolArray, index: EpisodeIndex, unit: str) -> Float64Array:
+def _in_unit(weights: Float64Array, index: EpisodeIndex, unit: str) -> Float64Array:
     """Return the weights of episodes: as they are, or times T where they are those of a step."""
-    given = np.asarray(weights, dtype=np.float64)
-    return given * index.lengths if unit == "steps" else given
+    return weights * index.lengths if unit == "steps" else weights
 
 
 def return_weights(returns: Float64Array, rule: str, temperature: float) -> Float64Array:

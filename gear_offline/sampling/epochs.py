@@ -82,10 +82,7 @@ class ShuffledEpochs(FirstInFirstOut):
 def places(
     first_step: int, steps: int, count: int, *, size: int
 ) -> tuple[int, Int64Array, Int64Array]:
-    """Return the first slot's epoch, and each slot's epoch above it and place in that epoch.
-
-    Both (steps, count) int64.  Exact for any step: the first slot is computed in Python integers.
-    """
+    """Return the first slot's epoch; each slot's epoch above it and place in it, (steps, count)."""
     first_epoch, place = divmod(int(first_step) * int(count), int(size))  # NumPy's overflow
     slots = np.arange(steps * count, dtype=np.uint64).reshape(steps, count)
     ahead = slots + np.uint64(place)  # place and size may be near 2^63
@@ -115,11 +112,7 @@ class KeyedOrder:
     def __call__(
         self, seed: int, first_epoch: int, epochs: Int64Array, at: Int64Array
     ) -> Int64Array:
-        """Return what lies in each place: int64 in ``[0, size)``, each once an epoch.
-
-        `epochs` above `first_epoch`, which is taken modulo ``2**63``, and places `at` in
-        ``[0, size)`` are int64 of one shape.
-        """
+        """Return what lies in places `at` of `epochs`, counted from `first_epoch`; of one shape."""
         rows = epochs.reshape(-1)
         keys, second = draws(
             seed=seed,
@@ -149,7 +142,7 @@ class KeyedOrder:
 
 
 def _mixed(values: UInt64Array) -> UInt64Array:
-    """Return the finaliser's value; overwrites `values`."""
+    """Return the finaliser's values, written over the given ones."""
     for multiplier in MULTIPLIERS:
         values ^= values >> _SHIFT
         values *= multiplier

@@ -102,17 +102,11 @@ def _check_weights(where: str, weights: object, count: int) -> None:
 class Schedule:
     """Weights of the parts over steps.
 
-    Between two points the cumulative masses of the parts change linearly, in integers; before the
-    first and after the last they stay.
+    The cumulative masses change linearly between two points, in integers; beyond them they stay.
     """
 
     steps: Sequence[int]
     weights: Sequence[Sequence[float]]  # of each point, (P,)
-
-    def shares(self) -> Float64Array:
-        """Return (P,) shares of the parts where there is one point."""
-        given = np.array(self.weights[0], dtype=np.float64)
-        return np.asarray(given / given.sum())
 
     def cumulative(self, step: int) -> list[int]:
         """Return (P,) cumulative masses of the parts at a step; the last one is ``2**64``."""
@@ -162,8 +156,8 @@ class Mixture(Sampler):
         self._learner = learners[0] if learners else None
         self._whole: WeightedEpisodes | None = None
         if len(schedule.steps) == 1 and all(isinstance(p.gpu, CumulativeWeights) for p in parts):
-            weights = np.zeros(self.index.episodes)
-            for part, share in zip(parts, schedule.shares(), strict=True):
+            weights, given = np.zeros(self.index.episodes), np.array(schedule.weights[0], float)
+            for part, share in zip(parts, given / given.sum(), strict=True):
                 assert part.episode_weight is not None
                 weights += share * part.episode_weight
             self._whole = WeightedEpisodes(Facts(episodes=self.index), weights=weights)
@@ -239,12 +233,9 @@ class TaskOptions:
 def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sampler:
     """Return the sampler of a joint table of tasks, in their order; of one task that task's own.
 
-    Raises
-    ------
-    InputError
-        ``SELECTION`` for weights that are all zero; for samplers that do not treat slots and steps
-        alike, since a slot that another task takes would be missing from their order; and for those
-        that learn from losses, whose weights would undo the tasks'.
+    Refused are samplers that do not treat slots and steps alike, since a slot that another task
+    takes would be missing from their order, and those that learn from losses, whose weights would
+    undo the tasks'.
     """
     weights = schedule or Schedule([0], [[task.weight for task in tasks]])
     if not all(sum(row) > 0 for row in weights.weights):
@@ -299,7 +290,6 @@ class _OfTask(Sampler):
         return replace(drawn, episodes=drawn.episodes + self._first)
 
     def density(self, segments: Segments) -> Float64Array:
-        """Return the probability of each segment in one slot; 0 for those of other tasks."""
         local = segments.episodes - self._first
         inside = (local >= 0) & (local < self._own.index.episodes)
         named = replace(

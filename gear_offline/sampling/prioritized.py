@@ -77,10 +77,9 @@ class PriorityOptions:
 class Prioritized(Sampler):
     """Every start with probability mass / sum of masses; updated from the losses of segments.
 
-    The mass of a start whose priority is p, which is its last loss plus `epsilon`, is
+    The mass of a start whose priority is p, its last loss plus `epsilon`, is
     ``max(1, floor(M * (min(p, largest) / largest) ** alpha))``, M being the largest power of
-    two of which N make less than ``2**63``.  A loader asks for one step at a time, and whoever
-    trains calls `update` after each.
+    two of which N make less than ``2**63``.
     """
 
     Options = PriorityOptions
@@ -155,7 +154,6 @@ class Prioritized(Sampler):
         return self._updates if self._device is None else self._device.updates
 
     def sample(self, seed: int, first_step: int, steps: int, count: int) -> Segments:
-        """Return the segments of consecutive steps under the masses as they are."""
         if self._device is not None:
             check_range(seed, first_step, steps, count)
             return self._sample_on_device(seed, first_step, steps, count)
@@ -180,7 +178,6 @@ class Prioritized(Sampler):
         return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 
     def density(self, segments: Segments) -> Float64Array:
-        """Return the probability of each segment in one slot, under the masses as they are."""
         rows = self.index.offsets[segments.episodes] + segments.starts
         if self._device is not None:
             masses, total = self._device.masses_of(rows), self._device.total
@@ -189,10 +186,10 @@ class Prioritized(Sampler):
         return np.asarray(masses / np.float64(total))
 
     def update(self, segments: Int64Array, losses: Float32Array) -> None:
-        """Take the (B,) float32 losses of (B, 2) int64 segments: episode, start.
+        """Take the (B,) losses of (B, 2) segments: episode, start.
 
-        Of a segment that is named twice the larger loss counts.  What cannot be used raises
-        ``SELECTION`` before anything is changed.
+        Of a segment that is named twice the larger loss counts.  What cannot be used is refused
+        before anything is changed.
         """
         segments, losses = np.asarray(segments), np.asarray(losses, dtype=np.float32)
         rows = self._rows(segments)
@@ -222,8 +219,7 @@ class Prioritized(Sampler):
     def importance(self, probability: Float64Array, *, step: int) -> Float64Array:
         """Return (B,) weights of the losses that undo the preference, at most 1.
 
-        `beta` rises to 1 over `beta_steps` if that is set.  `probability` is that of the segments
-        in what drew them, this or a mixture around it; `step` is the one they were drawn for.
+        `probability` is that of the segments in what drew them for `step`, this or a mixture.
         """
         beta, rise = self.options.beta, self.options.beta_steps
         if rise is not None:
@@ -240,7 +236,7 @@ class Prioritized(Sampler):
         }
 
     def load_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Take over what `state` returned; raises ``LOADER_STATE`` before anything is changed."""
+        """Take over what `state` returned; what does not fit is refused before any change."""
         masses, updates = state.get("masses"), state.get("updates")
         if (
             masses is None
@@ -266,10 +262,9 @@ class Prioritized(Sampler):
 class SumTree:
     """Integer masses with exact sums: choose by cumulative mass, change some masses.
 
-    The item that is found is the one whose cumulative masses enclose the number that was drawn, in
-    the order of the items, so that the shape of the tree changes nothing but the speed.  Sums over
-    eights of items, a binary tree over those, and cumulative sums in the place of its upper levels,
-    which would cost most of the time.  Memory: 8 bytes an item, and 2 for the sums.
+    Sums over eights of items, a binary tree over those, and cumulative sums in the place of its
+    upper levels, which would cost most of the time.  The shape of the tree changes nothing but the
+    speed.  Memory: 8 bytes an item, and 2 for the sums.
 
     The (n,) uint64 masses, all together below ``2**64``, are not copied where n is a multiple of 8.
     """
@@ -281,11 +276,12 @@ class SumTree:
         while self._levels[-1].size > TOP:
             self._levels[-1] = _padded(self._levels[-1], 2)
             self._levels.append(self._levels[-1].reshape(-1, 2).sum(axis=1))
-        self._forget()
+        self._ends: UInt64Array | None = None  # cumulative sums of the last level, when needed
+        self._search: GuidedSearch | None = None  # in them
 
     @property
     def masses(self) -> UInt64Array:
-        """(n,) uint64, the masses as they are; change them with `set`."""
+        """(n,) uint64; change them with `set`."""
         view = self._masses[: self.size].view()
         view.setflags(write=False)
         return view
@@ -313,12 +309,7 @@ class SumTree:
             items, more = items[first], np.add.reduceat(more, first)
             sums[items] += more
             shift = 1
-        self._forget()
-
-    def _forget(self) -> None:
-        """What is computed from the last level when it is needed."""
-        self._ends: UInt64Array | None = None
-        self._search: GuidedSearch | None = None
+        self._ends = self._search = None
 
     def find(self, numbers: UInt64Array) -> Int64Array:
         """Return for each number below `total` the item in whose range it lies, int64."""
@@ -369,8 +360,14 @@ def importance_weights(
 ) -> Float64Array:
     """Return ``(1 / (segments * probability)) ** beta``, divided by the largest.
 
-    `probability` is (B,) float64 as samplers return it, `segments` how many a uniform sampler would
-    choose from, the steps of the table.  `beta` 1 undoes the preference wholly, 0 not at all.
+    Parameters
+    ----------
+    probability
+        (B,) float64, as samplers return it.
+    segments
+        How many a uniform sampler would choose from: the steps of the table.
+    beta
+        1 undoes the preference wholly, 0 not at all.
     """
     weights = (1.0 / (segments * probability)) ** beta
     return np.asarray(weights / weights.max())
