@@ -38,7 +38,7 @@ from transformers import (
     set_seed,
 )
 
-from gear_offline import GearLoader, open_dataset
+from gear_offline import Dataset, GearLoader, open_dataset
 from gear_offline.distributed.world import joined_world
 from gear_offline.models.checks import beyond_tanh, check_timesteps, trainable_parameters
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
@@ -140,10 +140,12 @@ def training_arguments(
 
 def make_model(loader: GearLoader, *, returns_scale: float, **sizes: Any) -> DecisionTransformer:
     """Build a model for the loader's data; its configuration carries what acting needs."""
-    spec, statistics = loader.dataset.spec, loader.dataset.statistics["observations"]
+    dataset = loader.dataset
+    assert isinstance(dataset, Dataset), "several tasks have no statistics in common"
+    spec, statistics = dataset.spec, dataset.statistics["observations"]
     longest, actions = loader.max_episode_length, spec["actions"]
     discrete = actions.dtype.kind in "iub"
-    acted = loader.dataset.statistics["actions"]
+    acted = dataset.statistics["actions"]
     options: dict[str, Any] = {
         "state_dim": spec["observations"].shape[0],
         "action_dim": int(acted.max.max()) + 1 if discrete else actions.shape[0],
