@@ -259,13 +259,14 @@ def test_a_source_that_breaks_its_promise_is_refused(
 
 DIES = """
 import multiprocessing, os, signal, sys, threading, time
+from pathlib import Path
 from gear_offline.convert import convert
 from gear_offline.errors import GearError
 def kill():
-    while not (children := multiprocessing.active_children()):
+    while not list(Path(sys.argv[2]).parent.rglob("shard-*")):  # a worker is at work
         time.sleep(0.01)
-    os.kill(children[0].pid, signal.SIGKILL)
-threading.Thread(target=kill).start()
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+threading.Thread(target=kill, daemon=True).start()
 try:
     convert(sys.argv[1], sys.argv[2], shard_bytes=9_000, workers=2, quiet=True)
 except GearError as error:
