@@ -1,0 +1,161 @@
+"""Worker processes: jobs, messages, errors, ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gear_offline.core.workers import Worker, run_jobs
+from gear_offline.errors import GearError, InputError
+
+JOBS = "tests.worker_jobs"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_worker_does_one_job_after_another(worker: Worker) -> None:
+    for numbers in ((), (1, 2), (1, 2, 3)):
+        worker.start(f"{JOBS}:add", *numbers)
+        assert worker.busy
+        assert worker.receive() == sum(numbers) and not worker.busy
+
+
+def test_a_job_sends_messages_before_its_result(worker: Worker) -> None:
+    worker.start(f"{JOBS}:count_down", 3)
+    answers = []
+    while worker.busy:
+        answers.append(worker.receive())
+    assert answers == [3, 2, 1, "lift-off"]
+
+
+def test_a_job_converses_with_its_caller(worker: Worker) -> None:
+    worker.start(f"{JOBS}:echo")
+    for message in ("a", bytes(1 << 20)):
+        worker.send(message)
+        assert worker.receive() == [message, message] and worker.busy
+    worker.send(None)
+    assert worker.receive() == 2 and not worker.busy
+
+
+def test_an_error_keeps_its_class_and_the_worker_goes_on(worker: Worker) -> None:
+    worker.start(f"{JOBS}:fail", "input")
+    with pytest.raises(InputError) as caught:
+        worker.receive()
+    assert (caught.value.code, caught.value.where) == ("COLUMN", "here")
+    assert str(caught.value) == str(InputError("COLUMN", "not a column", "here", "name one"))
+    for how, text in (("other", "KeyError: 'no such key'"), ("result", "pickle")):
+        worker.start(f"{JOBS}:fail", how)
+        with pytest.raises(GearError, match=text) as internal:
+            worker.receive()
+        assert internal.value.code == "INTERNAL" and "Traceback" in internal.value.__notes__[0]
+    worker.start(f"{JOBS}:no_such_job")
+    with pytest.raises(GearError, match="no_such_job"):
+        worker.receive()
+    worker.start(f"{JOBS}:add", 1)
+    assert worker.receive() == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("exit", "exit code 3: last words"), ("kill", "killed by SIGKILL")]
+)
+def test_a_dead_worker_says_how_it_died(worker: Worker, how: str, text: str) -> None:
+    worker.start(f"{JOBS}:fail", how)
+    with pytest.raises(GearError, match=text) as caught:
+        worker.receive()
+    assert caught.value.code == "WORKER_LOST" and not worker.busy
+    with pytest.raises(GearError, match=text):
+        worker.start(f"{JOBS}:add")
+
+
+@pytest.mark.parametrize("threads", [2, None])
+def test_a_worker_is_given_its_threads(threads: int | None) -> None:
+    expected = os.environ.get("OMP_NUM_THREADS") if threads is None else str(threads)
+    with Worker(threads=threads) as worker:
+        worker.start(f"{JOBS}:threads")
+        assert worker.receive() == expected
+
+
+def test_a_worker_ends_when_it_is_closed_or_interrupted() -> None:
+    with Worker() as worker:
+        worker.start(f"{JOBS}:sleep")
+        assert worker.receive() == worker.pid
+    assert is_gone(worker.pid)
+    worker.close()  # again: nothing
+    with Worker() as worker:
+        worker.start(f"{JOBS}:sleep")
+        worker.receive()
+        worker.interrupt()
+        with pytest.raises(GearError, match="SIGTERM"):
+            worker.receive()
+
+
+def test_a_worker_dies_with_its_caller_and_ctrl_c_does_not_reach_it() -> None:
+    command = [sys.executable, "-m", "tests.worker_jobs"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+        assert os.getpgid(pid) != os.getpgid(program.pid)
+        program.kill()
+    assert is_gone(pid)
+
+
+def test_jobs_run_side_by_side_and_tell_how_they_ended() -> None:
+    told: list[tuple[int, Any]] = []
+    jobs = [(n,) for n in range(5)]
+    ends = run_jobs(
+        f"{JOBS}:count_down", jobs, workers=2, on_message=lambda *message: told.append(message)
+    )
+    assert sorted(end.job for end in ends if end.result() == "lift-off") == [0, 1, 2, 3, 4]
+    assert sorted(told) == [(job, n) for job in range(5) for n in range(1, job + 1)]
+
+
+def test_jobs_that_fail_or_lose_their_worker_leave_the_others() -> None:
+    jobs = [("kill",), ("input",), ("exit",), ("input",)]
+    ends = {end.job: end for end in run_jobs(f"{JOBS}:fail", jobs, workers=1)}
+    codes = [ends[job].error.code for job in range(4)]  # type: ignore[union-attr]
+    assert codes == ["WORKER_LOST", "COLUMN", "WORKER_LOST", "COLUMN"]
+    with pytest.raises(InputError):
+        ends[1].result()
+
+
+def test_workers_of_jobs_are_closed_when_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = Worker.start
+
+    def remember(worker: Worker, *arguments: Any) -> None:
+        started.append(worker.pid)
+        start(worker, *arguments)
+
+    monkeypatch.setattr(Worker, "start", remember)
+    ends: Any = run_jobs(f"{JOBS}:add", ((n,) for n in iter(int, 1)), workers=2)  # endless
+    assert next(ends).value == 0
+    ends.close()
+    assert len(set(started)) == 2 and all(map(is_gone, started))
+
+
+def test_what_cannot_be_started_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(GearError, match="cannot be started"):
+        Worker()

@@ -1,0 +1,61 @@
+"""Jobs for tests of worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from gear_offline.core.workers import Caller, Worker
+from gear_offline.errors import InputError
+
+
+def add(caller: Caller, *numbers: int) -> int:
+    print("printed by a job")
+    return sum(numbers)
+
+
+def count_down(caller: Caller, start: int) -> str:
+    for number in range(start, 0, -1):
+        caller.send(number)
+    return "lift-off"
+
+
+def echo(caller: Caller) -> int:
+    """Send back what comes, twice, until None comes."""
+    answered = 0
+    while (message := caller.receive()) is not None:
+        caller.send([message, message])
+        answered += 1
+    return answered
+
+
+def fail(caller: Caller, how: str) -> Any:
+    if how == "input":
+        raise InputError("COLUMN", "not a column", where="here", remedy="name one")
+    if how == "other":
+        raise KeyError("no such key")
+    if how == "result":
+        return lambda: None  # cannot be pickled
+    if how == "exit":
+        print("last words", file=sys.stderr)
+        os._exit(3)
+    return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def threads(caller: Caller) -> str | None:
+    return os.environ.get("OMP_NUM_THREADS")
+
+
+def sleep(caller: Caller) -> None:
+    caller.send(os.getpid())
+    time.sleep(600)
+
+
+if __name__ == "__main__":  # a program whose worker is at work when it is killed
+    worker = Worker()
+    worker.start("tests.worker_jobs:sleep")
+    print(worker.receive(), flush=True)
+    time.sleep(600)
