@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gear_offline.convert import convert
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import UnavailableError
@@ -119,11 +119,11 @@ def alternate(
         few = max(1, int(seconds / 10 / max(timed(call), 1e-6)))
         calls[name] = max(1, int(seconds / max(timed(call, min(few, 1000)), 1e-6)))
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    with progress(turns * len(candidates), label, unit="turns") as advance:
+    with Progress(label, total=turns * len(candidates), unit="turns") as progress:
         for _ in range(turns):
             for name, call in candidates.items():
                 found[name].append(timed(call, calls[name]))
-                advance(1)
+                progress.advance()
     return {name: statistics.median(times) for name, times in found.items()}
 
 

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import CONTEXT, captured_seconds, gpu_seconds, hopper_like, need_cuda
 from gear_offline.convert import convert
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import from_arrays
@@ -44,7 +44,8 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
     nbytes = (1 << 28) if quick else (1 << 30)
     bus = None if world.size > 1 else _bus()
     rows = []
-    with progress(len(WINDOWS), "gather", unit="sizes", quiet=not world.is_first) as advance:
+    quiet = not world.is_first
+    with Progress("gather", total=len(WINDOWS), unit="sizes", quiet=quiet) as progress:
         for size, (span, states) in WINDOWS.items():
             with tempfile.TemporaryDirectory(prefix="gear-benchmark-") as folder:
                 path = Path(folder) / "dataset"
@@ -78,7 +79,7 @@ def _windows(device: torch.device, world: World, *, quick: bool) -> list[dict[st
                     del loader
                     torch.cuda.empty_cache()
                 world.gather(None)
-            advance(1)
+            progress.advance()
     return rows
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.common import wait
 from gear_offline.config.recipe import load_recipe
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.training.checkpoint_saving import TrainingState
 from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
@@ -50,7 +50,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="gear-benchmark-") as temporary,
         _one_process(),
-        progress(len(chosen) * len(WAYS), "save", unit="rows") as advance,
+        Progress("save", total=len(chosen) * len(WAYS), unit="rows") as progress,
     ):
         for size in chosen:
             options, batch, turns = SIZES[size]
@@ -69,7 +69,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
                         "step_milliseconds": trained.step_seconds * 1e3,
                     }
                 )
-                advance(1)
+                progress.advance()
             del trained
     return {"device": str(device), "results": rows}
 

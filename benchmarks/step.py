@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common import hopper_like, need_cuda
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
@@ -79,12 +79,13 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         variants = ALONE if world.size == 1 else SEVERAL
         names = list(variants)[: QUICK if quick else None]
         results = []
-        with progress(len(names), "step", unit="models", quiet=not world.is_first) as advance:
+        quiet = not world.is_first
+        with Progress("step", total=len(names), unit="models", quiet=quiet) as progress:
             for name in names:
                 variant = variants[name]
                 results.append(measure(name, *variant, dataset, device, world, quick=quick))
                 say(f"{results[-1]}", quiet=not world.is_first)
-                advance(1)
+                progress.advance()
         world.gather(None)
     peak = peak_tflops(device, half=True)
     return {"gpus": world.size, "formula": FORMULA, "peak_tflops": peak, "results": results}

@@ -19,7 +19,7 @@ import numpy as np
 import gear_offline
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import new_file, writing
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.dataset import Columns, Dataset
@@ -101,8 +101,8 @@ def export_hdf5(
         writer = stack.enter_context(Hdf5Writer(path, overwrite=overwrite))
         step_bytes = sum(opened.spec[name].step_bytes for name in kept)
         total = step_bytes * opened.spec.steps
-        show = progress(total, f"export {path.name}", unit="bytes", quiet=quiet)
-        advance = stack.enter_context(show)
+        shown = Progress(f"export {path.name}", total=total, unit="bytes", quiet=quiet)
+        progress = stack.enter_context(shown)
         rows = max(1, PIECE_BYTES // step_bytes)
         inside = _terminals_inside(opened, rows)
         for start in range(0, opened.spec.steps, rows):
@@ -110,7 +110,7 @@ def export_hdf5(
             part = {name: opened.read(name, start, stop) for name in kept}
             _set_flags(part, opened, start, stop, every=inside > 0)
             writer.hold(part, stop - start)
-            advance(step_bytes * (stop - start))
+            progress.advance(step_bytes * (stop - start))
         info = opened.info
         attributes = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",

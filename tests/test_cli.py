@@ -15,7 +15,7 @@ import typer
 
 from gear_offline.cli import main as cli
 from gear_offline.cli.values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.errors import InputError
 from tests.hdf5_files import write
 from tests.support import failing_code
@@ -308,6 +308,6 @@ def test_names_in_files_of_strangers_do_not_steer_the_terminal(
     assert cli.main(["convert", str(file), str(tmp_path / "d")]) == 2
     assert "found: \\x1b[31mobs, rewards" in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with progress(1, "convert mine [best].hdf5"):
+    with Progress("convert mine [best].hdf5", total=1):
         pass
     assert "convert mine [best].hdf5" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from gear_offline.analysis.judge import Judges
 from gear_offline.analysis.plan import TrainingPlan
 from gear_offline.core.closing import Closing
-from gear_offline.core.progress import PLAIN_INTERVAL_SECONDS, say
+from gear_offline.core.progress import PLAIN_SECONDS, say
 
 LOOK_SECONDS = 1.0
 TAIL_BYTES = 4096  # holds the last line of a run's metrics
@@ -143,7 +143,7 @@ class Outlook(Closing):
         if self._bar is not None:
             done = self._trained() + len(self._judges.done)
             self._bar.update(self._task, completed=done, facts=self.line())
-        elif time.monotonic() - self._printed >= PLAIN_INTERVAL_SECONDS:
+        elif time.monotonic() - self._printed >= PLAIN_SECONDS:
             self._printed = time.monotonic()
             self._say()
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.core.types import Int64Array
@@ -76,13 +76,14 @@ def compare(
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // batch))
     rows: list[dict[str, Any]] = []
     title = strategies_text(len(candidates))
-    with progress(len(candidates) * batches, title, unit="batches", quiet=quiet) as advance:
+    total = len(candidates) * batches
+    with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
         for candidate in candidates:
             head = {"label": candidate.label, "strategy": candidate.strategy}
             try:
                 law = recipe_sampler(recipe, dataset, candidate.settings)
                 tally = Tally(dataset, recipe, law)
-                tally.run(batches, advance)
+                tally.run(batches, progress.advance)
             except GearError as error:
                 say(f"{candidate.label}: {error}", quiet=quiet)
                 rows.append({**head, "options": dict(candidate.options), "error": str(error)})

@@ -29,7 +29,7 @@ from gear_offline.collect.policy import (
 from gear_offline.collect.request import Request, check_request, requested_mix
 from gear_offline.collect.workers import Crew
 from gear_offline.collect.writer import D4rlWriter
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
 from gear_offline.errors import GearError
 from gear_offline.evaluation.atari import is_atari
@@ -271,7 +271,8 @@ def _train(request: Request, crew: Crew) -> ars.Training:
     budget = request.train_steps or options.train_steps
     target = request.target if request.target is not None else options.target
     until = "" if target is None else f" until a mean return of {target:g}"
-    with progress(budget, f"train {ars.ALGORITHM}{until}", quiet=request.quiet) as advance:
+    what = f"train {ars.ALGORITHM}{until}"
+    with Progress(what, total=budget, quiet=request.quiet) as progress:
         training = ars.train(
             crew,
             seed=request.seed,
@@ -279,7 +280,7 @@ def _train(request: Request, crew: Crew) -> ars.Training:
             options=options,
             target=target,
             action_noise=request.action_noise,
-            on_progress=lambda steps, snapshot: advance(steps),
+            on_progress=lambda steps, snapshot: progress.advance(steps),
         )
     best = training.best
     say(
@@ -308,7 +309,8 @@ def _record(
 ) -> list[MakerReport]:
     """Write every maker's episodes; the last one makes up what the others fell short of."""
     reports = []
-    with progress(request.steps, f"record {request.out.name}", quiet=request.quiet) as advance:
+    what = f"record {request.out.name}"
+    with Progress(what, total=request.steps, quiet=request.quiet) as progress:
         for maker in makers:
             first, before = len(writer.returns), writer.steps
             if before >= request.steps:
@@ -318,7 +320,7 @@ def _record(
                 room = request.steps - writer.steps
                 rows = min(room, episode.steps) if request.exact_steps else episode.steps
                 writer.append(episode, rows=rows)
-                advance(rows)
+                progress.advance(rows)
                 if writer.steps >= min(wanted, request.steps):
                     break
             reports.append(report(maker, writer.returns[first:], writer.steps - before))

@@ -30,7 +30,7 @@ from gear_offline.convert.shards import (
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.files import FileIdentity, file_identity, new_directory, open_regular
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.dataset.inspect import print_summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -162,7 +162,7 @@ def convert(
         files = stack.enter_context(_digested(opened.info.files, opened.info.opened))
         total = opened.spec.steps * sum(c.step_bytes for c in settings.stored)
         what = f"convert {opened.info.uri}"
-        shown = stack.enter_context(progress(total, what, unit="bytes", quiet=quiet))
+        progress = stack.enter_context(Progress(what, total=total, unit="bytes", quiet=quiet))
         # An exception of the signal's own handler is lost when it comes while h5py's objects are
         # taken down, which is most of the time with compressed files.
         stop = stack.enter_context(StopRequest())
@@ -170,7 +170,7 @@ def convert(
         def advance(done: int) -> None:
             if stop.signal_name is not None:
                 raise KeyboardInterrupt
-            shown(done)
+            progress.advance(done)
 
         if not is_open and workers > 1 and len(jobs) > 1:
             workers = min(workers, len(jobs))

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere.
+"""The one display of progress: a line that is drawn anew on a terminal, plain lines elsewhere.
 
 Everything goes to stderr, so that stdout stays free for results and ``--json``.
 """
@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
+from gear_offline.core.closing import Closing
 from gear_offline.core.text import count_text, printable, size_text
 
-PLAIN_INTERVAL_SECONDS = 10.0
+PLAIN_SECONDS = 10.0  # between two plain lines
+DRAWS_PER_SECOND = 5
+BAR_WIDTH, LEAST_BAR_WIDTH = 30, 8
 
 
 def say(message: str, *, quiet: bool = False) -> None:
@@ -34,42 +31,137 @@ def say(message: str, *, quiet: bool = False) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-@contextmanager
-def progress(
-    total: int, description: str, *, unit: str = "steps", quiet: bool = False
-) -> Iterator[Callable[[int], None]]:
-    """Show the progress of `total` units of work; the body calls ``advance(n)``."""
-    if quiet:
-        yield lambda n: None
-    elif sys.stderr.isatty():
-        amounts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TextColumn(unit))
-        if unit == "bytes":
-            amounts = (DownloadColumn(binary_units=True),)
-        name = TextColumn("{task.description}", markup=False)  # file names may hold [brackets]
-        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        columns = (name, BarColumn(), *amounts, *times)
-        with Progress(*columns, console=Console(stderr=True), transient=False) as bar:
-            task = bar.add_task(printable(description), total=total)
-            yield lambda n: bar.update(task, advance=n)
-    else:
-        yield from _plain_lines(total, description, unit)
+class Progress(Closing):
+    """Shows how far some work is; a context manager.
 
+    On a terminal that is one line, which never is wider than the terminal: facts that do not fit
+    are left out, the last one first, and then the bar.  Elsewhere a plain line is printed every
+    ten seconds at most, and one at the end.
 
-def _plain_lines(total: int, description: str, unit: str) -> Iterator[Callable[[int], None]]:
-    started = last = time.monotonic()
-    done = 0
+    Parameters
+    ----------
+    description
+        What is done.
+    total, done
+        Units of the work, and those that were done before; `total` may be set anew.
+    unit
+        In the plural; ``"bytes"`` are shown as sizes.
+    quiet
+        Show nothing, and say nothing.
+    """
 
-    def shown(amount: int) -> str:
-        return size_text(amount) if unit == "bytes" else count_text(amount, unit[:-1])
+    def __init__(
+        self,
+        description: str,
+        *,
+        total: int,
+        unit: str = "steps",
+        done: int = 0,
+        quiet: bool = False,
+    ) -> None:
+        self.total, self._done, self._unit = total, done, unit
+        self._description, self._quiet = printable(description), quiet
+        self._doing, self._facts = "", dict[str, str]()
+        self._before, self._paused_seconds = done, 0.0
+        self._began = self._printed = time.monotonic()
+        self._changed = self._began  # the rate is that of the time until then
+        self._live: Live | None = None
 
-    def advance(n: int) -> None:
-        nonlocal done, last
-        done += n
-        now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL_SECONDS and done < total:
-            last = now
-            left = (now - started) / max(done, 1) * (total - done)
-            say(f"{description}: {shown(done)} of {shown(total)}, about {left:.0f} s left")
+    def __enter__(self) -> Progress:
+        self._began = self._printed = self._changed = time.monotonic()
+        if not self._quiet and sys.stderr.isatty():
+            console = Console(stderr=True)
+            options = {"refresh_per_second": DRAWS_PER_SECOND, "redirect_stdout": False}
+            self._live = Live(self, console=console, **options)  # type: ignore[arg-type]
+            self._live.start()
+        self._open = True
+        return self
 
-    yield advance
-    say(f"{description}: {shown(done)} in {time.monotonic() - started:.1f} s")
+    def update(self, done: int, **facts: str) -> None:
+        """Show that `done` units are done, and `facts`, which stay; cheap enough for every step."""
+        self._done = done
+        self._facts.update(facts)
+        self._changed = now = time.monotonic()
+        is_due = now - self._printed >= PLAIN_SECONDS and done < self.total
+        if self._live is None and is_due and not self._quiet:
+            self._printed = now
+            say("  ".join([f"{self._description}: {self._amount()}", *self._remarks()]))
+
+    def advance(self, units: int = 1) -> None:
+        """Show that so many more units are done."""
+        self.update(self._done + units)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self._live is not None:
+            text = "\n".join(map(printable, line.split("\n")))
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(line, quiet=self._quiet)
+
+    @contextmanager
+    def paused(self, doing: str) -> Iterator[None]:
+        """Show that something else is done meanwhile, whose time does not count for the rate."""
+        began, self._doing = time.monotonic(), f", {doing}"
+        try:
+            yield
+        finally:
+            now, self._doing = time.monotonic(), ""
+            self._paused_seconds += now - began
+            self._changed = now
+
+    def close(self) -> None:
+        """Leave the line as it stands; elsewhere say what was done in which time."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._open and not self._quiet:
+            seconds = time.monotonic() - self._began
+            facts = [f"{name} {value}" for name, value in self._facts.items()]
+            amount = self._text(self._done - self._before)
+            say("  ".join([f"{self._description}: {amount} in {seconds:.1f} s", *facts]))
+        self._open = False
+
+    _open = False
+
+    def _text(self, units: int) -> str:
+        if self._unit == "bytes":
+            return size_text(units)
+        return count_text(units, self._unit.removesuffix("s"))
+
+    def _amount(self) -> str:
+        if not self.total:  # nobody knows
+            return self._text(self._done)
+        if self._unit == "bytes":
+            return f"{size_text(self._done)} of {size_text(self.total)}"
+        return f"{self._done:,} of {self.total:,} {self._unit}"
+
+    def _remarks(self) -> list[str]:
+        """Return rate, time left and facts, in the order of their weight."""
+        seconds = self._changed - self._began - self._paused_seconds
+        rate = (self._done - self._before) / seconds if seconds > 0 else 0.0
+        remarks = []
+        if rate > 0:
+            speed = size_text(int(rate)) if self._unit == "bytes" else f"{rate:,.4g} {self._unit}"
+            if self._done < self.total:
+                left = timedelta(seconds=round((self.total - self._done) / rate))
+                remarks.append(f"{left} left")
+            remarks.append(f"{speed}/s")
+        return remarks + [f"{name} {value}" for name, value in self._facts.items()]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        name, amount, remarks = self._description + self._doing, self._amount(), self._remarks()
+        width = options.max_width
+
+        def room() -> int:
+            return width - cell_len("  ".join([name, amount, *remarks])) - 2
+
+        while remarks and room() < LEAST_BAR_WIDTH:
+            remarks.pop()
+        line = Text(name, no_wrap=True, overflow="ellipsis", end="")
+        if (bar := min(BAR_WIDTH, room())) >= LEAST_BAR_WIDTH:
+            filled = round(bar * self._done / max(self.total, 1))
+            line.append("  ").append("━" * filled, "blue").append("━" * (bar - filled), "dim")
+        line.append("  ".join(["", amount, *remarks]))
+        line.truncate(width)
+        yield line

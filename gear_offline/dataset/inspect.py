@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
@@ -50,8 +50,9 @@ def inspect(
     dataset = open_dataset(path, verify=False)
     if verify:
         total = dataset.manifest.total_bytes
-        with progress(total, f"verify {Path(path).name}", unit="bytes", quiet=quiet) as advance:
-            dataset = dataset.verify(threads=threads, on_progress=advance)
+        what = f"verify {Path(path).name}"
+        with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
+            dataset = dataset.verify(threads=threads, on_progress=progress.advance)
     manifest = dataset.manifest
     document = manifest.to_json()
     blocks = 0

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from gear_offline.core.files import check_new_file, write_error
-from gear_offline.core.progress import progress, say
+from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import GearError, InputError, given_path
@@ -127,7 +127,8 @@ def evaluate_policy(
     asked = [float(target) for _ in range(episodes) for target in targets]
     seeds = [seed + episode for episode in range(episodes) for _ in targets]
     started = time.perf_counter()
-    with progress(len(asked), f"evaluate {environment_id}", unit="episodes", quiet=quiet) as tick:
+    what = f"evaluate {environment_id}"
+    with Progress(what, total=len(asked), unit="episodes", quiet=quiet) as progress:
         played = run_episodes(
             policy,
             environment_id=environment_id,
@@ -135,7 +136,7 @@ def evaluate_policy(
             targets=asked,
             environments=environments * len(targets),
             max_steps=max_steps,
-            on_episode=tick,
+            on_episode=progress.advance,
         )
     results = tuple(
         TargetResult(

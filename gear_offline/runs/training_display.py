@@ -8,7 +8,7 @@ from datetime import timedelta
 from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Column
 
-from gear_offline.core.progress import PLAIN_INTERVAL_SECONDS, say
+from gear_offline.core.progress import PLAIN_SECONDS, say
 from gear_offline.runs.progress_bar import BarDisplay, flexible_bar
 
 REDRAW_SECONDS = 0.1
@@ -58,7 +58,7 @@ class TrainingDisplay(BarDisplay):
         self._mark(done, now)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, facts=self._facts())
-        elif last or now - self._printed >= PLAIN_INTERVAL_SECONDS:
+        elif last or now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             say(f"step {done:,} of {self._steps:,}  {self._facts()}", quiet=self._quiet)
 

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from gear_offline.core.progress import progress
+from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import (
     dataset_file,
@@ -260,11 +260,11 @@ def _download(url: str, target: Path) -> None:
             handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
             with (
                 os.fdopen(handle, "wb") as file,
-                progress(total, f"download {target.name}", unit="bytes") as advance,
+                Progress(f"download {target.name}", total=total, unit="bytes") as progress,
             ):
                 while block := answer.read(1 << 20):
                     file.write(block)
-                    advance(len(block))
+                    progress.advance(len(block))
                 if file.tell() != total and total:
                     raise OSError(f"got {file.tell()} of {total} bytes")
                 file.flush()

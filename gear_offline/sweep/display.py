@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from rich.progress import TextColumn
 
-from gear_offline.core.progress import PLAIN_INTERVAL_SECONDS, say
+from gear_offline.core.progress import PLAIN_SECONDS, say
 from gear_offline.runs.progress_bar import BarDisplay, flexible_bar
 
 REDRAW_SECONDS = 0.2
@@ -58,7 +58,7 @@ class SweepDisplay(BarDisplay):
         if self._bar is not None:
             if now - self._drawn >= REDRAW_SECONDS:
                 self._draw()
-        elif now - self._printed >= PLAIN_INTERVAL_SECONDS:
+        elif now - self._printed >= PLAIN_SECONDS:
             self._printed = now
             say(f"{self._name}: {self.facts()}", quiet=self._quiet)
 

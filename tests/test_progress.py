@@ -1,0 +1,114 @@
+"""What a person sees of long work: a line on a terminal, plain lines elsewhere, no line if quiet."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.progress import Progress
+
+
+def work(*, quiet: bool = False) -> None:
+    with Progress("tiny", total=2000, done=1000, quiet=quiet) as progress:
+        progress.update(1500, loss="0.125")
+        with progress.paused("evaluating"):
+            time.sleep(0.3)
+        progress.say("step 1,500: asked [3,600]")
+        progress.update(2000, loss="0.0625", normalized="41")
+
+
+def test_in_a_file_lines_come_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
+    work()
+    said = capfd.readouterr()
+    assert said.out == ""
+    first, second = said.err.splitlines()
+    assert first == "step 1,500: asked [3,600]"
+    assert second.startswith("tiny: 1,000 steps in 0.")
+    assert second.endswith("loss 0.0625  normalized 41")
+
+
+def test_a_line_every_ten_seconds(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("gear_offline.core.progress.time.monotonic", lambda: clock[0])
+    with Progress("tiny", total=400) as progress:
+        for step in range(400):
+            clock[0] = step / 10
+            progress.update(step)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4  # after 10, 20 and 30 seconds, and at the end
+    assert lines[1] == "tiny: 200 of 400 steps  0:00:20 left  10 steps/s"
+
+
+def test_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    work(quiet=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        work()
+    shown = ""
+    with suppress(OSError):  # Linux's way of saying that the other end is closed
+        while part := os.read(leader, 1 << 16).decode():
+            shown += part
+    os.close(leader)
+    return shown
+
+
+@pytest.mark.parametrize("columns", [120, 80, 60, 20])
+def test_on_a_terminal_one_line_that_fits(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    shown = shown_on_a_terminal(monkeypatch, columns)
+    assert "step 1,500: asked [3,600]" in shown
+    assert ("2,000 of 2,000 steps" in shown) == (columns >= 60)
+    assert ("normalized 41" in shown) == (columns == 120)
+    assert ("\u2501" in shown) == (columns >= 60), "the bar goes last"
+    assert "\x1b[1A" not in shown, "all on one line"
+    assert "\x1b[33m" not in shown, "yellow cannot be read on white"
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split("[\r\n]", shown)]
+    assert all(len(line) <= columns for line in drawn if "asked" not in line)
+
+
+def test_a_pause_does_not_count_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("gear_offline.core.progress.time.monotonic", lambda: clock[0])
+    progress = Progress("tiny", total=100, quiet=True)
+    clock[0] = 10.0
+    progress.update(100)
+    with progress.paused("evaluating"):
+        clock[0] = 16.0
+    progress.update(100)
+    assert progress._remarks() == ["10 steps/s"]
+
+
+def test_bytes_have_a_unit_and_counts_their_noun(capfd: pytest.CaptureFixture[str]) -> None:
+    for total, unit in ((3 << 20, "bytes"), (1, "episodes")):
+        with Progress("work", total=total, unit=unit) as progress:
+            progress.advance(total)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("work: 3.0 MiB in ") and second.startswith("work: 1 episode in ")
+
+
+def test_the_first_signal_is_a_request_the_second_is_final() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGTERM"
+        with pytest.raises(Aborted), stop.abortable():
+            pytest.fail("what can be aborted does not begin after a request")
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopRequest() as stop, pytest.raises(Aborted), stop.abortable():
+        os.kill(os.getpid(), signal.SIGINT)
