@@ -1,4 +1,4 @@
-"""What a person sees of long work: a line on a terminal, plain lines elsewhere, no line if quiet."""
+"""What a person sees of long work: a line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
