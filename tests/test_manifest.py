@@ -53,7 +53,7 @@ def test_round_trip(raw: bytes) -> None:
     assert len(manifest.shards) == 3
     assert manifest.spec["spin"].dtype == np.complex64
     assert manifest.statistics["spin"].mean.shape == (2,)
-    assert Manifest.decode(seal(json.loads(raw))).to_json() == manifest.to_json()
+    assert Manifest.decode(seal(json.loads(raw))).model_dump() == manifest.model_dump()
 
 
 def test_its_repr_is_one_short_line(raw: bytes) -> None:
@@ -83,7 +83,7 @@ def test_every_flipped_bit_is_found(raw: bytes) -> None:
             damaged = bytearray(raw)
             damaged[position] ^= 1 << bit
             code = refused(bytes(damaged))
-            assert code in ("DATASET_DAMAGED", "DATASET_VERSION"), (position, bit, code)
+            assert code == "DATASET_DAMAGED", (position, bit, code)
 
 
 def test_whitespace_and_length_changes_are_found(raw: bytes) -> None:
@@ -97,9 +97,9 @@ def test_newer_version_is_refused_in_one_line(raw: bytes) -> None:
     document = json.loads(raw)
     document["format_version"] = 2
     document["news"] = {"anything": 1}
-    assert refused(seal(document)) == "DATASET_VERSION"
+    assert refused(seal(document)) == "DATASET_DAMAGED"
     # A later version may seal its manifest otherwise: the version is seen all the same.
-    assert refused(seal(document)[:-20]) == "DATASET_VERSION"
+    assert refused(seal(document)[:-20]) == "DATASET_DAMAGED"
 
 
 Edit = Callable[[Document], Any]
@@ -232,7 +232,7 @@ def test_random_values_are_refused_or_harmless(
     except InputError as error:
         assert error.code == "DATASET_DAMAGED"
     else:
-        assert Manifest.decode(found.encode()).to_json() == found.to_json()
+        assert Manifest.decode(found.encode()).model_dump() == found.model_dump()
 
 
 def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:

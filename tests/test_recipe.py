@@ -314,7 +314,7 @@ def test_an_unknown_strategy_is_refused_before_the_data_is_read(tmp_path: Path) 
          "did you mean Pendulum-v1"),
         ("evaluate: {targets: [3600, 1800, 3600]}", "RECIPE_VALUE", "evaluate.targets",
          "evaluate.episodes"),
-        ("evaluate: {environment: a b}", "ENVIRONMENT_UNKNOWN", "evaluate.environment",
+        ("evaluate: {environment: a b}", "ENVIRONMENT", "evaluate.environment",
          "Hopper-v5"),
         ("data: {path: p, collect: {environment: Pendulun-v1}}", "ENVIRONMENT_UNKNOWN",
          "data.collect.environment", "Pendulum-v1"),

@@ -128,7 +128,7 @@ def test_episodes_that_do_not_fit_are_named() -> None:
         found = code(from_episodes, [good, second])
         assert found[0] == "SOURCE_LAYOUT" and part in found[1], (part, found[1])
     assert code(from_episodes, [])[0] == "SOURCE_LAYOUT"
-    assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT_UNKNOWN"
+    assert code(from_episodes, [good], environment="my robot")[0] == "ENVIRONMENT"
 
 
 @pytest.mark.parametrize("wrong", [None, 3])

@@ -137,12 +137,12 @@ def test_merging_equals_streaming() -> None:
 def test_distribution_counts_every_value_once() -> None:
     values = np.random.default_rng(7).normal(size=1_000)
     found = distribution(values)
-    assert sum(found.counts) == found.count == 1_000
-    assert len(found.edges) == len(found.counts) + 1
-    assert (found.edges[0], found.edges[-1]) == (values.min(), values.max())
-    inside = [((values >= a) & (values < b)).sum() for a, b in pairwise(found.edges)]
-    inside[-1] += int((values == found.edges[-1]).sum())
-    assert list(found.counts) == inside
+    assert sum(found.histogram.counts) == found.count == 1_000
+    assert len(found.histogram.edges) == len(found.histogram.counts) + 1
+    assert (found.histogram.edges[0], found.histogram.edges[-1]) == (values.min(), values.max())
+    inside = [((values >= a) & (values < b)).sum() for a, b in pairwise(found.histogram.edges)]
+    inside[-1] += int((values == found.histogram.edges[-1]).sum())
+    assert list(found.histogram.counts) == inside
     assert found.mean == pytest.approx(values.mean())
     assert found.std == pytest.approx(values.std())
 
@@ -161,36 +161,20 @@ def test_distribution_counts_every_value_once() -> None:
 def test_distribution_of_awkward_values(values: list[float]) -> None:
     found = distribution(values)
     finite = [v for v in values if math.isfinite(v)]
-    assert found.count == sum(found.counts) == len(finite)
+    assert found.count == sum(found.histogram.counts) == len(finite)
     assert (found.min, found.max) == (min(finite), max(finite))
 
 
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=30))
 def test_distribution_of_whole_numbers_has_whole_bins(values: list[int]) -> None:
     found = distribution(values, whole=True)
-    widths = {b - a for a, b in pairwise(found.edges)}
-    assert len(widths) == 1 and all(edge.is_integer() for edge in (*found.edges, *widths))
-    assert found.edges[0] == min(values) and len(found.counts) <= 20
-    naive = [sum(a <= v < b for v in values) for a, b in pairwise(found.edges)]
-    assert list(found.counts) == naive and sum(naive) == len(values)
+    widths = {b - a for a, b in pairwise(found.histogram.edges)}
+    assert len(widths) == 1 and all(edge.is_integer() for edge in (*found.histogram.edges, *widths))
+    assert found.histogram.edges[0] == min(values) and len(found.histogram.counts) <= 20
+    naive = [sum(a <= v < b for v in values) for a, b in pairwise(found.histogram.edges)]
+    assert list(found.histogram.counts) == naive and sum(naive) == len(values)
 
 
 def test_distribution_of_nothing() -> None:
     found = distribution([np.nan])
-    assert found.count == 0 and found.counts == () and math.isnan(found.mean)
-
-
-def test_statistics_are_shown_in_a_line() -> None:
-    values = np.array([[1.0, 2.5], [3.0, np.inf]])
-    facts = "mean [2 2.5], std [1 0], min [1 2.5], max [3 2.5]"
-    damaged = Moments((2,))
-    damaged.update(values)
-    assert repr(damaged.result()) == (
-        f"ColumnStatistics(2 steps of 2, 1 value NaN or infinite, {facts})"
-    )
-    facts = "mean 2, std 1, min 1, max 3"
-    assert repr(feed(values[:, 0]).result()) == f"ColumnStatistics(2 steps, {facts})"
-    frames = repr(feed(np.ones((3, 84, 84))).result())
-    assert "3 steps of 84 x 84, mean [1 1 ... 1 1], std" in frames and len(frames) < 200
-    shown = repr(distribution([1.0, 3.0], bins=2))
-    assert shown == f"Distribution(2 episodes, {facts}, 2 bins)"
+    assert found.count == 0 and found.histogram.counts == [] and math.isnan(found.mean)

@@ -6,13 +6,16 @@ from episode lengths alone, each is a function of its own rows, and parts are me
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -27,8 +30,9 @@ from gear_offline.convert.shards import (
     write_in_processes,
     write_shards,
 )
+from gear_offline.core.closing import Closing
 from gear_offline.core.environment_id import check_environment_id
-from gear_offline.core.files import FileIdentity, file_identity, new_directory, open_regular
+from gear_offline.core.files import FileIdentity, file_identity, new_directory
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import Progress, say
 from gear_offline.dataset.inspect import print_summary
@@ -37,22 +41,25 @@ from gear_offline.dataset.manifest import (
     MAX_BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     MIN_BLOCK_BYTES,
+    MORE,
+    Endings,
+    Environment,
     Manifest,
     SourceFile,
     SourceRecord,
-    is_dataset,
+    is_only_dataset,
 )
 from gear_offline.dataset.schema import ColumnSpec, TableSpec
-from gear_offline.dataset.scores import ReferenceScores, reference_scores
+from gear_offline.dataset.scores import ReferenceScores, known_scores, reference_scores
 from gear_offline.dataset.shard import DIGEST_CHARS, RESERVED_NAMES, digest, stored_form
-from gear_offline.dataset.source_facts import small_facts
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
-from gear_offline.sources.base import Source, SourceInfo, changed_error
+from gear_offline.sources.base import Source, SourceInfo, changed_error, open_file
 
 SHARD_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
+MAX_FACT_CHARS = 4096  # of each attribute of a source in the manifest
 
 
 def convert(
@@ -88,8 +95,7 @@ def convert(
     block_bytes
         Bytes per digest.
     workers
-        Processes that write different shards.  More than 1 needs `source` as a path or name, and
-        a script that calls it behind ``if __name__ == "__main__"``.
+        Processes that write different shards; more than 1 needs `source` as a path or name.
     columns
         Columns to keep, default all; `rewards` is always kept.  ``NEW=OLD`` takes a column, or a
         dataset or group of an HDF5 file, under another name; ``NEW=OLD+OLD`` puts several side by
@@ -115,10 +121,10 @@ def convert(
     ------
     InputError
         ``USAGE`` for options; ``COLUMN`` (missing, illegal, NaN, ...), ``SOURCE_LAYOUT``,
-        ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own; ``ENVIRONMENT_UNKNOWN``,
-        ``REFERENCE_UNKNOWN``; ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
+        ``SOURCE_READ``, ``SOURCE_CHANGED`` and the source's own; ``ENVIRONMENT``;
+        ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``.
     GearError
-        ``OUTPUT_WRITE``; ``SYSTEM`` when a worker process died.
+        ``OUTPUT_WRITE``; ``WORKER_LOST`` when a worker process died.
 
     Examples
     --------
@@ -138,30 +144,27 @@ def convert(
         raise InputError("SOURCE_READ", what, remedy=remedy)
     if environment is not None:
         check_environment_id(environment, where="environment")
-    is_open = isinstance(source, Source)
-    _check_options(shard_bytes, block_bytes, workers, is_open=is_open)
-    columns, names = _split_names(columns, is_open=is_open)
-    replaceable = is_dataset if overwrite else None
+    given = None if isinstance(source, Source) else source
+    _check_options(shard_bytes, block_bytes, workers, is_open=given is None)
+    columns, names = _split_names(columns, is_open=given is None)
+    known = None if reference is None else known_scores(reference)
     with ExitStack() as stack:
         if isinstance(source, (str, Path)):
-            opened = stack.enter_context(open_source(source, rule=rule, names=names))
-            opening = Opening(source, rule, names)
-        else:
-            opened = source
-        picked = _pick_columns(opened, columns)
+            source = stack.enter_context(open_source(source, rule=rule, names=names))
+        info, picked = source.info, _pick_columns(source, columns)
         settings = Settings(
             columns=picked,
             stored=_make_discrete(picked, discrete),
             block_bytes=block_bytes,
             allow_nonfinite=allow_nonfinite,
         )
-        scores = _reference_scores(opened.info, environment=environment, reference=reference)
-        jobs = plan_shards(opened.episodes, settings.stored, shard_bytes=shard_bytes)
-        _check_manifest_size(settings, opened.spec, len(jobs))
+        jobs = plan_shards(source.episodes, settings.stored, shard_bytes=shard_bytes)
+        _check_manifest_size(settings, source.spec, len(jobs))
+        replaceable = is_only_dataset if overwrite else None
         folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
-        files = stack.enter_context(_digested(opened.info.files, opened.info.opened))
-        total = opened.spec.steps * sum(c.step_bytes for c in settings.stored)
-        what = f"convert {opened.info.uri}"
+        digests = stack.enter_context(_SourceDigests(info))
+        total = source.spec.steps * sum(c.step_bytes for c in settings.stored)
+        what = f"convert {info.uri}"
         progress = stack.enter_context(Progress(what, total=total, unit="bytes", quiet=quiet))
         # An exception of the signal's own handler is lost when it comes while h5py's objects are
         # taken down, which is most of the time with compressed files.
@@ -172,100 +175,89 @@ def convert(
                 raise KeyboardInterrupt
             progress.advance(done)
 
-        if not is_open and workers > 1 and len(jobs) > 1:
-            workers = min(workers, len(jobs))
-            shards = write_in_processes(opening, opened, jobs, settings, folder, workers, advance)
+        if given is not None and workers > 1 and len(jobs) > 1:
+            opening = Opening.of(given, rule, names, source)
+            shards = write_in_processes(opening, jobs, settings, folder, workers, advance)
         else:
-            shards = write_shards(opened, jobs, settings, folder, advance)
-        manifest = _manifest(opened, settings, shards, files(), environment, scores)
+            shards = write_shards(source, jobs, settings, folder, advance)
+        scores = known or _scores_of(info, environment)
+        manifest = _manifest(source, settings, shards, digests.records(), environment, scores)
         with open(folder / MANIFEST_NAME, "xb") as file:
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
     if not quiet:
         print_summary(manifest)
-        _suggest(manifest, shards, quiet=quiet)
+        _suggest(manifest, shards)
     return manifest
 
 
-# digests of the source -----------------------------------------------------------------------
+class _SourceDigests(Closing):
+    """Digests the files of a source in a thread, while they are converted."""
 
+    def __init__(self, info: SourceInfo) -> None:
+        self._identities = {path: _identity(path) for path in info.files}
+        for path, identity in zip(info.files, info.opened, strict=bool(info.opened)):
+            if self._identities[path] != identity:
+                raise changed_error(path.name)
+        self._stop = Event()
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._digests = [self._pool.submit(self._digest, path) for path in info.files]
 
-@contextmanager
-def _digested(
-    files: Sequence[Path], opened: Sequence[FileIdentity]
-) -> Iterator[Callable[[], list[SourceFile]]]:
-    """Digest the source files beside the conversion; yields a function that waits for them.
-
-    `opened` are their identities from before they were opened, if those are known.
-    """
-    before = [_identity(path) for path in files]
-    for path, identity, then in zip(files, before, opened or before, strict=True):
-        if identity != then:
-            raise changed_error(path.name)
-    stop: list[bool] = []
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pending = [pool.submit(_file_digest, path, stop) for path in files]
-
-        def finish() -> list[SourceFile]:
-            digests = [future.result() for future in pending]
-            for path, identity in zip(files, before, strict=True):
-                if _identity(path) != identity:
-                    raise changed_error(path.name)
-            return [
-                SourceFile(name=path.name, bytes=identity[2], digest=digest)
-                for path, identity, digest in zip(files, before, digests, strict=True)
-            ]
-
+    def _digest(self, path: Path) -> str:
+        xxh3, buffer = xxhash.xxh3_128(), memoryview(bytearray(256 << 10))
         try:
-            yield finish
-        finally:
-            stop.append(True)
+            with open(open_file(path), "rb", buffering=0) as file:
+                while not self._stop.is_set() and (count := file.readinto(buffer)):
+                    xxh3.update(buffer[:count])
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        return str(xxh3.hexdigest())
+
+    def close(self) -> None:
+        """Stop."""
+        self._stop.set()
+        self._pool.shutdown()
+
+    def records(self) -> list[SourceFile]:
+        """Wait for the digests; refuse files that have changed since they were opened."""
+        digests = [future.result() for future in self._digests]
+        for path, identity in self._identities.items():
+            if _identity(path) != identity:
+                raise changed_error(path.name)
+        return [
+            SourceFile(name=path.name, bytes=identity[2], digest=digest)
+            for (path, identity), digest in zip(self._identities.items(), digests, strict=True)
+        ]
 
 
 def _identity(path: Path) -> FileIdentity:
-    with _reading(path):
-        return file_identity(path)
-
-
-def _file_digest(path: Path, stop: Sequence[bool]) -> str:
-    xxh3, buffer = xxhash.xxh3_128(), bytearray(256 << 10)
-    with _reading(path), open(open_regular(path), "rb", buffering=0) as file:
-        while not stop and (count := file.readinto(buffer)):
-            xxh3.update(memoryview(buffer)[:count])
-    return str(xxh3.hexdigest())
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
     try:
-        yield
+        return file_identity(path)
     except OSError as error:
-        what = f"cannot read the source: {error.strerror or error}"
-        raise InputError("SOURCE_READ", what, where=path.name, remedy="check the file") from error
+        raise _unreadable(path, error) from error
 
 
-# options and the manifest --------------------------------------------------------------------
+def _unreadable(path: Path, error: OSError) -> InputError:
+    what = f"cannot read the source: {error.strerror or error}"
+    return InputError("SOURCE_READ", what, where=path.name, remedy="check the file")
+
+
+# options -------------------------------------------------------------------------------------
 
 
 def _check_options(shard_bytes: int, block_bytes: int, workers: int, *, is_open: bool) -> None:
-    limits = {
-        "shard_bytes": (shard_bytes, shard_bytes >= 1, "at least 1"),
-        "block_bytes": (
-            block_bytes,
-            MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES,
-            f"a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}",
-        ),
-        "workers": (
-            workers,
-            workers >= 1 and (workers == 1 or not is_open),
-            "at least 1, and 1 for a source that is open: workers open it themselves",
-        ),
-    }
-    for option, (value, fits, need) in limits.items():
+    def check(option: str, value: Any, fits: bool, need: str) -> None:
         if type(value) is not int or not fits:
-            what = f"{option} is {value!r}"
-            raise InputError("USAGE", what, remedy=f"give a whole number, {need}")
+            what, remedy = f"{option} is {value!r}", f"give a whole number, {need}"
+            raise InputError("USAGE", what, remedy=remedy)
+
+    check("shard_bytes", shard_bytes, shard_bytes >= 1, "at least 1")
+    fits = MIN_BLOCK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and not block_bytes % MIN_BLOCK_BYTES
+    need = f"a multiple of {MIN_BLOCK_BYTES} up to {MAX_BLOCK_BYTES}"
+    check("block_bytes", block_bytes, fits, need)
+    need = "at least 1, and 1 for a source that is open: workers open it themselves"
+    check("workers", workers, workers == 1 or (workers > 1 and not is_open), need)
 
 
 def _split_names(
@@ -274,9 +266,7 @@ def _split_names(
     """Return the columns to keep, and the datasets that get new names."""
     if columns is None:
         return None, {}
-    if isinstance(columns, str):
-        what = f"columns is the text {columns!r}"
-        raise InputError("USAGE", what, remedy=f"give a list: [{columns!r}]")
+    _check_list(columns, "columns")
     pairs = [name.split("=", 1) for name in columns if "=" in name]
     names = {new.strip(): old.strip() for new, old in pairs}
     parts = [part.strip() for text in (*names, *names.values()) for part in text.split("+")]
@@ -287,6 +277,12 @@ def _split_names(
         what = "columns of an open source cannot be renamed"
         raise InputError("USAGE", what, remedy="give open_source(..., names={NEW: OLD})")
     return [name.split("=", 1)[0].strip() for name in columns], names
+
+
+def _check_list(names: Sequence[str], option: str) -> None:
+    if isinstance(names, str):
+        what = f"{option} is the text {names!r}"
+        raise InputError("USAGE", what, remedy=f"give a list: [{names!r}]")
 
 
 def _pick_columns(source: Source, names: Sequence[str] | None) -> tuple[ColumnSpec, ...]:
@@ -320,9 +316,7 @@ def _make_discrete(
     columns: tuple[ColumnSpec, ...], discrete: Sequence[str]
 ) -> tuple[ColumnSpec, ...]:
     """Return the columns as they are stored: of `discrete` ones int32."""
-    if isinstance(discrete, str):
-        what = f"discrete is the text {discrete!r}"
-        raise InputError("USAGE", what, remedy=f"give a list: [{discrete!r}]")
+    _check_list(discrete, "discrete")
     spec = TableSpec(columns=columns, steps=1, episodes=1)
     floats = [name for name in discrete if spec[name].dtype.kind == "f"]
     int32 = np.dtype(np.int32)
@@ -344,16 +338,13 @@ def _check_manifest_size(settings: Settings, spec: TableSpec, shards: int) -> No
         raise InputError("COLUMN", what, where=where, remedy=remedy)
 
 
-def _reference_scores(
-    info: SourceInfo, *, environment: str | None, reference: str | None
-) -> ReferenceScores | None:
-    if reference is not None and reference_scores(reference) is None:
-        what = f"no reference scores under the name {reference!r}"
-        remedy = "use a D4RL dataset name such as hopper-medium-v2"
-        raise InputError("REFERENCE_UNKNOWN", what, remedy=remedy)
-    names = (reference, info.reference_name, environment, info.environment_id)
-    known = (reference_scores(name) for name in names if name)
-    return next((scores for scores in known if scores is not None), None)
+# the manifest --------------------------------------------------------------------------------
+
+
+def _scores_of(info: SourceInfo, environment: str | None) -> ReferenceScores | None:
+    names = (info.reference_name, environment, info.environment_id)
+    scores = (reference_scores(name) for name in names if name)
+    return next((one for one in scores if one is not None), None)
 
 
 def _manifest(
@@ -368,32 +359,52 @@ def _manifest(
     for shard in shards[1:]:
         for name, part in shard.moments.items():
             moments[name].merge(part)
+    terminated, truncated = int(source.terminated.sum()), int(source.truncated.sum())
     return Manifest(
-        spec=replace(source.spec, columns=settings.stored),
+        episodes=source.spec.episodes,
+        steps=source.spec.steps,
         block_bytes=settings.block_bytes,
-        shards=tuple(shard.record for shard in shards),
+        columns=list(settings.stored),
         statistics={c.name: moments[c.name].result() for c in settings.stored},
         returns=distribution(np.concatenate([shard.returns for shard in shards])),
         lengths=distribution(source.episodes.lengths, whole=True),
-        terminated=int(source.terminated.sum()),
-        truncated=int(source.truncated.sum()),
-        environment_id=environment or info.environment_id,
-        reference_scores=scores,
+        endings=Endings(terminated=terminated, truncated=truncated),
+        environment=Environment(id=environment or info.environment_id, reference_scores=scores),
         source=SourceRecord(
             uri=info.uri,
             format=info.format,
             rule=info.rule,
             files=files,
             digest=digest("".join(file.digest for file in files).encode()) if files else None,
-            attributes=small_facts(info.attributes),
+            attributes={str(k): _small_fact(value) for k, value in info.attributes.items()},
         ),
+        shards=[shard.record for shard in shards],
     )
 
 
-def _suggest(manifest: Manifest, shards: Sequence[Shard], *, quiet: bool) -> None:
+def _small_fact(value: Any) -> Any:
+    """Return `value` as JSON, shortened to `MAX_FACT_CHARS`, and say what is lost."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)[:MAX_FACT_CHARS]
+    plain = json.loads(text)
+    if len(text) <= MAX_FACT_CHARS:
+        return plain
+    if not isinstance(plain, (dict, list)):
+        return str(plain)[:MAX_FACT_CHARS]
+    room, kept = MAX_FACT_CHARS - 40, []  # the rest is for what is said of those without room
+    for entry in plain.items() if isinstance(plain, dict) else plain:
+        length = len(json.dumps(entry)) + 2
+        if length <= room:  # one that is too long does not keep out those behind it
+            room -= length
+            kept.append(entry)
+    lost = len(plain) - len(kept)
+    return {**dict(kept), MORE: lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
+
+
+def _suggest(manifest: Manifest, shards: Sequence[Shard]) -> None:
     if all(shard.choices for shard in shards):
-        note = (
-            f"all actions are whole numbers from 0 to {manifest.statistics[ACTIONS].max.max():.0f}"
-        )
-        remedy = "if they are numbers of choices, convert with --discrete actions"
-        say(f"note: {note}; {remedy}", quiet=quiet)
+        most = manifest.statistics[ACTIONS].max.max()
+        note = f"note: all actions are whole numbers from 0 to {most:.0f}"
+        say(f"{note}; if they are numbers of choices, convert with --discrete actions")

@@ -1,4 +1,4 @@
-"""Write shards from a source: read, digest and write, count, each in its own thread.
+"""Write shards from a source: read, count, write and make durable, each in a thread of its own.
 
 At most `PIECES` pieces are on their way, whatever the size of source or shard.  Several shards are
 written by processes that open the source themselves.
@@ -9,22 +9,19 @@ Shape legend: N steps, E episodes.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.workers import Caller, run_jobs
 from gear_offline.dataset.manifest import ShardRecord, shard_name
-from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
+from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.dataset.shard import (
     EPISODE_COLUMNS,
     ShardWriter,
@@ -32,7 +29,7 @@ from gear_offline.dataset.shard import (
     plan_tensors,
     stored_form,
 )
-from gear_offline.dataset.statistics import Moments
+from gear_offline.dataset.statistics import Each, Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
@@ -79,7 +76,7 @@ class Shard:
 
 def plan_shards(
     episodes: EpisodeIndex, columns: Sequence[ColumnSpec], *, shard_bytes: int
-) -> tuple[ShardJob, ...]:
+) -> list[ShardJob]:
     """Give each shard as many whole episodes as fit `shard_bytes`, at least one."""
     # Episodes [a, b) take ends[b] - ends[a] bytes.
     ends = episodes.offsets * sum(c.step_bytes for c in columns)
@@ -91,7 +88,7 @@ def plan_shards(
         last = max(last, first + 1)
         jobs.append(ShardJob(index=len(jobs), first_episode=first, last_episode=last))
         first = last
-    return tuple(jobs)
+    return jobs
 
 
 def write_shards(
@@ -99,52 +96,44 @@ def write_shards(
 ) -> list[Shard]:
     """Write shards one after the other; the disk may be one shard behind the reading."""
     shards: list[Future[Shard]] = []
-    writers: list[ShardWriter] = []
-    pending: deque[Future[Any]] = deque()
-    with (
-        ThreadPoolExecutor(max_workers=1) as writing,
-        ThreadPoolExecutor(max_workers=1) as counting,
-    ):
-        try:
-            for job in jobs:
-                first = int(source.episodes.offsets[job.first_episode])
-                last = int(source.episodes.offsets[job.last_episode])
-                episodes = job.last_episode - job.first_episode
-                tensors = plan_tensors(settings.stored, steps=last - first, episodes=episodes)
-                path = folder / shard_name(job.index)
-                writer = ShardWriter(path, tensors, settings.block_bytes)
-                writers.append(writer)
-                counter = _Counter(source, job, settings)
-                for column, stored in zip(settings.columns, settings.stored, strict=True):
-                    for start, stop in _pieces(source, column, first, last):
-                        rows = _read_rows(source, column, stored, start, stop)
-                        pending.append(counting.submit(counter.add, stored, rows, start))
-                        pending.append(writing.submit(writer.append, stored.name, rows))
-                        del rows
-                        advance((stop - start) * stored.step_bytes)
-                        while len(pending) > 2 * PIECES:
-                            pending.popleft().result()
-                counted = counting.submit(lambda: None)
-                shards.append(writing.submit(_finish, source, job, writer, counter, counted))
-                if len(shards) > 1:
-                    shards[-2].result()
-            for future in pending:
-                future.result()
-            return [shard.result() for shard in shards]
-        except BaseException:
-            for pool in (writing, counting):
-                pool.shutdown(cancel_futures=True)
-            raise
-        finally:
-            for writer in writers:
-                writer.close()
+    with ExitStack() as stack:
+        pools = [ThreadPoolExecutor(max_workers=n) for n in (2, 1, 1, 1)]
+        halves, finishing, writing, counting = pools
+        for pool in pools:
+            stack.callback(pool.shutdown, cancel_futures=True)
+        for job in jobs:
+            first, last = source.episodes.offsets[[job.first_episode, job.last_episode]].tolist()
+            episodes = job.last_episode - job.first_episode
+            tensors = plan_tensors(settings.stored, steps=last - first, episodes=episodes)
+            path = folder / shard_name(job.index)
+            writer = stack.enter_context(ShardWriter(path, tensors, settings.block_bytes))
+            counter = _Counter(source, job, settings, halves.map)
+            work: list[Future[None]] = []
+            for column, stored in zip(settings.columns, settings.stored, strict=True):
+                for start, stop in _pieces(source, column, first, last):
+                    rows = _read_rows(source, column, stored, start, stop)
+                    work.append(counting.submit(counter.add, stored, rows, start))
+                    work.append(writing.submit(writer.append, stored.name, rows))
+                    del rows
+                    advance((stop - start) * stored.step_bytes)
+                    if len(work) > 2 * PIECES:
+                        work[-2 * PIECES - 1].result()
+            shards.append(finishing.submit(_finish, source, job, writer, counter, work))
+            if len(shards) > 1:
+                shards[-2].result()
+        return [shard.result() for shard in shards]
 
 
 def _finish(
-    source: Source, job: ShardJob, writer: ShardWriter, counter: _Counter, counted: Future[None]
+    source: Source,
+    job: ShardJob,
+    writer: ShardWriter,
+    counter: _Counter,
+    work: Sequence[Future[None]],
 ) -> Shard:
-    """Write the per-episode tensors once all rows are counted, and make the file durable."""
-    counted.result()
+    """Write the per-episode tensors once all rows are there, and make the file durable."""
+    for future in work:
+        future.result()
     episodes = slice(job.first_episode, job.last_episode)
     lengths = np.ascontiguousarray(source.episodes.lengths[episodes])
     writer.append("episode_lengths", lengths)
@@ -187,9 +176,9 @@ def _read_rows(
     except (OSError, RuntimeError) as error:
         what = f"cannot read the source: {error}"
         raise InputError("SOURCE_READ", what, where=where, remedy="check the file") from error
-    if rows.shape != (stop - start, *column.shape) or rows.dtype != column.dtype:
-        what = f"the source gave {rows.dtype} {rows.shape} where {column.dtype} "
-        what += f"{(stop - start, *column.shape)} was promised"
+    shape = (stop - start, *column.shape)
+    if rows.shape != shape or rows.dtype != column.dtype:
+        what = f"the source gave {rows.dtype} {rows.shape}, promised were {column.dtype} {shape}"
         remedy = "the file may have changed; convert it again"
         raise InputError("SOURCE_READ", what, where=where, remedy=remedy)
     if stored.dtype != column.dtype:
@@ -200,16 +189,16 @@ def _read_rows(
             remedy = f"leave {column.name} out of --discrete"
             raise InputError("COLUMN", what, where=where, remedy=remedy)
         rows = numbers
-    dtype, shape = stored_form(stored)
-    return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *shape)
+    dtype, step_shape = stored_form(stored)
+    return np.ascontiguousarray(rows).view(dtype).reshape(stop - start, *step_shape)
 
 
 class _Counter:
     """Statistics of one shard, fed in step order."""
 
-    def __init__(self, source: Source, job: ShardJob, settings: Settings) -> None:
+    def __init__(self, source: Source, job: ShardJob, settings: Settings, each: Each) -> None:
         self._offsets = source.episodes.offsets[job.first_episode : job.last_episode + 1]
-        self._first_episode = job.first_episode
+        self._first_episode, self._each = job.first_episode, each
         self._allow_nonfinite = settings.allow_nonfinite
         self.moments = {c.name: Moments(stored_form(c)[1]) for c in settings.stored}
         self.returns: Float64Array = np.zeros(self._offsets.size - 1)
@@ -221,7 +210,7 @@ class _Counter:
     def add(self, column: ColumnSpec, rows: Array, start: int) -> None:
         """Add `rows` of `column` whose first is step `start` of the source."""
         moments = self.moments[column.name]
-        bad = moments.update(rows)
+        bad = moments.update(rows, self._each)
         if bad is not None and not self._allow_nonfinite:
             raise self._nonfinite(column, start + bad)
         if column.dtype == np.bool_ and moments.high.max() > 1:
@@ -244,8 +233,8 @@ class _Counter:
     def _nonfinite(self, column: ColumnSpec, step: int) -> InputError:
         episode = int(np.searchsorted(self._offsets, step, side="right")) - 1
         inside = step - int(self._offsets[episode])
-        where = f"column {column.name}, step {step}: step {inside} of episode "
-        where += f"{self._first_episode + episode}"
+        number = self._first_episode + episode
+        where = f"column {column.name}, step {step}: step {inside} of episode {number}"
         remedy = "repair the source, or accept such values (--allow-nonfinite)"
         return InputError("COLUMN", "NaN or infinity in the data", where=where, remedy=remedy)
 
@@ -255,67 +244,54 @@ class _Counter:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a source was opened with."""
+    """What a source was opened with, and what tells that it is still the same."""
 
     uri: str | Path
     rule: str | None
-    names: Mapping[str, str]
+    names: tuple[tuple[str, str], ...]
+    content: str
+
+    @classmethod
+    def of(
+        cls, uri: str | Path, rule: str | None, names: Mapping[str, str], source: Source
+    ) -> Opening:
+        return cls(uri, rule, tuple(names.items()), _content(source))
 
 
-_worker: dict[str, Any] = {}  # of a worker process: its source, settings and folder
+def _content(source: Source) -> str:
+    return digest(repr(source.spec).encode() + source.episodes.lengths.tobytes())
 
 
 def write_in_processes(
     opening: Opening,
-    source: Source,
     jobs: Sequence[ShardJob],
     settings: Settings,
     folder: Path,
     workers: int,
     advance: Advance,
 ) -> list[Shard]:
-    offsets, step_bytes = source.episodes.offsets, sum(c.step_bytes for c in settings.stored)
-    lengths = digest(source.episodes.lengths.tobytes())
-    with ProcessPoolExecutor(
-        max_workers=workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin_worker,
-        initargs=(os.getpid(), opening, source.spec, lengths, settings, folder),
-    ) as pool:
-        try:
-            with interrupts_kept_from_children():
-                futures = [pool.submit(_in_worker, job) for job in jobs]
-            waiting = dict(zip(futures, jobs, strict=True))
-            while waiting:
-                done, _ = wait(waiting, timeout=0.2, return_when="FIRST_COMPLETED")
-                for future in done:
-                    future.result()
-                    job = waiting.pop(future)
-                    steps = offsets[job.last_episode] - offsets[job.first_episode]
-                    advance(int(steps) * step_bytes)
-                advance(0)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            remedy = "look above for its message; memory may have run out: use fewer workers"
-            raise GearError("SYSTEM", "a worker process died", remedy=remedy) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    """Write several shards at once, each in a process that opens the source itself."""
+    given = [(opening, job, settings, folder) for job in jobs]
+    ends = run_jobs(
+        "gear_offline.convert.shards:write_shard",
+        given,
+        workers=min(workers, len(jobs)),
+        on_message=lambda job, done: advance(done),
+    )
+    shards = {end.job: end.result() for end in ends}
+    return [shards[number] for number in range(len(jobs))]
 
 
-def _begin_worker(
-    parent: int, opening: Opening, spec: TableSpec, lengths: str, settings: Settings, folder: Path
-) -> None:
-    die_with_parent(parent)
-    _worker.update(opening=opening, spec=spec, lengths=lengths, settings=settings, folder=folder)
+def write_shard(
+    caller: Caller, opening: Opening, job: ShardJob, settings: Settings, folder: Path
+) -> Shard:
+    """Write one shard in a worker."""
+    return write_shards(_opened(opening), [job], settings, folder, caller.send)[0]
 
 
-def _in_worker(job: ShardJob) -> Shard:
-    if "source" not in _worker:  # not in the initializer, whose errors nobody sees
-        opening = _worker["opening"]
-        source = open_source(opening.uri, rule=opening.rule, names=opening.names)
-        same = digest(source.episodes.lengths.tobytes()) == _worker["lengths"]
-        if not same or source.spec != _worker["spec"]:
-            raise changed_error(str(opening.uri))
-        _worker["source"] = source
-    settings, folder = _worker["settings"], _worker["folder"]
-    return write_shards(_worker["source"], [job], settings, folder, lambda n: None)[0]
+@lru_cache(maxsize=1)
+def _opened(opening: Opening) -> Source:
+    source = open_source(opening.uri, rule=opening.rule, names=dict(opening.names))
+    if _content(source) != opening.content:
+        raise changed_error(str(opening.uri))
+    return source

@@ -15,7 +15,7 @@ def check_environment_id(name: str, *, where: str = "") -> None:
     if len(name) > _MAX_CHARS or not _ID.fullmatch(name):
         shown = name if len(name) <= 60 else name[:57] + "..."
         raise InputError(
-            "ENVIRONMENT_UNKNOWN",
+            "ENVIRONMENT",
             f"{shown!r} cannot be the id of a Gymnasium environment",
             where=where,
             remedy="ids look like Hopper-v5 or namespace/Name-v0",

@@ -104,12 +104,12 @@ class Dataset:
     @property
     def environment_id(self) -> str | None:
         """Gymnasium id of the environment, ``None`` when unknown."""
-        return self.manifest.environment_id
+        return self.manifest.environment.id
 
     @property
     def reference_scores(self) -> ReferenceScores | None:
         """Scores of a random and an expert policy, ``None`` when unknown."""
-        return self.manifest.reference_scores
+        return self.manifest.environment.reference_scores
 
     @cached_property
     def first_steps(self) -> Int64Array:
@@ -362,8 +362,8 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     Raises
     ------
     InputError
-        ``DATASET_NOT_FOUND``, ``DATASET_VERSION``; ``DATASET_DAMAGED`` at the first damage, with
-        file, tensor and block.
+        ``DATASET_NOT_FOUND``; ``DATASET_DAMAGED`` at the first damage, with file, tensor and
+        block, or for a newer version of the format.
 
     Examples
     --------
@@ -397,8 +397,8 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
     values = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     for array in values.values():
         array.setflags(write=False)
-    for key in ("terminated", "truncated"):
-        if int(values[f"episode_{key}"].sum()) != getattr(manifest, key):
+    for key, count in manifest.endings:
+        if int(values[f"episode_{key}"].sum()) != count:
             raise damaged(f"{key} episodes are counted otherwise", path / MANIFEST_NAME)
     dataset = Dataset(
         path=path,

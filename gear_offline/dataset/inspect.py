@@ -20,7 +20,6 @@ from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
-from gear_offline.dataset.source_facts import left_out_of, warnings_of
 
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
@@ -54,7 +53,7 @@ def inspect(
         with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
             dataset = dataset.verify(threads=threads, on_progress=progress.advance)
     manifest = dataset.manifest
-    document = manifest.to_json()
+    document = manifest.model_dump()
     blocks = 0
     for row in document["shards"]:
         for name, joined in row["digests"].items():
@@ -63,9 +62,9 @@ def inspect(
             blocks += len(starts)
     for row, column in zip(document["columns"], manifest.spec, strict=True):
         row["bytes"] = column.step_bytes * manifest.spec.steps
-    checked, episodes = blocks if dataset.verified else 0, manifest.spec.episodes
+    checked, episodes = blocks if dataset.verified else 0, manifest.episodes
     document["returns"]["left_out"] = episodes - manifest.returns.count
-    document["endings"]["neither"] = episodes - manifest.terminated - manifest.truncated
+    document["endings"]["neither"] = episodes - sum(count for _, count in manifest.endings)
     return {
         **document,
         "path": str(dataset.path),
@@ -92,10 +91,10 @@ def print_inspection(document: Mapping[str, Any], *, console: Console | None = N
 def print_summary(manifest: Manifest, *, console: Console | None = None) -> None:
     """Print what was converted in a line, and each warning of the source in one more."""
     console = console or Console(stderr=True, highlight=False)
-    spec, endings = manifest.spec, (manifest.terminated, manifest.truncated)
+    spec, endings = manifest.spec, manifest.endings
     console.print(
-        f"{count_text(spec.episodes, 'episode')} ({endings[0]:,} terminated, "
-        f"{endings[1]:,} truncated), {count_text(spec.steps, 'step')}, "
+        f"{count_text(spec.episodes, 'episode')} ({endings.terminated:,} terminated, "
+        f"{endings.truncated:,} truncated), {count_text(spec.steps, 'step')}, "
         f"{count_text(len(manifest.shards), 'shard')}, "
         f"{size_text(manifest.total_bytes)}; rule {printable(manifest.source.rule)}",
         markup=False,
@@ -106,12 +105,12 @@ def print_summary(manifest: Manifest, *, console: Console | None = None) -> None
             count = count_text(column.nonfinite, "value")
             text = f"warning: column {name}: {count} NaN or infinite"
             console.print(text, markup=False, soft_wrap=True, style="yellow")
-    left_out, more = left_out_of(manifest.source.attributes)
+    left_out, more = manifest.source.left_out
     for name, why in list(left_out.items())[:MOST_LEFT_OUT]:
         console.print(f"left out: {printable(f'{name}: {why}')}", markup=False, soft_wrap=True)
     if (rest := max(0, len(left_out) - MOST_LEFT_OUT) + more) > 0:
         console.print(f"left out: {rest} more, see inspect", markup=False, soft_wrap=True)
-    for warning in warnings_of(manifest.source.attributes):
+    for warning in manifest.source.warnings:
         text = f"warning: {printable(warning)}"
         console.print(text, markup=False, soft_wrap=True, style="yellow")
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import csv
 import functools
 import re
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import PurePosixPath
 
+from pydantic import FiniteFloat
+
+from gear_offline.dataset.statistics import Model
 from gear_offline.errors import InputError
 
 _ENGINE_NOTE = (
@@ -36,8 +38,7 @@ _GYMNASIUM_FAMILIES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReferenceScores:
+class ReferenceScores(Model):
     """The returns that count as 0 and as 100.
 
     Attributes
@@ -53,8 +54,8 @@ class ReferenceScores:
     """
 
     name: str
-    minimum: float
-    maximum: float
+    minimum: FiniteFloat
+    maximum: FiniteFloat
     indicative: bool = False
     note: str = ""
 
@@ -154,7 +155,7 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     Raises
     ------
     InputError
-        ``REFERENCE_UNKNOWN`` for a name without scores.
+        ``USAGE`` for a name without scores, or arguments in the other order.
 
     Examples
     --------
@@ -165,11 +166,20 @@ def normalized_score(value: float, refs: ReferenceScores | str) -> float:
     >>> round(go.normalized_score(1500.0, "hopper-medium-v2"), 2)
     46.71
     """
-    if isinstance(refs, str):
-        known = reference_scores(refs)
-        if known is None:
-            what = f"no reference scores under the name {refs!r}"
-            remedy = "use a D4RL dataset name such as hopper-medium-v2"
-            raise InputError("REFERENCE_UNKNOWN", what, remedy=remedy)
-        refs = known
-    return 100.0 * (value - refs.minimum) / (refs.maximum - refs.minimum)
+    if isinstance(value, str):
+        what, remedy = (
+            f"the return is the text {value!r}",
+            f"write normalized_score({refs!r}, {value!r})",
+        )
+        raise InputError("USAGE", what, remedy=remedy)
+    scores = known_scores(refs) if isinstance(refs, str) else refs
+    return 100.0 * (value - scores.minimum) / (scores.maximum - scores.minimum)
+
+
+def known_scores(name: str) -> ReferenceScores:
+    """Return the reference scores under a name that a user gave (``USAGE``)."""
+    scores = reference_scores(name)
+    if scores is None:
+        what = f"no reference scores under the name {name!r}"
+        raise InputError("USAGE", what, remedy="use a D4RL dataset name such as hopper-medium-v2")
+    return scores

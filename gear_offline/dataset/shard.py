@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular, read_at
 from gear_offline.core.system import drop_pages
 from gear_offline.core.types import Array
@@ -143,7 +144,7 @@ class BlockDigests:
         return "".join(self.done)
 
 
-class ShardWriter:
+class ShardWriter(Closing):
     """A shard being written and digested: each tensor from beginning to end, several at once."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorLayout], block_bytes: int) -> None:

@@ -10,24 +10,67 @@ Shape legend: N rows (steps), D elements of one row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import nan, prod
+from math import isfinite, nan, prod
+from types import NoneType
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
 
-from gear_offline.core.text import count_text
 from gear_offline.core.types import Array, Float64Array, Int64Array
 
 BLOCK_ELEMENTS = 1 << 16  # 512 KiB of float64: stays in a core's second-level cache
 WIDE_ROW = 1 << 11  # narrow rows are folded to about this width: reductions then vectorise
-HISTOGRAM_BINS = 20
+HISTOGRAM_BINS, MAX_BINS = 20, 1000
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ColumnStatistics:
+class Model(BaseModel):
+    """What a manifest holds, checked when it is made and when it is read."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def _to_array(value: Any) -> Float64Array:
+    """Return nested lists of numbers as a read-only array; null is NaN."""
+    values = value if isinstance(value, np.ndarray) else np.array(value, object)
+    if values.dtype == object and not {type(v) for v in values.flat} <= {int, float, NoneType}:
+        raise ValueError("not an array of numbers")
+    array = values.astype(np.float64)
+    array.setflags(write=False)
+    return array
+
+
+def _to_lists(value: Any) -> Any:
+    """Return what JSON can hold: null for NaN and infinities."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_to_lists(v) for v in value]
+    return value if isfinite(value) else None
+
+
+Values = Annotated[Any, PlainValidator(_to_array), PlainSerializer(_to_lists)]
+Number = Annotated[
+    float, BeforeValidator(lambda v: nan if v is None else v), PlainSerializer(_to_lists)
+]
+
+
+class ColumnStatistics(Model):
     """Summary of one column over all steps.
 
     Attributes
@@ -42,31 +85,21 @@ class ColumnStatistics:
         squares.  NaN where an element has no finite value at all.
     """
 
-    count: int
-    nonfinite: int
-    mean: Float64Array
-    std: Float64Array
-    min: Float64Array
-    max: Float64Array
+    count: Count
+    nonfinite: Count
+    mean: Values
+    std: Values
+    min: Values
+    max: Values
 
-    def __repr__(self) -> str:
-        shape = " x ".join(map(str, self.mean.shape))
-        facts = [count_text(self.count, "step") + (f" of {shape}" if shape else "")]
-        if self.nonfinite:
-            facts.append(f"{count_text(self.nonfinite, 'value')} NaN or infinite")
-        facts += [f"{name} {_short(getattr(self, name))}" for name in ("mean", "std", "min", "max")]
-        return f"ColumnStatistics({', '.join(facts)})"
+    @model_validator(mode="after")
+    def _check(self) -> ColumnStatistics:
+        if (self.std < 0).any():
+            raise ValueError("a standard deviation is negative")
+        return self
 
 
-def _short(values: Float64Array) -> str:
-    """Return numbers as one line: of many the first two and the last two."""
-    return np.array2string(
-        values.ravel() if values.ndim else values,
-        formatter={"float_kind": "{:.4g}".format},
-        threshold=4,
-        edgeitems=2,
-        max_line_width=1000,
-    )
+Each = Callable[..., Iterable[Any]]  # `map`, or that of a pool of threads
 
 
 class Moments:
@@ -82,7 +115,7 @@ class Moments:
         self.low: Float64Array = np.full(width, np.inf)
         self.high: Float64Array = np.full(width, -np.inf)
 
-    def update(self, rows: Array) -> int | None:
+    def update(self, rows: Array, each: Each = map) -> int | None:
         """Add `rows`, (N, *shape) of a real dtype; return the first that is not all finite."""
         flat = rows.reshape(len(rows), self.counts.size)
         if flat.dtype == np.bool_:
@@ -92,7 +125,7 @@ class Moments:
         self.rows += len(flat)
         with np.errstate(all="ignore"):
             centre = self.mean if self.counts.any() else _rough_mean(flat)
-            total, squares, low, high = _sums(flat, centre)
+            total, squares, low, high = _sums(flat, centre, each)
             # NaN survives minimum and maximum: two finite results mean that all is finite.
             if np.isfinite(low).all() and np.isfinite(high).all():
                 rest = total / len(flat)
@@ -160,55 +193,77 @@ def _rough_mean(rows: Array) -> Float64Array:
     return np.where(np.isfinite(mean), mean, 0.0)
 
 
-def _sums(rows: Array, centre: Float64Array) -> tuple[Float64Array, ...]:
-    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima, (D,).
+def _sums(rows: Array, centre: Float64Array, each: Each) -> Float64Array:
+    """Return sums and sums of squares of rows (N, D) less `centre`, and minima and maxima, (4, D).
 
     Several narrow rows are laid side by side: NumPy reduces over the first axis with vector
-    instructions along the second, and eleven numbers wide is slow, two thousand is fast.
+    instructions along the second, and eleven numbers wide is slow, two thousand is fast.  `each`
+    takes the left and the right half: an element's sums do not depend on those beside it.
     """
     width = rows.shape[1]
     fold = max(1, WIDE_ROW // width)
     whole = len(rows) // fold * fold
-    total, squares = np.zeros(width), np.zeros(width)
-    low, high = np.full(width, np.inf), np.full(width, -np.inf)
+    sums = np.zeros((4, width))
+    sums[2:] = [[np.inf], [-np.inf]]
     for part in (rows[:whole].reshape(-1, fold * width), rows[whole:]):
         if not len(part):
             continue
         columns = part.shape[1]
-        shift = np.tile(centre, columns // width)
+        shift, half = np.tile(centre, columns // width), columns // 2 // 64 * 64
         step = max(1, BLOCK_ELEMENTS // columns)
-        scratch = np.empty((min(step, len(part)), columns))
-        sums, ends = np.zeros((2, columns)), np.stack([part[0], part[0]])
+        halves = [(part[:, cut], shift[cut], step) for cut in (np.s_[:half], np.s_[half:])]
+        made = each(_half_sums, *zip(*halves, strict=True)) if half else [_half_sums(*halves[1])]
+        folded = np.concatenate(list(made), axis=1).reshape(4, -1, width)
+        sums[:2] += folded[:2].sum(axis=1)
+        np.minimum(sums[2], folded[2].min(axis=0), out=sums[2])
+        np.maximum(sums[3], folded[3].max(axis=0), out=sums[3])
+    return sums
+
+
+def _half_sums(part: Array, shift: Float64Array, step: int) -> Float64Array:
+    """Return the four rows of `_sums`, with `step` rows at a time, which stay in the cache."""
+    columns = part.shape[1]
+    scratch, sums = np.empty((min(step, len(part)), columns)), np.zeros((4, columns))
+    sums[2:] = part[0]
+    with np.errstate(all="ignore"):  # which each thread has of its own
         for start in range(0, len(part), step):
-            block = part[start : start + step]  # stays in the cache for all that follows
-            np.minimum(ends[0], block.min(axis=0), out=ends[0])
-            np.maximum(ends[1], block.max(axis=0), out=ends[1])
+            block = part[start : start + step]
+            np.minimum(sums[2], block.min(axis=0), out=sums[2])
+            np.maximum(sums[3], block.max(axis=0), out=sums[3])
             wide = np.subtract(block, shift, out=scratch[: len(block)])
             sums[0] += wide.sum(axis=0)
             sums[1] += np.einsum("ij,ij->j", wide, wide)
-        total += sums[0].reshape(-1, width).sum(axis=0)
-        squares += sums[1].reshape(-1, width).sum(axis=0)
-        np.minimum(low, ends[0].reshape(-1, width).min(axis=0), out=low)
-        np.maximum(high, ends[1].reshape(-1, width).max(axis=0), out=high)
-    return total, squares, low, high
+    return sums
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Distribution:
+class Histogram(Model):
+    """Episodes by bin; half-open bins, the last one closed."""
+
+    edges: Annotated[list[FiniteFloat], Field(max_length=MAX_BINS + 1)]  # ascending
+    counts: Annotated[list[Count], Field(max_length=MAX_BINS)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Histogram:
+        if len(self.edges) != (len(self.counts) + 1 if self.counts else 0):
+            raise ValueError("a histogram needs one edge more than counts")
+        return self
+
+
+class Distribution(Model):
     """Summary and histogram of one number per episode."""
 
-    count: int  # episodes whose number is finite; the other fields cover these
-    mean: float  # this and the next three: NaN when `count` is 0
-    std: float
-    min: float
-    max: float
-    edges: tuple[float, ...]  # ascending, one more than `counts`; empty when `count` is 0
-    counts: tuple[int, ...]  # episodes per bin, the last one closed on both sides
+    count: Count  # episodes whose number is finite; the other fields cover these
+    mean: Number  # this and the next three: NaN when `count` is 0
+    std: Number
+    min: Number
+    max: Number
+    histogram: Histogram
 
-    def __repr__(self) -> str:
-        facts = [f"{name} {getattr(self, name):.4g}" for name in ("mean", "std", "min", "max")]
-        bins = count_text(len(self.counts), "bin")
-        return f"Distribution({count_text(self.count, 'episode')}, {', '.join(facts)}, {bins})"
+    @model_validator(mode="after")
+    def _check(self) -> Distribution:
+        if self.std < 0:
+            raise ValueError("a standard deviation is negative")
+        return self
 
 
 def distribution(
@@ -222,7 +277,8 @@ def distribution(
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     if not finite.size:
-        return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, edges=(), counts=())
+        none = Histogram(edges=[], counts=[])
+        return Distribution(count=0, mean=nan, std=nan, min=nan, max=nan, histogram=none)
     low, high = float(finite.min()), float(finite.max())
     edges, counts = np.asarray([low, high]), np.asarray([finite.size])
     if whole:
@@ -235,12 +291,7 @@ def distribution(
             counts, edges = np.histogram(finite, bins=bins, range=(low, high))
     with np.errstate(all="ignore"):
         mean, std = float(finite.mean()), float(finite.std())
+    histogram = Histogram(edges=list(map(float, edges)), counts=list(map(int, counts)))
     return Distribution(
-        count=int(finite.size),
-        mean=mean,
-        std=std,
-        min=low,
-        max=high,
-        edges=tuple(map(float, edges)),
-        counts=tuple(map(int, counts)),
+        count=int(finite.size), mean=mean, std=std, min=low, max=high, histogram=histogram
     )

@@ -18,9 +18,8 @@ import numpy.typing as npt
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.dataset.manifest import MANIFEST_NAME, shard_name
+from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.dataset.schema import ColumnSpec, chosen_episodes
-from gear_offline.dataset.source_facts import left_out_of, warnings_of
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, PieceSource, Source, SourceInfo, legal_names
 from gear_offline.sources.hdf5_table import hdf5_files, open_hdf5
@@ -148,7 +147,7 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
     warnings = [
         f"{source.info.uri}: {text}"
         for source in sources
-        for text in warnings_of(source.info.attributes)
+        for text in source.info.attributes.get("warnings", ())
     ]
     for what, names in (
         ("environment id", {source.info.environment_id for source in sources}),
@@ -162,7 +161,7 @@ def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> di
         for source in sources[:MOST_NAMED]
     ]
     for source in sources:
-        for name, why in left_out_of(source.info.attributes)[0].items():
+        for name, why in source.info.attributes.get("left_out", {}).items():
             left_out.setdefault(name, why)
     if len(warnings) > MOST_NAMED:
         warnings[MOST_NAMED:] = [f"and {len(warnings) - MOST_NAMED} more"]
@@ -292,16 +291,12 @@ def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> Pi
     return join_sources(files, uri=path.absolute().name)
 
 
-def is_dataset(path: Path) -> bool:
-    """Whether it looks like GEAR shards: a folder of HDF5 files may have a manifest.json too."""
-    has_manifest = (path / MANIFEST_NAME).is_file()
-    return has_manifest and ((path / shard_name(0)).exists() or not hdf5_files(path))
-
-
 def dataset_source(dataset: Dataset) -> PieceSource:
     """Return an opened dataset of GEAR shards as a source."""
-    before, scores = dataset.manifest.source, dataset.manifest.reference_scores
+    before, scores = dataset.manifest.source, dataset.reference_scores
     attributes = {k: v for k, v in before.attributes.items() if k not in ("left_out", "picked")}
+    if "warnings" in attributes:
+        attributes["warnings"] = before.warnings
     attributes["converted_from"] = f"{before.uri} ({before.format}), digest {before.digest}"
     return PieceSource(
         [Piece(read=dataset.read, steps=dataset.spec.steps)],

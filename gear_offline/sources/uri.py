@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gear_offline.dataset.manifest import is_dataset
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import (
-    is_dataset,
     names_in_file,
     open_folder,
     open_shards,
