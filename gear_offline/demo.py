@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
             demo.clear()
         demo.complete()
     except GearError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        print(f"error[{error.code}]: {error.message}", file=sys.stderr)
         return error.exit_code if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("run the demo again to go on from here", file=sys.stderr)

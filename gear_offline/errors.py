@@ -1,8 +1,8 @@
 """The errors a user sees: one line, a stable code, the place and the remedy.
 
 Every error that a user can cause or cure is a `GearError`.  The command line prints it as
-``error[CODE]: what was wrong, where; what to do`` and exits with `exit_code`.  Codes are stable
-and listed in docs/errors.md; messages may change, codes may not.
+``error[CODE]: what was wrong (where); what to do`` and exits with `exit_code`.  Codes are stable
+and listed in docs/errors.md; messages may change.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class GearError(Exception):
         self.remedy = remedy
         super().__init__(code, what, where, remedy)
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> str:
+        """What, where and the remedy in one line."""
         place = f" ({self.where})" if self.where else ""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return " ".join(f"{self.what}{place}{remedy}".split())
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"
 
 
 class InputError(GearError, ValueError):
@@ -62,19 +67,14 @@ class UnavailableError(GearError, RuntimeError):
 
 
 def given_path(given: str | os.PathLike[str], code: str, *, where: str) -> Path:
-    """Return what a caller gave as a path; refuse what can be none, as None.
+    """Return what a caller gave as a path; refuse what cannot be one, as None.
 
     Parameters
     ----------
     code
-        Of the error.
+        Code of the error.
     where
         Name of the caller's argument.
-
-    Raises
-    ------
-    InputError
-        `code`.
     """
     try:
         return Path(given)

@@ -152,10 +152,10 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
     [
         (["convert", "nothing.hdf5", "out"], "SOURCE_READ"),
         (["inspect", "nothing"], ""),
-        (["train", "nothing"], "RECIPE_NOT_FOUND"),
+        (["train", "nothing"], "RECIPE"),
         (["evaluate", "nothing"], ""),
-        (["recipes", "validate", "nothing"], "RECIPE_NOT_FOUND"),
-        (["recipes", "cp", "nothing"], "RECIPE_NOT_FOUND"),
+        (["recipes", "validate", "nothing"], "RECIPE"),
+        (["recipes", "cp", "nothing"], "RECIPE"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 
-def test_error_is_one_line_with_place_and_remedy() -> None:
+def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
     error = InputError("A_CODE", "it is\nwrong", where="file x", remedy="do y")
-    assert str(error) == "it is wrong (file x); do y"
+    assert str(error) == "[A_CODE] it is wrong (file x); do y"
+    assert error.message == "it is wrong (file x); do y"
     assert (error.code, error.exit_code) == ("A_CODE", 2)
-
-
-def test_place_and_remedy_may_be_empty() -> None:
-    assert str(GearError("A_CODE", "it is wrong")) == "it is wrong"
+    assert str(GearError("A_CODE", "it is wrong")) == "[A_CODE] it is wrong"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error), "workers send theirs"
 
 
 def test_kinds_are_also_the_builtin_kinds() -> None:

@@ -58,7 +58,7 @@ def importable(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
 def in_place(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     register_importable()
     out = tmp_path_factory.mktemp("runs") / "in-place"
-    return train(tiny_recipe(data, "evaluate.beside=off"), out=out, quiet=True)
+    return train(tiny_recipe(data, "evaluate.background=off"), out=out, quiet=True)
 
 
 def played(run: Path) -> list[Any]:
@@ -79,7 +79,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
 
 
 def test_real_workers_find_the_same_returns(data: Path, in_place: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(data, "evaluate.beside=on", "evaluate.workers=2")
+    recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=2")
     run = train(recipe, out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
     assert learnt(run)["model"] == learnt(in_place)["model"], "training draws the same numbers"
@@ -114,7 +114,7 @@ def test_a_killed_trainer_leaves_no_worker_and_loses_no_evaluation(
     assert wait_until_gone(trainer.pid), "workers end with the trainer"
     assert read_records(run / "evaluations.jsonl") == []
     assert 7 in [step for step, _ in list_checkpoints(run / "checkpoints")], "it is still pinned"
-    train(tiny_recipe(data, "evaluate.beside=off"), out=run, resume=True, quiet=True)
+    train(tiny_recipe(data, "evaluate.background=off"), out=run, resume=True, quiet=True)
     assert played(run) == played(in_place)
     assert learnt(run)["training"] == learnt(in_place)["training"]
 
@@ -123,7 +123,7 @@ def child() -> None:
     """Train with two workers and stay at the end, for a test that kills."""
     register_importable()
     # Written at once: an evaluation begins when its checkpoint is there, and steps end at 15.
-    options = ("evaluate.beside=on", "evaluate.workers=2", "train.save=sync")
+    options = ("evaluate.background=on", "evaluate.workers=2", "train.save=sync")
     recipe = tiny_recipe(Path(sys.argv[1]), *options)
     with interrupted_never():
         train(recipe, out=Path(sys.argv[2]), quiet=True)
@@ -150,7 +150,7 @@ def test_every_evaluation_is_played_and_recorded_in_order(
 ) -> None:
     fake.delay = delay
     recipe = tiny_recipe(
-        *(data, "evaluate.beside=on", f"evaluate.workers={workers}", "train.evaluate_every=2"),
+        *(data, "evaluate.background=on", f"evaluate.workers={workers}", "train.evaluate_every=2"),
         *("train.keep_checkpoints=1", "train.checkpoint_every=20"),
     )
     run = train(recipe, out=tmp_path / "run", quiet=True)
@@ -179,7 +179,7 @@ def test_too_many_outstanding_wait_for_room(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(EvaluationsBeside, "submit", counted)
-        recipe = tiny_recipe(data, "evaluate.beside=on", "train.evaluate_every=1")
+        recipe = tiny_recipe(data, "evaluate.background=on", "train.evaluate_every=1")
         run = train(recipe, out=tmp_path / "run", quiet=True)
     assert most == 1 + evaluation_beside.SPARE
     assert [step for step, _, _ in played(run)] == list(range(1, 21))
@@ -208,7 +208,7 @@ def test_a_lost_worker_is_an_error_where_the_recipe_insists(
     data: Path, in_place: Path, tmp_path: Path, fake: type[FakeWorker]
 ) -> None:
     fake.deadly, run = 14, tmp_path / "run"
-    recipe = tiny_recipe(data, "evaluate.beside=on")
+    recipe = tiny_recipe(data, "evaluate.background=on")
     code = failing_code(lambda: train(recipe, out=run, quiet=True))
     assert code == "EVALUATION_WORKER" and [step for step, _, _ in played(run)] == [7]
     fake.deadly = 0
@@ -221,7 +221,7 @@ def test_an_interrupted_run_makes_up_for_what_was_outstanding(
     data: Path, in_place: Path, tmp_path: Path, fake: type[FakeWorker], stop: int
 ) -> None:
     fake.delay, run = 1000, tmp_path / "run"
-    recipe = tiny_recipe(data, "evaluate.beside=on", "train.keep_checkpoints=1")
+    recipe = tiny_recipe(data, "evaluate.background=on", "train.keep_checkpoints=1")
     with interrupted_in(stop), pytest.raises(TrainingInterrupted):
         train(recipe, out=run, quiet=True)
     assert played(run) == []
@@ -236,7 +236,7 @@ def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
 ) -> None:
     wait, run = EvaluationsBeside.wait, tmp_path / "run"
     fake.delay = 10**9
-    recipe = tiny_recipe(data, "evaluate.beside=on")
+    recipe = tiny_recipe(data, "evaluate.background=on")
 
     def interrupted(self: EvaluationsBeside) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -258,7 +258,7 @@ def test_an_evaluation_that_fails_ends_the_run_with_its_code(
         raise GearError("POLICY_NONFINITE", "an action that is NaN")
 
     monkeypatch.setattr("gear_offline.evaluation.evaluate.evaluate_policy", refuse)
-    recipe = tiny_recipe(data, "evaluate.beside=on")
+    recipe = tiny_recipe(data, "evaluate.background=on")
     code = failing_code(lambda: train(recipe, out=tmp_path / "run", quiet=True))
     assert code == "POLICY_NONFINITE"
 
@@ -278,18 +278,18 @@ def test_when_evaluations_run_beside_training(data: Path, monkeypatch: pytest.Mo
     assert chosen(gpu) == (True, "cpu", 2, "2 processes on cpu")
     assert chosen(gpu, "evaluate.workers=5")[:3] == (True, "cpu", 5)
     assert chosen(gpu, "evaluate.device=cuda")[:3] == (True, "cuda:0", 1)
-    assert chosen(gpu, "evaluate.beside=off")[:2] == (False, "cuda:0")
-    assert chosen(gpu, "evaluate.beside=off", "evaluate.device=cpu")[:2] == (False, "cpu")
+    assert chosen(gpu, "evaluate.background=off")[:2] == (False, "cuda:0")
+    assert chosen(gpu, "evaluate.background=off", "evaluate.device=cpu")[:2] == (False, "cpu")
     assert "slow on CPU cores" in chosen(gpu, parameters=87_000_000)[3]
     assert chosen(gpu, "evaluate.device=cuda", parameters=87_000_000)[0]
     assert chosen(CPU, "train.evaluate_every=20")[3] == "nothing is evaluated before the end"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
     assert chosen(CPU)[0] is False and chosen(CPU)[3] == "training uses all cores"
-    assert chosen(CPU, "evaluate.beside=on")[:3] == (True, "cpu", 1)
+    assert chosen(CPU, "evaluate.background=on")[:3] == (True, "cpu", 1)
     gymnasium.registry.pop(ENVIRONMENT)
     gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
     assert chosen(CPU)[3] == f"{ENVIRONMENT} is known to this process only"
-    on = recipe.replace(evaluate__beside="on")
+    on = recipe.replace(evaluate__background="on")
     code = failing_code(lambda: choose_evaluation(on, CPU, World(), parameters=1))
     assert code == "EVALUATE_BESIDE"
     assert evaluation_choice.MOST_WORKERS == 8
@@ -302,7 +302,7 @@ def test_a_policy_can_act_elsewhere_in_place(
     monkeypatch.setattr(
         "gear_offline.runs.evaluations.same_device", lambda one, other: False, raising=True
     )
-    run = train(tiny_recipe(data, "evaluate.beside=off"), out=tmp_path / "run", quiet=True)
+    run = train(tiny_recipe(data, "evaluate.background=off"), out=tmp_path / "run", quiet=True)
     assert played(run) == played(in_place)
     assert learnt(run)["training"] == learnt(in_place)["training"]
 
@@ -316,12 +316,12 @@ def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
     beside: str,
 ) -> None:
     fake.delay, run = 10**9, tmp_path / "run"
-    recipe = tiny_recipe(data, "evaluate.beside=on")
+    recipe = tiny_recipe(data, "evaluate.background=on")
     with interrupted_in(16), pytest.raises(TrainingInterrupted):
         train(recipe, out=run, quiet=True)
     (run / "checkpoints" / "step-00000007" / "config.json").write_text("{}")
     fake.delay = 0
-    train(recipe.replace(evaluate__beside=beside), out=run, resume=True)
+    train(recipe.replace(evaluate__background=beside), out=run, resume=True)
     assert capfd.readouterr().err.count("step 7 cannot be evaluated") == 1
     assert [step for step, _, _ in played(run)] == [14, 20]
 
@@ -359,10 +359,12 @@ def test_cores_that_could_not_keep_up_leave_evaluations_in_place(
     assert tried.most_seconds == pytest.approx(seconds) and tried.workers == 2
     assert tried.is_too_slow(seconds / 4.1) and not tried.is_too_slow(seconds / 3.9)
     assert tried.otherwise is not None and str(tried.otherwise.device) == "cuda:0"
-    insisting = recipe.replace(evaluate__beside="on")
+    insisting = recipe.replace(evaluate__background="on")
     assert choose_evaluation(insisting, gpu, World(), parameters=1_000_000).otherwise is None
 
-    here = choose_evaluation(tiny_recipe(data, "evaluate.beside=off"), CPU, World(), parameters=1)
+    here = choose_evaluation(
+        tiny_recipe(data, "evaluate.background=off"), CPU, World(), parameters=1
+    )
 
     def undecided(seconds: float) -> Any:
         return lambda *_, **__: EvaluationChoice(
@@ -376,6 +378,6 @@ def test_cores_that_could_not_keep_up_leave_evaluations_in_place(
         monkeypatch.setattr("gear_offline.runs.leading_run.choose_evaluation", undecided(seconds))
         run = train(tiny_recipe(data), out=tmp_path / str(workers))
         assert played(run) == played(in_place) and len(fake.made) == workers
-        said = capfd.readouterr().err.count("evaluate.beside=on insists")
+        said = capfd.readouterr().err.count("evaluate.background=on insists")
         assert said == (0 if workers else 1)
     assert collected == [7, 14, 20], "of the run that plays in place alone"

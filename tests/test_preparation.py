@@ -134,8 +134,8 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
     )
     assert refused(dataset, "evaluate.reference=nope") == "REFERENCE_UNKNOWN"
     for huge in ("model.hidden_size=1e12", "model.max_timestep=1e15"):
-        assert refused(dataset, huge) == "RECIPE_MEMORY"
-    assert refused(dataset, "loader.batch_size=1e10") == "RECIPE_MEMORY"
+        assert refused(dataset, huge) == "MEMORY"
+    assert refused(dataset, "loader.batch_size=1e10") == "MEMORY"
     for name, value in (("observations", np.nan), ("rewards", np.inf), ("observations", 1e300)):
         columns = hopper_columns(7)
         columns[name] = columns[name].astype(np.float64)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_reports")
 REFUSED = {
     "ENVIRONMENT_MISMATCH": ("evaluate.environment=CartPole-v1",),
     "TIMESTEP_RANGE": ("model.max_timestep=4",),
-    "EVALUATE_BESIDE": ("evaluate.beside=on",),  # only this process knows the environment
+    "EVALUATE_BESIDE": ("evaluate.background=on",),  # only this process knows the environment
 }
 
 

@@ -120,7 +120,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     with monkeypatch.context() as patched:
         patched.setattr(gear_offline.evaluation.evaluate, "evaluate_policy", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
-            train(tiny_recipe(data, "evaluate.beside=off"), out=run, quiet=True)
+            train(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
     assert read_records(run / "evaluations.jsonl") == []
     train(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert learnt(run) == learnt(whole)

@@ -122,7 +122,7 @@ def test_evaluations_beside_on_the_gpu_find_what_those_in_place_find(
     register_importable()
     found = {}
     for how in ("on", "off"):
-        options = ("train.device=cuda", "evaluate.device=cuda", f"evaluate.beside={how}")
+        options = ("train.device=cuda", "evaluate.device=cuda", f"evaluate.background={how}")
         run = train(tiny_recipe(data_path, *options), out=tmp_path / how, quiet=True)
         records = read_records(run / "evaluations.jsonl")
         assert all(record["device"].startswith("cuda") for record in records)

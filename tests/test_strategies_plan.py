@@ -120,7 +120,7 @@ def test_candidates_of_a_file(data: Path, tmp_path: Path) -> None:
         file.write_text(content)
         assert failing_code(lambda: parse_candidates(str(file), recipe)) == "STRATEGIES_FILE"
     file.write_text("- {a: [}")
-    assert failing_code(lambda: parse_candidates(str(file), recipe)) == "RECIPE_SYNTAX"
+    assert failing_code(lambda: parse_candidates(str(file), recipe)) == "RECIPE"
     missing = str(tmp_path / "no.yaml")
     assert failing_code(lambda: parse_candidates(missing, recipe)) == "STRATEGIES_FILE"
 

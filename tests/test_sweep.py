@@ -44,7 +44,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 def recipes(data: Path) -> list[Recipe]:
     """Two learning rates with two seeds each, evaluated on the way."""
     # in place: where another test has registered the environment, `auto` starts processes
-    recipe = tiny_recipe(data, "evaluate.beside=off")
+    recipe = tiny_recipe(data, "evaluate.background=off")
     return grid(recipe, {"optimizer.learning_rate": RATES}, seeds=[0, 1])
 
 

@@ -206,7 +206,7 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
         import gear_offline.evaluation.beside
 
         register_importable()
-        overrides = ("evaluate.beside=on", "train.keep_checkpoints=1")
+        overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
         FakeWorker.delay = 4
         gear_offline.evaluation.beside.POLL_SECONDS = 0.0
         gear_offline.evaluation.beside.Worker = FakeWorker  # type: ignore[assignment, misc]

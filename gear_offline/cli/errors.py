@@ -18,7 +18,7 @@ def tell(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, GearError):
-        show_error(error.code, str(error))
+        show_error(error.code, error.message)
         return error.exit_code
     message = getattr(error, "format_message", None)
     if message is not None and type(error).__name__ == "NoArgsIsHelpError":

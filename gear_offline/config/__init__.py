@@ -1,1 +1,1 @@
-"""The recipe: typed sections, files, checks."""
+"""The recipe: typed sections (`sections`), the whole (`recipe`), files and overrides (`files`)."""

@@ -1,27 +1,38 @@
 """The sections of a recipe: every option, its type, its default and a line about it.
 
 Defaults are the values of the Decision Transformer paper's locomotion experiments (Chen et al.
-2021, arXiv:2106.01345, and its public code).  What several sections must agree on is checked in
-`gear_offline.config.recipe`.
+2021, arXiv:2106.01345, and its public code).  A section checks itself; what several must agree on
+is checked in `gear_offline.config.recipe`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
-from gear_offline.config.problems import DEVICE_PATTERN, NAME_PATTERN
 from gear_offline.config.strict_yaml import whole_number
 
-Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
-Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
-Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
-Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+def matching(pattern: str, words: str) -> Callable[[str], str]:
+    """Return the check of a text that must match a pattern, told in words."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {words}, got {text[:60]!r}")
+        return text
+
+    return check
 
 
 def one_as_list(value: Any) -> Any:
@@ -29,6 +40,24 @@ def one_as_list(value: Any) -> Any:
     return [value] if type(value) in (int, float) else value
 
 
+Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
+Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
+Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
+Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Name = Annotated[
+    str,
+    AfterValidator(
+        matching(
+            r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "letters, digits, '.', '_' and '-', at most 100"
+        )
+    ),
+]
+Device = Annotated[
+    str, AfterValidator(matching(r"auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N"))
+]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
 Targets = Annotated[tuple[float, ...] | None, BeforeValidator(one_as_list)]
 
 
@@ -69,14 +98,12 @@ class CollectSettings(Section):
 
 
 def with_options(value: Any) -> Any:
-    """Take what stands beside a strategy as its options, as the recipe's own section does."""
-    if not isinstance(value, dict) or "strategy" not in value:
+    """Take what stands next to a strategy as its options."""
+    if not isinstance(value, dict) or not isinstance(value.get("options", {}), dict):
         return value
-    beside = {key: option for key, option in value.items() if key not in ("strategy", "options")}
-    options = value.get("options", {})
-    if not beside or not isinstance(options, dict):
-        return value
-    return {"strategy": value["strategy"], "options": {**options, **beside}}
+    named = {key: value[key] for key in ("strategy", "options") if key in value}
+    options = {key: option for key, option in value.items() if key not in named}
+    return {**named, "options": {**named.get("options", {}), **options}}
 
 
 class SelectionSettings(Section):
@@ -85,7 +112,10 @@ class SelectionSettings(Section):
     strategy: Text = "uniform_steps"
     """Name of a selection strategy."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The strategy's own options."""
+    """The strategy's own options; they may stand next to its name as well."""
+
+
+Selection = Annotated[SelectionSettings, BeforeValidator(with_options)]
 
 
 class TaskSettings(Section):
@@ -101,7 +131,7 @@ class TaskSettings(Section):
     """Share of the segments, in proportion to the other tasks' weights."""
     returns_scale: PositiveFloat | None = None
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
-    selection: Annotated[SelectionSettings | None, BeforeValidator(with_options)] = None
+    selection: Selection | None = None
     """Which of its segments; null: as the recipe's selection."""
     environment: Text | None = None
     """As evaluate.environment, of this task."""
@@ -109,6 +139,14 @@ class TaskSettings(Section):
     """As evaluate.reference, of this task."""
     targets: Targets = Field(default=None, strict=False)
     """As evaluate.targets, of this task."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.source is not None and self.collect is not None:
+            raise ValueError("source and collect exclude each other: keep one")
+        if self.targets == ():
+            raise ValueError("targets names no return: null takes them from the data")
+        return self
 
 
 class SchedulePoint(Section):
@@ -134,14 +172,60 @@ class DataSettings(Section):
     """Directory of GEAR shards, relative to the current directory."""
     source: Text | None = None
     """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
-    verify: bool = True
-    """No effect, kept for older recipes: whatever is loaded is compared with its digest."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
     tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
     """In place of path, source and collect: several tasks by name, for one model."""
     schedule: tuple[SchedulePoint, ...] | None = Field(default=None, strict=False)
     """In place of the tasks' weights: weights that change over the steps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        single = [name for name in ("path", "source", "collect") if getattr(self, name) is not None]
+        if self.tasks is None:
+            if "source" in single and "collect" in single:
+                raise ValueError("source and collect exclude each other: keep one")
+            if single and self.path is None:
+                raise ValueError(f"path is null, so there is no place for what {single[0]} gives")
+            if self.schedule is not None:
+                raise ValueError("schedule needs tasks")
+            return self
+        if single:
+            example = next(iter(self.tasks), "NAME")
+            raise ValueError(
+                f"{single[0]} and tasks exclude each other: write data.tasks.{example}.{single[0]}"
+            )
+        _check_tasks(self.tasks)
+        if self.schedule is not None:
+            _check_schedule(self.schedule, list(self.tasks))
+        elif not any(task.weight for task in self.tasks.values()):
+            raise ValueError("the weights of the tasks are all zero: give one a positive weight")
+        return self
+
+
+def _check_tasks(tasks: dict[str, TaskSettings]) -> None:
+    if not tasks:
+        raise ValueError("tasks names no task: null is for one dataset")
+    first: dict[str, str] = {}
+    for name, task in tasks.items():
+        other = first.setdefault(task.path, name)
+        if tasks[other].collect != task.collect:
+            raise ValueError(f"tasks.{name}.path is that of {other}, made of something else")
+
+
+def _check_schedule(schedule: tuple[SchedulePoint, ...], names: list[str]) -> None:
+    if not schedule:
+        raise ValueError("schedule has no points: null takes the tasks' weights")
+    steps = [point.step for point in schedule]
+    if steps != sorted(set(steps)):
+        raise ValueError(f"the steps of schedule must rise, got {steps}")
+    for number, point in enumerate(schedule):
+        if set(point.weights) != set(names):
+            raise ValueError(
+                f"schedule.{number}.weights must name every task once ({', '.join(names)})"
+            )
+        if not any(point.weights.values()):
+            raise ValueError(f"schedule.{number}.weights are all zero")
 
 
 class LoaderSettings(Section):
@@ -161,7 +245,6 @@ class LoaderSettings(Section):
     """Returns-to-go are divided by this, in training and in evaluation."""
     normalize_states: bool = True
     """Subtract the dataset's mean from the observations and divide by its deviation."""
-    """Keep the columns in memory, or map the files."""
     engine: Literal["auto", "on", "off"] = "auto"
     """On CUDA: select and gather on the GPU; auto: where that is possible."""
     placement: Literal["auto", "hbm", "peer", "host", "disk"] = "auto"
@@ -210,10 +293,14 @@ class OptimizerSettings(Section):
     """Averaging factors of the first and second moment."""
     clip_norm: PositiveFloat | None = 0.25
     """Largest norm of the gradient; null: no clipping."""
-    warmup_steps: Count = 10_000
-    """Steps over which the learning rate rises from zero; at most train.steps."""
+    warmup_steps: Count | Literal["auto"] = "auto"
+    """Steps over which the learning rate rises; auto: a tenth of train.steps, at most 10,000."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall to zero at train.steps."""
+
+    def warmup(self, steps: int) -> int:
+        """Return the warm-up of a run of so many steps."""
+        return min(10_000, steps // 10) if self.warmup_steps == "auto" else self.warmup_steps
 
 
 class TrainSettings(Section):
@@ -221,7 +308,7 @@ class TrainSettings(Section):
 
     steps: Positive = 100_000
     """Optimiser steps."""
-    device: Annotated[str, StringConstraints(pattern=DEVICE_PATTERN)] = "auto"
+    device: Device = "auto"
     """auto: CUDA where there is one, else the CPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
@@ -252,11 +339,11 @@ class TrainSettings(Section):
     evaluate_every: Positive | None = 10_000
     """Steps between two evaluations; null: at the end only."""
     save: Literal["async", "sync"] = "async"
-    """Write checkpoints beside the next steps, or let training wait for the disk."""
+    """Write checkpoints in the background, or let training wait for the disk."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     tensorboard: bool = True
-    """Write TensorBoard event files beside metrics.jsonl."""
+    """Write TensorBoard event files as well as metrics.jsonl."""
 
 
 class EvaluateSettings(Section):
@@ -274,9 +361,9 @@ class EvaluateSettings(Section):
     """Environments that step together."""
     seed: Seed = 1000
     """Seed of the first evaluation environment."""
-    beside: Literal["auto", "on", "off"] = "auto"
+    background: Literal["auto", "on", "off"] = "auto"
     """Evaluate in other processes while training goes on; auto: where cores are free for it."""
-    device: Annotated[str, StringConstraints(pattern=DEVICE_PATTERN)] = "auto"
-    """Where the policy runs; auto: the CPU when beside training, else where training runs."""
+    device: Device = "auto"
+    """Where the policy runs; auto: the CPU in the background, else where training runs."""
     workers: Positive | None = None
-    """Processes that evaluate beside training; null: by the cores that training leaves."""
+    """Processes of evaluation in the background; null: by the cores that training leaves."""

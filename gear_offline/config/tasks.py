@@ -15,44 +15,36 @@ def tasks_in(recipe: Recipe) -> Mapping[str, TaskSettings]:
     return recipe.data.tasks or {}
 
 
-def task_recipe(recipe: Recipe, name: str) -> Recipe:
-    """Return the recipe of one task alone, with what the tasks share.
-
-    Raises
-    ------
-    InputError
-        ``TASK_UNKNOWN``
-    """
-    task = named(recipe, name)
-    changed = recipe.to_dict()
-    single = task.model_dump(mode="json")
-    changed["data"] |= {"tasks": None, "schedule": None}
-    changed["data"] |= {key: single[key] for key in ("path", "source", "collect")}
-    changed["evaluate"] |= {key: single[key] for key in ("environment", "reference", "targets")}
-    if task.returns_scale is not None:
-        changed["loader"]["returns_scale"] = task.returns_scale
-    if task.selection is not None:
-        changed["selection"] = single["selection"]
-    return Recipe.parse(changed, where=f"data.tasks.{name}")
-
-
 def named(recipe: Recipe, name: str) -> TaskSettings:
-    """Return the task `name` of a recipe; raises `InputError` (``TASK_UNKNOWN``)."""
+    """Return the task `name` of a recipe."""
     tasks = tasks_in(recipe)
     if name not in tasks:
-        raise InputError(
-            "TASK_UNKNOWN",
-            f"no task {name!r}",
-            where=recipe.name,
-            remedy=f"tasks: {', '.join(tasks)}" if tasks else "the recipe has one dataset only",
-        )
+        remedy = f"tasks: {', '.join(tasks)}" if tasks else "the recipe has one dataset only"
+        raise InputError("RECIPE", f"no task {name!r}", where=recipe.name, remedy=remedy)
     return tasks[name]
+
+
+def task_recipe(recipe: Recipe, name: str) -> Recipe:
+    """Return the recipe of one task alone, with what the tasks share."""
+    task = named(recipe, name)
+    data = {"path": task.path, "source": task.source, "collect": task.collect}
+    evaluate = {key: getattr(task, key) for key in ("environment", "reference", "targets")}
+    scale = task.returns_scale or recipe.loader.returns_scale
+    # copies, not `replace`: its cost would be quadratic in the number of tasks
+    return recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={**data, "tasks": None, "schedule": None}),
+            "evaluate": recipe.evaluate.model_copy(update=evaluate),
+            "loader": recipe.loader.model_copy(update={"returns_scale": scale}),
+            "selection": task.selection or recipe.selection,
+        }
+    )
 
 
 def environments_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the environments that a resolved recipe is evaluated in, each once."""
-    named = [recipe.evaluate.environment, *(t.environment for t in tasks_in(recipe).values())]
-    return tuple(dict.fromkeys(name for name in named if name is not None))
+    names = [recipe.evaluate.environment, *(t.environment for t in tasks_in(recipe).values())]
+    return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 def missing_data(recipe: Recipe) -> list[str]:

@@ -257,8 +257,8 @@ class EvaluationsBeside:
                 "EVALUATION_WORKER",
                 f"a process that evaluates beside training is gone ({how})",
                 where=f"evaluation of step {min(steps, default=0)}",
-                remedy="go on with --resume, which plays it again; evaluate.beside=off plays in "
-                "the training process",
+                remedy="go on with --resume, which plays it again; evaluate.background=off plays "
+                "in the training process",
             )
         self._say(
             f"a process that evaluates beside training is gone ({how}): from here on "

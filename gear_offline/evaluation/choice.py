@@ -90,14 +90,14 @@ def choose_evaluation(
 
     if not environments_of(recipe) or settings.episodes == 0:
         return in_place("none are asked for")
-    if settings.beside == "off":
-        return in_place("evaluate.beside=off")
+    if settings.background == "off":
+        return in_place("evaluate.background=off")
     ranks = world.nodes.count(world.nodes[world.rank])
     busy = ranks * (1 if device.type == "cuda" else torch.get_num_threads())
     spare = usable_cores() - busy
     found = [_elsewhere(name) for name in environments_of(recipe)]
     problem = next((why for _, why in found if why), "")
-    if not problem and settings.beside == "auto":
+    if not problem and settings.background == "auto":
         every = train.evaluate_every
         if every is None or every >= train.steps:
             problem = "nothing is evaluated before the end"
@@ -108,11 +108,11 @@ def choose_evaluation(
                 f"{count_text(parameters, 'parameter')} are slow on CPU cores; "
                 "evaluate.device=cuda evaluates on the GPU beside training"
             )
-    elif problem and settings.beside == "on":
+    elif problem and settings.background == "on":
         raise UnavailableError(
             "EVALUATE_BESIDE",
-            f"evaluate.beside=on is not possible: {problem}",
-            remedy="use evaluate.beside=auto, or an environment that a package registers",
+            f"evaluate.background=on is not possible: {problem}",
+            remedy="use evaluate.background=auto, or an environment that a package registers",
         )
     if problem:
         return in_place(problem)
@@ -120,7 +120,7 @@ def choose_evaluation(
     workers = settings.workers or _workers(spare, threads, neighbours)
     if there.type == "cuda":
         workers, threads = settings.workers or 1, 1
-    undecided = settings.beside == "auto" and device.type == "cuda" and there.type == "cpu"
+    undecided = settings.background == "auto" and device.type == "cuda" and there.type == "cpu"
     words = f"{workers} process{'es' if workers > 1 else ''} on {there}"
     return EvaluationChoice(
         beside=True,

@@ -72,7 +72,7 @@ class RunEvaluations:
             self._beside = EvaluationsBeside(
                 workers=choice.workers,
                 threads=choice.threads,
-                insist=self._settings.beside == "on",
+                insist=self._settings.background == "on",
                 say=display.say,
             )
         self.held_seconds = 0.0
@@ -144,7 +144,7 @@ class RunEvaluations:
             self._display.say(
                 f"evaluations: in place of training, one may take {choice.most_seconds:,.0f} s on "
                 f"{choice.threads} of these cores, {every:,} steps take "
-                f"{self.step_seconds * every:,.0f} s; evaluate.beside=on insists"
+                f"{self.step_seconds * every:,.0f} s; evaluate.background=on insists"
             )
             self._beside, self._choice = None, otherwise
         else:

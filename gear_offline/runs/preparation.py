@@ -352,7 +352,7 @@ def check_memory(recipe: Recipe, sizes: ModelSizes) -> None:
             section, values = ("model", model) if numbers is weights else ("loader", loader)
             given = ", ".join(f"{section}.{name}={getattr(values, name)}" for name in options)
             raise InputError(
-                "RECIPE_MEMORY",
+                "MEMORY",
                 f"{what} take {size_text(4 * numbers)} with {given}, "
                 f"{size_text(available)} of memory are available",
                 where=recipe.name,

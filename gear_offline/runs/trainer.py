@@ -56,7 +56,7 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.keep_checkpoints",
     "train.tensorboard",
     "train.save",
-    "evaluate.beside",
+    "evaluate.background",
     "evaluate.device",
     "evaluate.workers",
 )

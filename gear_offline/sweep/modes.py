@@ -50,7 +50,7 @@ class Choice:
         changes: dict[str, int] = {}
         if recipe.train.threads is None and self.threads is not None:
             changes["train__threads"] = self.threads
-        evaluates = recipe.evaluate.episodes > 0 and recipe.evaluate.beside != "off"
+        evaluates = recipe.evaluate.episodes > 0 and recipe.evaluate.background != "off"
         if evaluates and recipe.evaluate.workers is None and self.evaluators is not None:
             changes["evaluate__workers"] = self.evaluators
         return recipe.replace(**changes) if changes else recipe

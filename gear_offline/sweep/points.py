@@ -106,7 +106,7 @@ def parse_points(
         key = key.strip()
         if not separator or not key:
             raise InputError(
-                "RECIPE_OVERRIDE",
+                "RECIPE",
                 f"{override!r} is not an override",
                 remedy="write options as key=value or key=a,b,c, e.g. model.layers=3,4",
             )

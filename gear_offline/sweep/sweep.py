@@ -217,7 +217,7 @@ class Sweep:
         errors: list[str] = []
 
         def ended(point: SweepPoint, error: GearError | None) -> None:
-            told = None if error is None else f"{error.code}: {error}"
+            told = None if error is None else f"{error.code}: {error.message}"
             directory.note_run(point.name, error=told)
             if told is None:
                 display.end(point.name, _outcome(read_result(point, place(point))))

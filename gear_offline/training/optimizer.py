@@ -31,7 +31,7 @@ def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> floa
     steps
         Optimiser steps of the run; where ``linear`` and ``cosine`` reach zero.
     """
-    warmup = settings.warmup_steps
+    warmup = settings.warmup(steps)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     if settings.schedule == "constant":
