@@ -220,7 +220,7 @@ def _merge(below: Any, top: Any) -> dict[str, Any]:
     """
     merged = dict(below)
     for key, value in top.items():
-        under = merged.get(key)
+        under: Any = merged.get(key)
         sections = isinstance(under, dict) and isinstance(value, dict)
         if sections and key == "selection" and "strategy" in value:
             sections = value["strategy"] == under.get("strategy")

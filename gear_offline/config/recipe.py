@@ -135,7 +135,7 @@ class Recipe(Section):
         """Return the recipe as YAML that `load_recipe` reads back equal."""
         return dump_yaml(self.to_dict())
 
-    def replace(self, overrides: Overrides = (), **options: Any) -> Recipe:
+    def replace(self, overrides: Overrides = (), /, **options: Any) -> Recipe:
         """Return a copy with options changed, given as for `load_recipe`.
 
         ``recipe.replace({"train.steps": 10})`` and ``recipe.replace("train.steps=10")`` are alike.
