@@ -31,7 +31,7 @@ API = gear_offline $(addprefix gear_offline., \
 	sources convert export dataset dataset.inspect dataset.scores collect sampling \
 	loaders.feedback loaders.static_batch tables.table tables.joint tables.placement \
 	distributed.world distributed.exchange models.decision_transformer models.loss models.checks \
-	models.policy config.recipe runs.checks runs.trainer training.checkpoint \
+	models.policy config.recipe runs.checks runs.trainer training.policies \
 	evaluation.evaluate sweep.sweep sweep.points analysis.strategies planning.hardware \
 	planning.workload planning.plan cli.main)
 api: export PDOC_ALLOW_EXEC = 1

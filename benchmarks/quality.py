@@ -51,7 +51,7 @@ from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.runs.trainer import train
 from gear_offline.sweep.sweep import run_sweep
-from gear_offline.training.checkpoint import load_policy_parts
+from gear_offline.training.policies import load_policy_parts
 
 SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from torch import Tensor
 from benchmarks.common import wait
 from gear_offline.config.recipe import load_recipe
 from gear_offline.core.progress import Progress
+from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.training.checkpoint_saving import TrainingState
-from gear_offline.training.checkpoint_writer import CheckpointWriter, Prune
-from gear_offline.training.config_text import config_text
+from gear_offline.training.checkpoint_folder import Keep
+from gear_offline.training.saving import Saver
 
 CONTEXT, STATE_DIM, ACTION_DIM = 20, 11, 3
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # options, batch, turns
@@ -97,7 +98,7 @@ class _Trained:
             "attention_mask": torch.ones(shape, device=device),
         }
         self._step_number = 0
-        self._writers: list[CheckpointWriter] = []
+        self._savers: list[Saver] = []
         self.step_seconds = 0.0
         for _ in range(10):
             self.step()
@@ -139,36 +140,38 @@ class _Trained:
             if saved is None and is_done():
                 saved = time.perf_counter() - began
         lost = time.perf_counter() - began - steps * self.step_seconds
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
+        for saver in self._savers:
+            saver.close()
+        self._savers.clear()
         shutil.rmtree(place)
         return lost, saved
 
-    def _ours(self, folder: Path, step: int, *, beside: bool) -> Callable[[], bool]:
-        tensors = self.tensors()
-        writer = CheckpointWriter(folder, beside=beside, before=lambda: None)
-        self._writers.append(writer)
-        state = TrainingState(
+    def _ours(self, folder: Path, step: int, *, background: bool) -> Callable[[], bool]:
+        moments = {n: t for n, t in self.tensors().items() if n.startswith("optimizer/")}
+        learner: Any = SimpleNamespace(  # what a Saver asks
             step=step,
+            world=World(),
             recipe=self.recipe,
-            tensors={n: t for n, t in tensors.items() if n.startswith("optimizer/")},
-            loader={},
+            model=self.model,
+            loader=SimpleNamespace(state_dict=dict),
             state_mean=None,
             state_std=None,
-            seconds=0.0,
+            parallel=SimpleNamespace(sharded=False),
+            tensors=lambda: moments,
+            weights=self.model.state_dict,
         )
-        model = self.model.state_dict()
-        writer.save(config_text(self.model), model, state, Prune(keep=1, best=None))
-        return lambda: writer.is_there(step)
+        saver = Saver(learner, folder, background=background)
+        self._savers.append(saver)
+        saver.save(seconds=0.0, keep=Keep(newest=1))
+        return lambda: saver.path(step).is_dir()
 
     def save_async(self, folder: Path, step: int) -> Callable[[], bool]:
         """Ours, beside training."""
-        return self._ours(folder, step, beside=True)
+        return self._ours(folder, step, background=True)
 
     def save_sync(self, folder: Path, step: int) -> Callable[[], bool]:
         """Ours, waited for."""
-        return self._ours(folder, step, beside=False)
+        return self._ours(folder, step, background=False)
 
     def save_torch_save(self, folder: Path, step: int) -> Callable[[], bool]:
         """One file by ``torch.save``, synced."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gear_offline.sources import join_sources as join_sources
     from gear_offline.sources import open_source as open_source
     from gear_offline.sources import pick_episodes as pick_episodes
-    from gear_offline.training.checkpoint import load_policy as load_policy
+    from gear_offline.training.policies import load_policy as load_policy
 
 _HOMES = {
     "Batch": "gear_offline.loaders.batch",
@@ -52,7 +52,7 @@ _HOMES = {
     "from_arrays": "gear_offline.sources",
     "from_episodes": "gear_offline.sources",
     "join_sources": "gear_offline.sources",
-    "load_policy": "gear_offline.training.checkpoint",
+    "load_policy": "gear_offline.training.policies",
     "load_recipe": "gear_offline.config.recipe",
     "make_sampler": "gear_offline.sampling",
     "normalized_score": "gear_offline.dataset.scores",

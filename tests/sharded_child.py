@@ -25,18 +25,14 @@ from gear_offline.runs import trainer
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.sharded_checkpoint import (
-    finish_shards,
-    load_shards,
-    pieces_to_save,
-    write_shard,
-)
+from gear_offline.training.sharded import offsets_of, own_pieces, read_into, write_shard
 
 # what FSDP2 collects weights with; older torch does not have the first
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
+SECOND_SHARD = "sharded/shard-00002-model-00001-of-00001.safetensors"
 FSDP = ("train.parallel=fsdp", "train.accumulate=2", "train.recompute=true")
 
 
@@ -69,7 +65,7 @@ def sharded_training() -> dict[str, Any]:
     return found
 
 
-def pieces(world: World, folder: Path) -> None:
+def check_pieces(world: World, folder: Path) -> None:
     """Spread tensors; two ranks save them, three read, compare and save what they have read."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -92,7 +88,7 @@ def pieces(world: World, folder: Path) -> None:
     if size == 3:
         expected |= load_file(folder / "whole.safetensors")
         empty = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        load_shards(folder / "2", empty)
+        read_into(folder / "2", empty)
         for name, tensor in empty.items():
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             assert torch.equal(full, expected[name]), name
@@ -101,13 +97,8 @@ def pieces(world: World, folder: Path) -> None:
         whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
         if rank == 0:
             save_file(whole, folder / "whole.safetensors")
-    place = folder / str(size)
-    if rank == 0:
-        place.mkdir()
-    dist.barrier()
-    write_shard(place, pieces_to_save(tensors, rank=rank), rank=rank, size=size)
-    if rank == 0:
-        finish_shards(place, size=size, wait_seconds=60)
+    pieces = own_pieces(tensors, rank=rank)
+    write_shard(folder / str(size), pieces, offsets_of(tensors), rank=rank)
     dist.barrier()
 
 
@@ -165,14 +156,14 @@ def two(world: World, recipe: str, out: Path) -> None:
     if world.is_first:
         shutil.copytree(last, before)
         shutil.copytree(last, last.with_name(f".partial-{checkpoint_name(10)}-dead"))
-        shard = last / "shard-00001-of-00002.safetensors"
+        shard = last / SECOND_SHARD
         content = bytearray(shard.read_bytes())
         content[-1] ^= 1
         shard.write_bytes(content)
     dist.barrier()
     train(recipe, out, *options)
-    for name in ("shard-00000-of-00002", "shard-00001-of-00002", "training", "model"):
-        same = [(folder / f"{name}.safetensors").read_bytes() for folder in (last, before)]
+    for name in ("training.safetensors", "model.safetensors", SECOND_SHARD):
+        same = [(folder / name).read_bytes() for folder in (last, before)]
         assert same[0] == same[1], f"{name} after a resume of as many ranks"
     found = [record["loss"] for record in read_records(out / "metrics.jsonl")]
     assert found == losses and len(losses) == 4, "losses of weights that stay, or do not"
@@ -205,16 +196,16 @@ def three(world: World, recipe: str, out: Path) -> None:
     """Go on from two ranks' shards, first as if ranks did not see one folder."""
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr("gear_offline.runs.state.os.access", lambda *_: False)
+            patched.setattr("gear_offline.training.saving.os.access", lambda *_: False)
         train(recipe, out, "train.steps=10")
-    assert not list((out / "checkpoints" / checkpoint_name(10)).glob("shard-*"))
+    assert not (out / "checkpoints" / checkpoint_name(10) / "sharded").exists()
     train(recipe, out, "train.steps=12", "train.save=sync")
 
 
 def main(recipe: str, out: str, folder: str) -> None:
     with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
         patched.setattr("gear_offline.runs.trainer.open_world", lambda *_, **__: nullcontext(world))
-        pieces(world, Path(folder))
+        check_pieces(world, Path(folder))
         (two if world.size == 2 else three)(world, recipe, Path(out))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +16,22 @@ import pytest
 import torch
 from transformers import DecisionTransformerModel
 
-from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.training.checkpoint import (
-    TrainingState,
-    load_policy_parts,
-    newest_checkpoint,
-    read_checkpoint,
-    read_state,
-    save_checkpoint,
-)
+from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint, read_state, seal
 from gear_offline.training.checkpoint_folder import (
+    Keep,
     checkpoint_name,
     find_checkpoint,
     list_checkpoints,
     prune,
     sweep,
 )
+from gear_offline.training.policies import load_policy, load_policy_parts
+from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
 from tests.damage import DAMAGE, damage
 from tests.support import failing_code
 
-RECIPE = load_recipe("smoke")
 FILES = ("config.json", "model.safetensors", "state.json", "training.safetensors")
 
 
@@ -46,179 +41,100 @@ def model() -> DecisionTransformer:
     return build_model(state_dim=3, action_dim=2, hidden_size=8, layers=1, max_timestep=9)
 
 
-def state(step: int) -> TrainingState:
-    generator = torch.Generator().manual_seed(step)
-    return TrainingState(
-        step=step,
-        recipe=RECIPE,
-        tensors={
-            "optimizer/exp_avg/w": torch.randn(4, generator=generator),
-            "random/cpu": torch.arange(9, dtype=torch.uint8),
-            "window": torch.zeros(0, 2),
-        },
-        loader={"step": step, "seed": 0},
-        state_mean=np.array([0.1, 1 / 3, -1e300]),
-        state_std=np.array([1.0, 0.0, 5e-324]),  # 0: an observation that never changes
-        seconds=1.25,
-    )
-
-
 def code_of(path: Path) -> str:
-    try:
-        read_checkpoint(path)
-    except InputError as error:
-        return error.code
-    return ""
+    return failing_code(lambda: read_checkpoint(path))
 
 
 def test_what_was_saved_is_read(tmp_path: Path, model: DecisionTransformer) -> None:
-    path = save_checkpoint(tmp_path, model, state(30))
+    path = save_checkpoint(tmp_path, model, 30)
     assert path == tmp_path / "step-00000030"
     assert sorted(os.listdir(path)) == sorted(FILES)
     assert os.listdir(tmp_path) == ["step-00000030"]
-    found, saved = read_checkpoint(path), state(30)
-    assert (found.state.step, found.state.seconds) == (30, 1.25)
-    assert found.state.recipe == RECIPE
-    assert found.state.loader == saved.loader
-    np.testing.assert_array_equal(found.state.state_mean, saved.state_mean)  # bit for bit
-    np.testing.assert_array_equal(found.state.state_std, saved.state_std)
-    assert found.state.tensors.keys() == saved.tensors.keys()
-    for name, tensor in saved.tensors.items():
-        assert torch.equal(found.state.tensors[name], tensor)
+    checkpoint, saved = read_checkpoint(path), saved_state(30)
+    assert checkpoint.recipe == RECIPE
+    assert checkpoint.state.model_copy(update={"files": {}}) == saved  # bit for bit
+    mean, std = checkpoint.state.statistics
+    np.testing.assert_array_equal(mean, [0.1, 1 / 3, -1e300])
+    np.testing.assert_array_equal(std, [1.0, 0.0, 5e-324])
+    tensors, expected = checkpoint.tensors(), training_tensors(30)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     for name, tensor in model.state_dict().items():
-        assert torch.equal(found.model[name], tensor)
-    assert read_state(path)["files"].keys() == set(FILES) - {"state.json"}
+        assert torch.equal(checkpoint.weights()[name], tensor)
 
 
 def test_states_that_were_not_normalised(tmp_path: Path, model: DecisionTransformer) -> None:
-    raw = TrainingState(**{**vars(state(1)), "state_mean": None, "state_std": None})
-    found = read_checkpoint(save_checkpoint(tmp_path, model, raw))
-    assert found.state.state_mean is None
-    assert found.state.state_std is None
+    raw = saved_state(1).model_copy(update={"normalisation": None})
+    parts = load_policy_parts(save_checkpoint(tmp_path, model, 1, raw))
+    assert parts.state_mean is None and parts.state_std is None
 
 
-def test_the_released_class_reads_it(
+def test_plain_transformers_reads_it(
     tmp_path: Path, model: DecisionTransformer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = save_checkpoint(tmp_path, model, state(1))
+    path = save_checkpoint(tmp_path, model, 1)
     assert capfd.readouterr() == ("", ""), "saving is silent"
     loaded: Any = DecisionTransformerModel.from_pretrained(path, output_loading_info=True)
     released, info = loaded
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, tensor in released.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name])
-    assert json.loads((path / "config.json").read_text())["architectures"] == [
-        "DecisionTransformerModel"
-    ]
-    ours = load_policy_parts(path).model
-    assert ours.state_dict().keys() == released.state_dict().keys()
+    text = json.loads((path / "config.json").read_text())
+    assert text["architectures"] == ["DecisionTransformerModel"]
+    assert load_policy_parts(path).model.state_dict().keys() == released.state_dict().keys()
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path, model: DecisionTransformer) -> None:
-    path = save_checkpoint(tmp_path, model, state(5))
+    path = save_checkpoint(tmp_path, model, 5)
     generator = random.Random(0)
-    flips = 0
     for name in FILES:
         whole = (path / name).read_bytes()
-        places = generator.sample(range(len(whole)), 700 if name == "state.json" else 100)
-        for place in [*places, 0, len(whole) - 1]:
+        count = 500 if name == "state.json" else 60
+        for place in [*generator.sample(range(len(whole)), count), 0, len(whole) - 1]:
             changed = bytearray(whole)
             changed[place] ^= 1 << generator.randrange(8)
             (path / name).write_bytes(changed)
-            if name == "state.json":
-                with pytest.raises(InputError) as caught:
-                    read_state(path)
-                assert caught.value.code == "CHECKPOINT_DAMAGED"
-            else:
-                assert code_of(path) == "CHECKPOINT_DAMAGED", (name, place)
-            flips += 1
-        for cut in (0, 1, len(whole) // 2, len(whole) - 1):
-            (path / name).write_bytes(whole[:cut])
-            assert code_of(path) == "CHECKPOINT_DAMAGED", (name, cut)
-        (path / name).write_bytes(whole + b"\n")
-        assert code_of(path) == "CHECKPOINT_DAMAGED", "a byte too many"
+            read: Callable[[Path], Any] = read_state if name == "state.json" else read_checkpoint
+            with pytest.raises(InputError, match="damaged") as caught:
+                read(path)
+            assert caught.value.code == "RUN_DAMAGED", (name, place)
+        for content in (whole[:-1], whole[: len(whole) // 2], whole + b"\n"):
+            (path / name).write_bytes(content)
+            assert code_of(path) == "RUN_DAMAGED", (name, len(content))
         (path / name).write_bytes(whole)
-    assert flips > 1000
-    assert code_of(path) == ""
+    read_checkpoint(path)
 
 
-def test_missing_files_and_foreign_ones(tmp_path: Path, model: DecisionTransformer) -> None:
-    path = save_checkpoint(tmp_path, model, state(5))
-    for name in FILES:
-        shutil.copytree(path, tmp_path / "copy")
-        (tmp_path / "copy" / name).unlink()
-        expected = "CHECKPOINT_MISSING" if name == "state.json" else "CHECKPOINT_DAMAGED"
-        assert code_of(tmp_path / "copy") == expected
-        shutil.rmtree(tmp_path / "copy")
-    other = save_checkpoint(tmp_path / "other", model, state(6))
-    shutil.copy(other / "training.safetensors", path)
-    assert code_of(path) == "CHECKPOINT_DAMAGED", "files of two checkpoints do not mix"
-    for text in ("", "[]", "null", "{}", "[" * 100_000, '{"format": "gear-offline checkpoint"}'):
-        (path / "state.json").write_text(text)
-        assert code_of(path) == "CHECKPOINT_DAMAGED"
-
-
-def test_a_newer_format_is_named(
-    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("gear_offline.training.checkpoint_saving.FORMAT_VERSION", 3)
-        path = save_checkpoint(tmp_path, model, state(5))
-    assert code_of(path) == "CHECKPOINT_VERSION"
-    with pytest.raises(InputError, match="format version 3") as caught:
-        newest_checkpoint(tmp_path, lambda message: None)
-    assert caught.value.code == "CHECKPOINT_VERSION", "never passed over in favour of an old one"
-
-
-def test_one_that_may_not_be_read_is_not_called_damaged(
-    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_checkpoint(tmp_path, model, state(5))
-    path = save_checkpoint(tmp_path, model, state(10))
-
-    def refuse(*_: object, **__: object) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "open", refuse)
-        with pytest.raises(InputError, match="Permission denied") as caught:
-            newest_checkpoint(tmp_path, lambda message: None)
-    assert caught.value.code == "CHECKPOINT_READ", "never passed over in favour of an old one"
-    assert path.name in caught.value.where
-
-
-@pytest.mark.parametrize("name", ["write_tensors", "sync_directory"])
-def test_a_full_disk_is_one_error(
-    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    save_checkpoint(tmp_path, model, state(5))
-    monkeypatch.setattr(f"gear_offline.training.checkpoint_saving.{name}", refuse)
-    assert failing_code(lambda: save_checkpoint(tmp_path, model, state(10))) == "OUTPUT_WRITE"
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [5]
-
-
-def test_the_newest_whole_one_is_taken(tmp_path: Path, model: DecisionTransformer) -> None:
-    said: list[str] = []
-    assert newest_checkpoint(tmp_path / "none", said.append) is None
-    assert newest_checkpoint(tmp_path, said.append) is None
-    for step in (5, 10, 100_000_000):
-        save_checkpoint(tmp_path, model, state(step))
-    found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None
-    assert (found.state.step, said) == (100_000_000, [])
-    for step in (100_000_000, 10):
-        (tmp_path / checkpoint_name(step) / "config.json").write_text("{}")
-    found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None
-    assert found.state.step == 5
-    assert [line.split()[2] for line in said] == ["step-100000000:", "step-00000010:"]
-    shutil.rmtree(tmp_path / checkpoint_name(5) / "config.json", ignore_errors=True)
-    (tmp_path / checkpoint_name(5) / "config.json").unlink()
-    with pytest.raises(InputError, match="none of the checkpoints is whole"):
-        newest_checkpoint(tmp_path, said.append)
+def test_lies_with_a_digest_that_fits(tmp_path: Path, model: DecisionTransformer) -> None:
+    path = save_checkpoint(tmp_path, model, 5)
+    honest = json.loads((path / "state.json").read_text())
+    del honest["digest"]
+    normal = honest["normalisation"]
+    lies: list[dict[str, Any]] = [
+        {"format": "another"},
+        {"format_version": "1"},
+        {"step": -1},
+        {"step": 1.5},
+        {"step": 1 << 63},
+        {"seconds": -1.0},
+        {"recipe": []},
+        {"recipe": {"model": {"layers": "many"}}},
+        {"loader": None},
+        {"files": {}},
+        {"files": {**honest["files"], "config.json": {"bytes": -1, "xxh3_128": ""}}},
+        {"normalisation": {**normal, "std": [1.0, -1.0, 1.0]}},
+        {"normalisation": {"mean": [0.0], "std": [1.0]}},
+        {"more": 1},
+    ]
+    for lie in lies:
+        (path / "state.json").write_bytes(seal({**honest, **lie}))
+        assert code_of(path) == "RUN_DAMAGED", lie
+    huge = seal({**honest, "seconds": 8.125}).replace(b"8.125", b"1e999")
+    for text in (huge, b"", b"[]", b"null", b"{}", b"[" * 100_000):
+        (path / "state.json").write_bytes(text)
+        assert code_of(path) == "RUN_DAMAGED"
+    (path / "state.json").write_bytes(seal(honest))
+    assert read_checkpoint(path).state.step == 5
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -227,90 +143,111 @@ def test_every_kind_of_damage_leads_to_the_one_before(
     tmp_path: Path, model: DecisionTransformer, name: str, kind: str
 ) -> None:
     said: list[str] = []
-    save_checkpoint(tmp_path, model, state(5))
-    damage(save_checkpoint(tmp_path, model, state(10)) / name, kind)
-    found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None and found.state.step == 5
-    assert len(said) == 1 and said[0].startswith("passing over step-00000010: ")
-    assert len(said[0]) > 40, "the message says why"
+    save_checkpoint(tmp_path, model, 5)
+    damage(save_checkpoint(tmp_path, model, 10) / name, kind)
+    (tmp_path / checkpoint_name(11)).mkdir()
+    newest = newest_checkpoint(tmp_path, said.append)
+    assert newest is not None and newest.state.step == 5
+    assert [line[:27] for line in said] == [f"passing over step-000000{n}:" for n in (11, 10)]
+    assert all(len(line) > 40 for line in said), "the message says why"
+    shutil.rmtree(tmp_path / checkpoint_name(5))
+    with pytest.raises(InputError, match="none of the checkpoints is whole"):
+        newest_checkpoint(tmp_path, said.append)
+    assert newest_checkpoint(tmp_path / "none", said.append) is None
 
 
-def test_an_empty_directory_is_passed_over(tmp_path: Path, model: DecisionTransformer) -> None:
-    said: list[str] = []
-    save_checkpoint(tmp_path, model, state(5))
-    (tmp_path / checkpoint_name(10)).mkdir()
-    found = newest_checkpoint(tmp_path, said.append)
-    assert found is not None and found.state.step == 5 and len(said) == 1
+def test_one_that_may_be_whole_is_never_passed_over(
+    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, model, 5)
+    path = save_checkpoint(tmp_path, model, 10)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(InputError, match=r"Permission denied.*step-00000010") as caught:
+            newest_checkpoint(tmp_path, lambda message: None)
+    assert caught.value.code == "RUN_DAMAGED"
+    document = json.loads((path / "state.json").read_text())
+    del document["digest"]
+    (path / "state.json").write_bytes(seal({**document, "format_version": 3, "news": 1}))
+    with pytest.raises(InputError, match="format version 3"):
+        newest_checkpoint(tmp_path, lambda message: None)
+
+
+@pytest.mark.parametrize("name", ["tensor_file.save_file", "checkpoint.sync_directory"])
+def test_a_full_disk_is_one_error(
+    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_checkpoint(tmp_path, model, 5)
+    monkeypatch.setattr(f"gear_offline.training.{name}", refuse)
+    assert failing_code(lambda: save_checkpoint(tmp_path, model, 10)) == "OUTPUT_WRITE"
+    assert os.listdir(tmp_path) == [checkpoint_name(5)]
 
 
 def test_saving_again_replaces(tmp_path: Path, model: DecisionTransformer) -> None:
-    path = save_checkpoint(tmp_path, model, state(5))
+    path = save_checkpoint(tmp_path, model, 5)
     (path / "model.safetensors").write_bytes(b"damage")
-    assert save_checkpoint(tmp_path, model, state(5)) == path
-    assert code_of(path) == ""
+    assert save_checkpoint(tmp_path, model, 5) == path
+    read_checkpoint(path)
     assert os.listdir(tmp_path) == [path.name]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path, model: DecisionTransformer) -> None:
-    for step in range(1, 7):
-        save_checkpoint(tmp_path, model, state(step))
-    prune(tmp_path, keep=2, best=3)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 5, 6]
+    for step in range(1, 8):
+        save_checkpoint(tmp_path, model, step)
+    prune(tmp_path, Keep(newest=2, best=3, pinned=(4,)))
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 4, 6, 7]
     assert (tmp_path / "best").resolve().name == checkpoint_name(3)
-    assert load_policy_parts(tmp_path / "best").recipe == RECIPE
-    prune(tmp_path, keep=1, best=6)
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [6]
-    assert (tmp_path / "best").resolve().name == checkpoint_name(6)
-    prune(tmp_path, keep=1, best=None)
-    assert sorted(os.listdir(tmp_path)) == ["best", checkpoint_name(6)]
-
-
-def test_best_is_a_file_where_there_are_no_links(
-    tmp_path: Path, model: DecisionTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    folder = tmp_path / "run" / "checkpoints"
-    for step in (1, 2, 3):
-        save_checkpoint(folder, model, state(step))
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    prune(folder, keep=1, best=2)
-    assert sorted(os.listdir(folder)) == ["best", checkpoint_name(2), checkpoint_name(3)]
-    assert load_policy_parts(folder / "best").recipe == RECIPE
-    for run in (folder.parent, folder / "best"):
-        assert find_checkpoint(run, "best") == folder / checkpoint_name(2)
-    prune(folder, keep=1, best=3)
-    assert find_checkpoint(folder / "best") == folder / checkpoint_name(3)
-    (folder / "best").write_text("../elsewhere")
-    assert failing_code(lambda: find_checkpoint(folder / "best")) == "CHECKPOINT_MISSING"
+    load_policy(tmp_path / "best")
+    prune(tmp_path, Keep(newest=1, best=7))
+    assert (tmp_path / "best").resolve().name == checkpoint_name(7)
+    prune(tmp_path, Keep(newest=1))
+    assert sorted(os.listdir(tmp_path)) == ["best", checkpoint_name(7)]
 
 
 def test_a_run_that_was_copied_with_its_links_followed(
     tmp_path: Path, model: DecisionTransformer
 ) -> None:
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path / "run" / "checkpoints", model, state(step))
-    prune(tmp_path / "run" / "checkpoints", keep=1, best=2)
+        save_checkpoint(tmp_path / "run" / "checkpoints", model, step)
+    prune(tmp_path / "run" / "checkpoints", Keep(newest=1, best=2))
     folder = shutil.copytree(tmp_path / "run", tmp_path / "copy") / "checkpoints"
     assert not (folder / "best").is_symlink()
-    assert load_policy_parts(folder / "best").recipe == RECIPE
-    prune(folder, keep=1, best=3)
+    load_policy(folder / "best")
+    prune(folder, Keep(newest=1, best=3))
     assert sorted(os.listdir(folder)) == ["best", checkpoint_name(3)]
     assert find_checkpoint(folder.parent, "best") == folder / checkpoint_name(3)
 
 
 def test_acting_reads_no_moments(tmp_path: Path, model: DecisionTransformer) -> None:
     """They are two thirds of a checkpoint."""
-    path = save_checkpoint(tmp_path / "checkpoints", model, state(5))
+    path = save_checkpoint(tmp_path / "checkpoints", model, 5)
     (path / "training.safetensors").unlink()
     for place in (tmp_path, path):
         assert load_policy_parts(place).recipe == RECIPE
-    assert code_of(path) == "CHECKPOINT_DAMAGED"
+    assert code_of(path) == "RUN_DAMAGED"
+
+
+def test_what_is_no_run_is_said(tmp_path: Path, model: DecisionTransformer) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").touch()
+    for place, what in (("none", "no such run"), ("data", "a dataset"), (".", "no checkpoint yet")):
+        with pytest.raises(InputError, match=what) as caught:
+            find_checkpoint(tmp_path / place)
+        assert caught.value.code == "RUN_NOT_FOUND"
+    assert failing_code(lambda: load_policy(tmp_path / "none")) == "RUN_NOT_FOUND"
+    (tmp_path / "checkpoints").mkdir()
+    assert failing_code(lambda: load_policy(tmp_path)) == "RUN_NOT_FOUND"
 
 
 def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTransformer) -> None:
-    path = save_checkpoint(tmp_path, model, state(5))
+    path = save_checkpoint(tmp_path, model, 5)
     for name in (".partial-step-00000009", ".removed-step-00000004"):
         shutil.copytree(path, tmp_path / name)
     (tmp_path / ".partial-best").symlink_to(path)
@@ -320,4 +257,3 @@ def test_leftovers_are_swept_and_never_taken(tmp_path: Path, model: DecisionTran
     sweep(tmp_path)
     kept = [path.name, "step-00000010.bak", "step-00000011"]
     assert sorted(os.listdir(tmp_path)) == sorted(kept)
-    sweep(tmp_path / "none")

@@ -27,7 +27,7 @@ from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.sources import open_source
-from gear_offline.training.checkpoint import load_policy
+from gear_offline.training.policies import load_policy
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
 
 LENGTHS = [5, 1, 9, 3, 3, 20, 2]
@@ -99,8 +99,8 @@ def test_what_is_no_path_is_refused_as_a_wrong_one_is(given: Any) -> None:
         (inspect, "DATASET_NOT_FOUND", "path"),
         (Manifest.read, "DATASET_NOT_FOUND", "path"),
         (open_source, "SOURCE_READ", "uri"),
-        (load_policy, "CHECKPOINT_MISSING", "run_or_checkpoint"),
-        (evaluate, "CHECKPOINT_MISSING", "run"),
+        (load_policy, "RUN_NOT_FOUND", "run_or_checkpoint"),
+        (evaluate, "RUN_NOT_FOUND", "run"),
     )
     for reader, code, where in readers:
         with pytest.raises(InputError, match=f"a {type(given).__name__} is not a path") as caught:

@@ -28,8 +28,9 @@ from gear_offline.evaluation.evaluate import (
 from gear_offline.evaluation.results import mean_interval, student_t_quantile
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
-from gear_offline.training.checkpoint import TrainingState, save_checkpoint
+from gear_offline.training.checkpoint import Normalisation, SavedState
 from gear_offline.training.checkpoint_folder import find_checkpoint, typed_run
+from tests.checkpoint_support import save_checkpoint
 from tests.evaluation_support import Constant
 from tests.support import failing_code
 
@@ -230,16 +231,14 @@ def write_run(
     for step in steps:
         model = small_model()
         torch.nn.init.normal_(action_head(model).weight, std=0.1 * step)
-        state = TrainingState(
+        state = SavedState(
             step=step,
-            recipe=recipe,
-            tensors={},
+            recipe=recipe.to_dict(),
             loader={},
-            state_mean=np.zeros(3),
-            state_std=np.ones(3),
+            normalisation=Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3),
             seconds=1.0,
         )
-        save_checkpoint(folder / "checkpoints", model, state)
+        save_checkpoint(folder / "checkpoints", model, step, state)
     (folder / "checkpoints" / "best").symlink_to(f"step-{steps[0]:08d}")
     return folder
 
@@ -271,11 +270,11 @@ def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     assert names == ["step-00000020"] * 2 + ["step-00000010"] * 2
     with pytest.raises(InputError) as caught:
         find_checkpoint(run, "15")
-    assert caught.value.code == "CHECKPOINT_MISSING"
+    assert caught.value.code == "RUN_NOT_FOUND"
     assert "10, 20" in caught.value.remedy
     with pytest.raises(InputError) as nothing:
         evaluate(tmp_path / "elsewhere", quiet=True)
-    assert nothing.value.code == "CHECKPOINT_MISSING"
+    assert nothing.value.code == "RUN_NOT_FOUND"
     with pytest.raises(InputError) as mismatch:
         evaluate(run, environment="CartPole-v1", quiet=True)
     assert mismatch.value.code == "ENVIRONMENT_MISMATCH"
@@ -307,10 +306,10 @@ def test_a_checkpoint_and_another_name_for_it_contradict(tmp_path: Path) -> None
     for which in ("last", "20", "15"):
         with pytest.raises(InputError):
             find_checkpoint(first, which)
-    assert failing_code(lambda: evaluate(second, checkpoint="best")) == "EVALUATE_OPTION"
+    assert failing_code(lambda: evaluate(second, checkpoint="best")) == "USAGE"
     alone = second.rename(tmp_path / "copied-out")
     assert find_checkpoint(alone) == alone
-    assert failing_code(lambda: find_checkpoint(alone, "last")) == "EVALUATE_OPTION"
+    assert failing_code(lambda: find_checkpoint(alone, "last")) == "USAGE"
 
 
 def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(

@@ -30,7 +30,7 @@ from gear_offline.models.checks import beyond_tanh
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
-from gear_offline.training.config_text import config_text
+from gear_offline.training.checkpoint import config_text
 from tests.model_support import TOLERANCE, released_twin
 from tests.support import hopper_columns, make_dataset
 

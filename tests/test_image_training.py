@@ -18,9 +18,9 @@ from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.preparation import resolve
 from gear_offline.runs.trainer import train
-from gear_offline.training.checkpoint import load_policy_parts
 from gear_offline.training.checkpoint_folder import remove_checkpoint
 from gear_offline.training.metrics import read_records
+from gear_offline.training.policies import load_policy_parts
 from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.support import failing_code
 from tests.training_support import tiny_recipe

@@ -30,9 +30,9 @@ from gear_offline.planning.workload import make_workload
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.trainer import train
 from gear_offline.tables.joint import JointDataset
-from gear_offline.training.checkpoint import load_policy_parts
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
+from gear_offline.training.policies import load_policy_parts
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe

@@ -90,7 +90,7 @@ def test_a_run_without_a_whole_checkpoint_is_left_as_it_was(data: Path, tmp_path
     for place in (run / "checkpoints").glob("step-*"):
         (place / "state.json").write_text("{}")
     before = content(run)
-    assert refusal(data, run, "train.steps=9", resume=True) == "CHECKPOINT_DAMAGED"
+    assert refusal(data, run, "train.steps=9", resume=True) == "RUN_DAMAGED"
     assert content(run) == before
 
 

@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         (path / "state.json").write_text("{}")
     with pytest.raises(InputError, match="none of the checkpoints is whole") as caught:
         train(tiny_recipe(data), out=run, resume=True, quiet=True)
-    assert caught.value.code == "CHECKPOINT_DAMAGED"
+    assert caught.value.code == "RUN_DAMAGED"
 
 
 def test_a_complete_run_stays_as_it_is(whole: Path, data: Path) -> None:

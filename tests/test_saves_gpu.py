@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
+from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.trainer import TrainingInterrupted, train
-from gear_offline.training import snapshot as snapshots
-from gear_offline.training import tensor_file
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training import saving
+from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.snapshot import Snapshot
-from gear_offline.training.tensor_file import write_tensors
+from gear_offline.training.saving import Saver
+from tests.checkpoint_support import StandIn
 from tests.gpu_support import ON_GPU
 from tests.support import make_dataset
 from tests.test_resume import interrupted_in
@@ -28,13 +28,14 @@ pytestmark = ON_GPU
 STEPS = 40
 
 
-@pytest.mark.parametrize("place", ["device", "pinned"])
-def test_a_snapshot_of_a_gpu_is_that_of_the_call(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_room", [True, False])
+def test_the_state_of_the_call_is_written(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "ROOM_SHARE", 0.5 if place == "device" else 0.0)
-    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(saving, "ROOM_SHARE", 0.5 if has_room else 0.0)
+    monkeypatch.setattr(saving, "STAGED_BYTES", 1 << 16)
     torch.manual_seed(0)
+    model = build_model(state_dim=3, action_dim=2, hidden_size=64, layers=1, max_timestep=9)
     tensors = {
         "large": torch.randn(300, 1000, device="cuda"),
         "half": torch.randn(7, 33, device="cuda", dtype=torch.bfloat16),
@@ -44,16 +45,19 @@ def test_a_snapshot_of_a_gpu_is_that_of_the_call(
         "host": torch.arange(5),
     }
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+    saver = Saver(StandIn(model.cuda(), tensors).learner, tmp_path, background=True)
+    weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # the copies are not made yet
-    found = Snapshot(tensors)
-    for tensor in tensors.values():
+    saver.save(seconds=1.0, keep=Keep(newest=1))
+    for tensor in (*tensors.values(), *model.state_dict().values()):
         tensor.fill_(9)
-    assert found.place == place
-    write_tensors(tmp_path / "f", found.wait())
-    read = load_file(tmp_path / "f")
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(read[name], tensor), name
+    saver.wait()
+    saver.close()
+    saved = read_checkpoint(saver.path(0))
+    for written, wanted in ((saved.tensors(), expected), (saved.weights(), weights)):
+        assert written.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert torch.equal(written[name], tensor), name
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
+from gear_offline.errors import InputError
 from gear_offline.runs.trainer import train
-from gear_offline.training.checkpoint import (
-    load_policy_parts,
-    newest_checkpoint,
-    read_checkpoint,
-    read_state,
-)
+from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records
-from gear_offline.training.shard_index import INDEX, read_index
-from gear_offline.training.sharded_checkpoint import load_shards
+from gear_offline.training.policies import load_policy
+from gear_offline.training.sharded import read_whole
 from tests.ranks_support import launch
 from tests.sharded_child import whole_tensors
 from tests.support import make_dataset
@@ -53,44 +47,41 @@ def measured(run: Path) -> list[list[float]]:
 def check_pieces(folder: Path) -> None:
     """One process reads what two ranks saved, and what three read and saved, bit for bit."""
     trained = load_file(folder / "whole.safetensors")
+    assert len(trained) == 8 and any(tensor.any() for tensor in trained.values())
+    expected = whole_tensors() | trained
     for ranks in (2, 3):
-        expected = whole_tensors() | trained
-        found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        load_shards(folder / str(ranks), found)
-        assert len(trained) == 8 and any(tensor.any() for tensor in trained.values())
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), (ranks, name)
-        assert read_index(folder / str(ranks))["ranks"] == ranks
+        tensors = read_whole(folder / str(ranks), "")
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected), ranks
 
 
 def check_shards(run: Path) -> None:
-    """Checkpoints of two ranks: shards of everything, whole weights at the end."""
+    """Checkpoints of two ranks: shards of everything, and the weights whole."""
     folder = run / "checkpoints"
     assert [step for step, _ in list_checkpoints(folder)] == [4, 6, 8], "keep_checkpoints is 3"
     assert not list(folder.glob(".*")), "what a killed run left is swept"
-    files = {f"shard-0000{rank}-of-00002.safetensors" for rank in (0, 1)}
-    files |= {INDEX, "config.json", "state.json", "training.safetensors"}
-    steps = [folder / checkpoint_name(step) for step in (6, 8)]
-    assert set(os.listdir(steps[0])) == files
-    assert set(os.listdir(steps[1])) == files | {"model.safetensors"}
-    assert all(read_state(path)["format_version"] == 2 for path in steps)
-    found, plain = read_checkpoint(steps[1]), load_file(steps[1] / "model.safetensors")
-    assert found.model.keys() == plain.keys()
-    assert all(torch.equal(found.model[name], plain[name]) for name in plain)
-    assert load_policy_parts(steps[0]).model.config.hidden_size == 16
-    acting = read_checkpoint(steps[0], training=False)
-    whole = read_checkpoint(steps[0])
-    assert acting.model.keys() == whole.model.keys() and not acting.state.tensors.keys() & {"x"}
-    assert all(torch.equal(acting.model[name], whole.model[name]) for name in whole.model)
+    for step in (6, 8):
+        checkpoint = read_checkpoint(folder / checkpoint_name(step))
+        assert len(checkpoint.state.shards) == 2
+        weights = read_whole(checkpoint.path / "sharded", "model/")
+        assert {f"model/{name}" for name in checkpoint.weights()} == weights.keys()
+        for name, tensor in checkpoint.weights().items():
+            assert torch.equal(tensor, weights[f"model/{name}"])
+    load_policy(folder / checkpoint_name(6))
+    other = folder / checkpoint_name(8) / "sharded" / "shard-00003.safetensors"
+    other.write_bytes(b"")  # all files there are read
+    with pytest.raises(InputError, match="other files") as caught:
+        read_checkpoint(folder / checkpoint_name(8))
+    assert caught.value.code == "RUN_DAMAGED"
+    other.unlink()
 
 
 def check_names(sharded: Path, alone: Path) -> None:
     """The same tensors, whoever wrote them."""
     one, other = read_checkpoint(sharded), read_checkpoint(alone)
-    mine: Any
-    for mine, theirs in ((one.model, other.model), (one.state.tensors, other.state.tensors)):
-        shapes = {n: t.shape for n, t in mine.items() if not n.startswith("random/cpu/")}
-        assert shapes == {n: t.shape for n, t in theirs.items()}
+    for some, same in ((one.weights(), other.weights()), (one.tensors(), other.tensors())):
+        shapes = {n: t.shape for n, t in some.items() if not n.startswith("random/cpu/")}
+        assert shapes == {n: t.shape for n, t in same.items()}
 
 
 @pytest.mark.long
@@ -110,7 +101,7 @@ def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
         "2 ranks (FSDP, as the recipe says; weights collected for each pass: ranks in host memory)",
         "checkpoints: a shard of each rank",
         "resuming after step 4",
-        "passing over step-00000008: the checkpoint is damaged: shard-00001-of-00002.safetensors",
+        "passing over step-00000008: the checkpoint is damaged: sharded/shard-00002",
         "resuming after step 6",
     ):
         assert line in said

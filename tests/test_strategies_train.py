@@ -34,9 +34,9 @@ from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.runs.trainer import TrainingInterrupted
 from gear_offline.sampling import make_sampler
-from gear_offline.training.checkpoint import load_policy_parts
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
+from gear_offline.training.policies import load_policy_parts
 from tests.strategies_support import NAMES, plan_of, recipe_of, run
 from tests.support import failing_code
 from tests.test_resume import interrupted_in

@@ -18,9 +18,10 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.runs.trainer import train
-from gear_offline.training.checkpoint import load_policy, load_policy_parts, read_checkpoint
+from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
+from gear_offline.training.policies import load_policy, load_policy_parts
 from gear_offline.training.precision import resolve_precision
 from tests.image_support import image_columns
 from tests.support import make_dataset
@@ -175,7 +176,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert caught.value.code == "LOSS_NONFINITE"
     last = read_checkpoint(list_checkpoints(run / "checkpoints")[-1][1])
     assert last.state.step == 7
-    assert all(bool(torch.isfinite(value).all()) for value in last.model.values())
+    assert all(bool(torch.isfinite(value).all()) for value in last.weights().values())
 
 
 def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -
     for place in (data, whole / "plots"):
         with pytest.raises(InputError) as caught:
             load_policy_parts(place)
-        assert caught.value.code == "CHECKPOINT_MISSING"
+        assert caught.value.code == "RUN_NOT_FOUND"
 
 
 def test_a_complete_run_is_left_as_it_is(

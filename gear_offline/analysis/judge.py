@@ -163,7 +163,7 @@ def judge(sitting: Sitting) -> dict[str, Any]:
     import torch
 
     from gear_offline.evaluation.evaluate import evaluate_policy
-    from gear_offline.training.checkpoint import load_policy_parts
+    from gear_offline.training.policies import load_policy_parts
 
     began = time.perf_counter()
     parts = load_policy_parts(sitting.checkpoint)

@@ -228,7 +228,7 @@ class EvaluationsBeside:
                 self._outstanding[found["step"]].report = found["report"]
                 continue
             what, where, remedy = (found[key] for key in ("what", "where", "remedy"))
-            if not found["code"].startswith("CHECKPOINT_"):
+            if found["code"] not in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
                 raise GearError(found["code"], what, where=where, remedy=remedy)
             del self._outstanding[found["step"]]  # newer ones may be whole
             self._say(f"step {found['step']:,} cannot be evaluated: {what} ({where})")

@@ -195,7 +195,7 @@ def evaluate(
     InputError
         ``OUTPUT_EXISTS`` or ``OUTPUT_WRITE`` when `out` cannot be made; those of
         `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not the
-        model's; ``CHECKPOINT_*`` of finding and reading the checkpoint.
+        model's; ``RUN_*`` of finding and reading the checkpoint.
     GearError
         ``OUTPUT_WRITE`` when `out` could not be written; the result is printed.
     UnavailableError
@@ -203,14 +203,15 @@ def evaluate(
     """
     from gear_offline.core.device import resolve_device
     from gear_offline.runs.report import write_report
-    from gear_offline.training.checkpoint import load_policy_parts, read_state
+    from gear_offline.training.checkpoint import read_state
+    from gear_offline.training.policies import load_policy_parts
 
-    run = given_path(run, "CHECKPOINT_MISSING", where="run")
+    run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
         check_new_file(Path(out))
     folder = find_checkpoint(run, checkpoint)
     parts = load_policy_parts(folder)
-    step = read_state(folder)["step"]  # now: a run in training may remove it before the end
+    step = read_state(folder).step  # now: a run in training may remove it before the end
     recipe = parts.recipe
     settings, where = recipe.evaluate, resolve_device(device)
     environment_id = _chosen(

@@ -60,9 +60,8 @@ def evaluate_run(
 
     folder = find_checkpoint(Path(run), checkpoint)
     state = read_state(folder)
-    said = state.get("recipe")  # a checkpoint that lacks it is refused where all of it is verified
-    recipe = Recipe.parse(said, where=str(folder)) if isinstance(said, dict) else None
-    if recipe is None or not tasks_in(recipe):
+    recipe = Recipe.parse(state.recipe, where=str(folder))
+    if not tasks_in(recipe):
         return evaluate(
             run,
             targets=targets,
@@ -81,7 +80,7 @@ def evaluate_run(
         if (named := tasks_in(recipe)[name].environment) is not None:
             check_no_import(named, source=f"task {name} of the run", option="--environment ")
     report = _play(folder, recipe, only, targets, episodes, seed, device, quiet)
-    report = report.replace(run=run_of(folder).name, step=state["step"])
+    report = report.replace(run=run_of(folder).name, step=state.step)
     _keep(report, run_of(folder), typed_run(Path(run), run_of(folder)), out, quiet)
     return report
 
@@ -99,8 +98,8 @@ def _play(
     from gear_offline.core.device import resolve_device
     from gear_offline.models.multitask import tasks_of_config
     from gear_offline.models.policy import Policy
-    from gear_offline.training.checkpoint import read_checkpoint, restore_model
-    from gear_offline.training.task_policy import task_policy
+    from gear_offline.training.checkpoint import read_checkpoint
+    from gear_offline.training.policies import restore_model, task_policy
 
     where = resolve_device(device)
     model = restore_model(read_checkpoint(folder.resolve(), training=False))

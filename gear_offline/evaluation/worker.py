@@ -92,7 +92,7 @@ def play_tasks(model: Any, recipe: Any, request: PlayRequest) -> dict[str, Any]:
     """
     from gear_offline.evaluation.tasks import evaluate_tasks
     from gear_offline.models.multitask import tasks_of_config
-    from gear_offline.training.task_policy import task_policy
+    from gear_offline.training.policies import task_policy
 
     report = evaluate_tasks(
         lambda name: task_policy(model, name, recipe, request.device),
@@ -115,12 +115,13 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     """
     import torch
 
-    from gear_offline.training.checkpoint import policy_parts, read_checkpoint, restore_model
+    from gear_offline.training.checkpoint import read_checkpoint
+    from gear_offline.training.policies import policy_parts, restore_model
 
     with torch_threads(request.threads), torch.random.fork_rng(devices=[]):
         found = read_checkpoint(Path(request.checkpoint), training=False)
         if not request.environment:
-            return play_tasks(restore_model(found), found.state.recipe, request)
+            return play_tasks(restore_model(found), found.recipe, request)
         return play(policy_parts(found).policy(request.device), request)
 
 

@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -162,14 +160,6 @@ class RunDirectory(HeldDirectory):
     @property
     def summary_path(self) -> Path:
         return self.path / "summary.json"
-
-    def mark(self) -> str:
-        """Write a word that tells this start of the run apart into its lock file; return it."""
-        word = secrets.token_hex(4)
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, word.encode(), 0)
-        os.fsync(self._lock)
-        return word
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Store the resolved recipe, in place of what a false start left."""

@@ -23,9 +23,9 @@ from gear_offline.evaluation.worker import PlayRequest, play, play_checkpoint, p
 from gear_offline.models.policy import Policy
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.training.checkpoint_writer import CheckpointWriter
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
+from gear_offline.training.saving import Saver
 
 
 class RunEvaluations:
@@ -59,7 +59,7 @@ class RunEvaluations:
         learner: Learner,
         choice: EvaluationChoice,
         *,
-        saves: CheckpointWriter,
+        saves: Saver,
         metrics: Metrics,
         display: TrainingDisplay,
         stop: StopRequest,
@@ -106,7 +106,7 @@ class RunEvaluations:
         try:
             document = play_checkpoint(self._request(step))
         except InputError as error:
-            if not error.code.startswith("CHECKPOINT_"):
+            if error.code not in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
                 raise
             self._display.say(f"step {step:,} cannot be evaluated: {error.what}")
             return

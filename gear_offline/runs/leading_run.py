@@ -10,23 +10,18 @@ from gear_offline.core.text import count_text
 from gear_offline.evaluation.choice import choose_evaluation
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import RunEvaluations
-from gear_offline.runs.state import StateToSave
 from gear_offline.runs.summary import summary_of
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.runs.training_run import Run
 from gear_offline.tables.joint import Source
-from gear_offline.training.checkpoint import Checkpoint, TrainingState, newest_checkpoint
 from gear_offline.training.checkpoint_folder import (
+    Keep,
     list_checkpoints,
     remove_checkpoint,
     sweep,
 )
-from gear_offline.training.checkpoint_writer import Prune
-from gear_offline.training.config_text import config_text
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, check_records, finite
-
-NOT_SHARED = "collected by the first rank, as not all ranks see one run directory"
 
 
 class LeadingRun(Run):
@@ -38,7 +33,6 @@ class LeadingRun(Run):
         super().__init__(directory.path, learner)
         self.directory, self.dataset, self.quiet = directory, dataset, quiet
         self.neighbours = 1  # runs of this process, this one included
-        self.seconds_before = 0.0
         self.began = time.monotonic()
 
     @property
@@ -60,19 +54,8 @@ class LeadingRun(Run):
         """Wall time of the run, in this process and before."""
         return self.seconds_before + time.monotonic() - self.began
 
-    def _make_mark(self) -> str:
-        return self.directory.mark()
-
     def _warn(self, message: str) -> None:
         say(message, quiet=self.quiet)
-
-    def _newest(self, below: int | None) -> Checkpoint | None:
-        folder = self.directory.checkpoints_path
-        checkpoint = newest_checkpoint(folder, self._warn, below=below, shards=self.mark is None)
-        if checkpoint is None:
-            return None
-        self.seconds_before = checkpoint.state.seconds
-        return checkpoint
 
     def _begin(self) -> None:
         step = self.learner.step
@@ -91,6 +74,8 @@ class LeadingRun(Run):
         self.display.__enter__()
 
         self.saves = self._writer(before=self.metrics.sync)
+        if self.saves.remark:
+            self.display.say(f"checkpoints: {self.saves.remark}")
         self.evaluations = RunEvaluations(
             self.path,
             self.learner,
@@ -147,9 +132,6 @@ class LeadingRun(Run):
         if self._evaluation_due(self.settings.steps):
             place = "beside training" if self.choice.beside else "in place of training"
             say(f"evaluations: {place}, {self.choice.reason}", quiet=self.quiet)
-        if learner.parallel.sharded:
-            how = "a shard of each rank" if self.mark else NOT_SHARED
-            say(f"checkpoints: {how}", quiet=self.quiet)
         if learner.step:
             say(f"resuming after step {learner.step:,}", quiet=self.quiet)
 
@@ -157,13 +139,13 @@ class LeadingRun(Run):
         self.display.step(step)
         if not self._timing and step > self._first_step:
             self._timing, self._first_step = True, step
-            self._steps_began, self._held_before = time.perf_counter(), self.saves.held_seconds
+            self._steps_began, self._held_before = time.perf_counter(), self.saves.stalled_seconds
         if self.evaluations.collect():
             self.saves.prune(self._what_stays())
         super()._look(step)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
-        now, held = time.perf_counter(), self.saves.held_seconds
+        now, held = time.perf_counter(), self.saves.stalled_seconds
         if "step_seconds" in values:
             self.evaluations.step_seconds = values["step_seconds"]
             values = {**values, "save_wait_share": (held - self._held) / (now - self._logged)}
@@ -180,36 +162,12 @@ class LeadingRun(Run):
     def _plays_here(self, step: int) -> bool:
         return self.evaluations.plays_in_place(step)
 
-    def _save(self, step: int, *, whole: bool) -> None:
-        with self.saves.holding():
-            super()._save(step, whole=whole)
-
-    def _is_saved(self, step: int) -> bool:
-        saved = self.saves.has(step)
-        if saved:
-            self.saves.prune(self._what_stays())
-        return saved
-
-    def _write(self, step: int, found: StateToSave) -> None:
-        learner = self.learner
-        state = TrainingState(
-            step=step,
-            recipe=self.recipe,
-            tensors=found.tensors,
-            loader=learner.loader.state_dict(),
-            state_mean=learner.state_mean,
-            state_std=learner.state_std,
-            seconds=self.seconds,
-        )
-        config = config_text(learner.model)
-        self.saves.save(config, found.weights, state, self._what_stays(), shard=found.shard)
-
-    def _what_stays(self) -> Prune:
+    def _what_stays(self) -> Keep:
         best = self.metrics.best
-        return Prune(
-            keep=self.settings.keep_checkpoints,
+        return Keep(
+            newest=self.settings.keep_checkpoints,
             best=None if best is None else int(best["step"]),
-            pinned=self.evaluations.outstanding,
+            pinned=tuple(self.evaluations.outstanding),
         )
 
     def _sum_up(self) -> None:

@@ -97,7 +97,7 @@ def train(
     ------
     InputError
         ``RUN_EXISTS``, ``RUN_LOCKED``, ``RUN_DIRECTORY``, ``RUN_RECIPE`` (resuming with another
-        recipe), ``CHECKPOINT_DAMAGED``, ``LOADER_OPTION``, ``DEVICE``, and those of checking
+        recipe), ``RUN_DAMAGED``, ``LOADER_OPTION``, ``DEVICE``, and those of checking
         the recipe and preparing the data.
     TrainingInterrupted
         ``TRAIN_INTERRUPTED``.
@@ -184,7 +184,7 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
     Raises
     ------
     InputError
-        ``RUN_RECIPE``; ``CHECKPOINT_DAMAGED``, ``CHECKPOINT_READ`` or ``CHECKPOINT_VERSION`` where
+        ``RUN_RECIPE``; ``RUN_DAMAGED`` where
         that says how many steps are done.
     """
     saved = list_checkpoints(path / "checkpoints")
@@ -193,9 +193,7 @@ def check_resumed(path: Path, recipe: Recipe) -> None:
         check_same_run(before, recipe, path)
     if not saved or saved[-1][0] <= recipe.train.steps:
         return
-    # Only here, where the run would be refused, shards are read for that: before training goes on
-    # its ranks verify them, each its own.
-    whole = newest_checkpoint(path / "checkpoints", lambda message: None, shards=False, verify=True)
+    whole = newest_checkpoint(path / "checkpoints", lambda message: None)
     done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
     if done > recipe.train.steps:
         raise InputError(
@@ -210,7 +208,7 @@ def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
     """Return the recipe of a run: of its newest checkpoint, since recipe.yaml may be edited."""
     for place in reversed(checkpoints):
         with suppress(InputError, KeyError, TypeError):  # a damaged one is passed over
-            return Recipe.parse(read_state(place)["recipe"], where=str(place))
+            return Recipe.parse(read_state(place).recipe, where=str(place))
     begun = path / "recipe.yaml"
     return load_recipe(begun) if checkpoints and begun.exists() else None
 

@@ -14,16 +14,11 @@ from pathlib import Path
 from gear_offline.core.interruption import StopRequest
 from gear_offline.errors import GearError
 from gear_offline.evaluation.tasks import plays
-from gear_offline.runs.state import StateToSave, common_mark, restore, state_to_save
-from gear_offline.training.checkpoint import Checkpoint
-from gear_offline.training.checkpoint_folder import (
-    checkpoint_name,
-)
-from gear_offline.training.checkpoint_writer import CheckpointWriter
+from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
+from gear_offline.training.saving import Saver, restore
 
 STOP_EVERY = 10  # steps between two words of several ranks on whether to stop
-LOST = ("RANK_LOST", "RANK_FAILED")
 
 
 class TrainingInterrupted(GearError):
@@ -41,25 +36,18 @@ class Run:
         The run directory, for messages.
     learner
         Of this rank.
-
-    Attributes
-    ----------
-    mark
-        Set if checkpoints are written in shards, a file of each rank: tells this start apart.
     """
 
-    saves: CheckpointWriter
+    saves: Saver
 
     def __init__(self, path: Path, learner: Learner) -> None:
         self.path, self.learner, self.world = path, learner, learner.world
         self.recipe, self.settings = learner.recipe, learner.recipe.train
         self.stop = StopRequest()
-        self.mark: str | None = None
+        self.seconds_before = 0.0
 
     def complete(self) -> None:
         """Do what is left of the run."""
-        if self.learner.parallel.sharded:
-            self.mark = common_mark(self.world, self.path, self._make_mark)
         self._restore()
         self._begin()
         try:
@@ -80,15 +68,8 @@ class Run:
 
     def _restore(self) -> None:
         """Take over the newest whole checkpoint, if there is one."""
-        restore(self.learner, self.path / "checkpoints", self._newest, warn=self._warn)
-
-    def _newest(self, below: int | None) -> Checkpoint | None:
-        """Return the checkpoint to go on from; asked on the first rank."""
-        return None
-
-    def _make_mark(self) -> str:
-        """Write a mark into the run directory; asked on the first rank."""
-        raise NotImplementedError
+        folder = self.path / "checkpoints"
+        self.seconds_before = restore(self.learner, folder, self._warn)
 
     def _warn(self, message: str) -> None:
         """Say it, on the first rank."""
@@ -115,7 +96,7 @@ class Run:
             saving = bool(words[0]["save"])
             stopped_by = next((word["stop"] for word in words if word["stop"]), None)
         if saving or stopped_by is not None:
-            self._save(step, whole=last or due)
+            self._save()
         if stopped_by is not None and not last:
             self._settle()
             raise TrainingInterrupted(
@@ -134,9 +115,10 @@ class Run:
         """Open what is written to."""
         self.saves = self._writer(before=lambda: None)
 
-    def _writer(self, *, before: Callable[[], None]) -> CheckpointWriter:
-        beside = self.settings.save == "async"
-        return CheckpointWriter(self.path / "checkpoints", beside=beside, before=before)
+    def _writer(self, *, before: Callable[[], None]) -> Saver:
+        background = self.settings.save == "async"
+        folder = self.path / "checkpoints"
+        return Saver(self.learner, folder, background=background, before=before)
 
     def _settle(self) -> None:
         """Wait until what was saved is on the disk."""
@@ -149,8 +131,6 @@ class Run:
     def _end(self) -> None:
         """Close it, whatever happened."""
         error = sys.exc_info()[1]
-        if isinstance(error, GearError) and error.code in LOST:
-            self.saves.leave_others()
         # a second Ctrl-C waits for nothing
         self.saves.close(finish=not isinstance(error, KeyboardInterrupt))
 
@@ -168,22 +148,15 @@ class Run:
         """Return whether `_evaluate` plays the learner's own weights; asked on the first rank."""
         return False
 
-    def _save(self, step: int, *, whole: bool) -> None:
-        """Save a checkpoint; every rank contributes its random numbers, and its shard.
+    def _save(self) -> None:
+        """Save a checkpoint; every rank contributes its random numbers, and its shard."""
+        self.saves.save(seconds=self.seconds, keep=self._what_stays())
 
-        Of a sharded model its weights are collected too if they are to be there `whole`.
-        """
-        if self.world.gather(self._is_saved(step))[0]:
-            return
-        place = None
-        if self.mark is not None:
-            place = self.path / "checkpoints" / f".partial-{checkpoint_name(step)}-{self.mark}"
-        self._write(step, state_to_save(self.learner, place, whole=whole))
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run; the first rank's counts."""
+        return self.seconds_before
 
-    def _is_saved(self, step: int) -> bool:
-        return False
-
-    def _write(self, step: int, found: StateToSave) -> None:
-        """Write this rank's part of a checkpoint."""
-        if found.shard is not None:
-            self.saves.save_shard(found.shard)
+    def _what_stays(self) -> Keep:
+        """Return which checkpoints stay; the first rank's word counts."""
+        return Keep(newest=1)

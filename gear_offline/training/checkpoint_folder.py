@@ -1,4 +1,7 @@
-"""The folder of a run's checkpoints: what is there, what stays, what a killed run left behind."""
+"""The folder of a run's checkpoints: what is there, what stays, what a killed run left behind.
+
+Torch is not needed here.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,22 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from gear_offline.errors import InputError
 
+STATE = "state.json"  # in each checkpoint
 _NAME = re.compile(r"step-([0-9]{8,19})")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What stays in a folder: the `newest`, the `best` step, and `pinned` steps."""
+
+    newest: int
+    best: int | None = None
+    pinned: tuple[int, ...] = ()
 
 
 def checkpoint_name(step: int) -> str:
@@ -19,59 +32,27 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoint_step(path: Path) -> int | None:
-    """Return the step that the name of a checkpoint directory says, if it says one."""
-    match = _NAME.fullmatch(path.name)
-    return int(match.group(1)) if match else None
-
-
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the checkpoints in `folder` as (step, path), oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    named = [(match, path) for path in found if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match.group(1)), path) for match, path in named if path.is_dir())
+    entries = folder.iterdir() if folder.is_dir() else ()
+    matches = [(match, path) for path in entries if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in matches if path.is_dir())
 
 
-def sweep(folder: Path) -> None:
-    """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.startswith((".partial-", ".removed-")):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def prune(
-    folder: Path, *, keep: int, best: int | None, pinned: Collection[int] = frozenset()
-) -> None:
-    """Keep the newest `keep` checkpoints, `pinned` steps and `best`, which ``best`` links to."""
-    found = list_checkpoints(folder)
-    if best is not None and best in {step for step, _ in found}:
-        _point_at(folder, checkpoint_name(best))
-    for step, path in found[:-keep]:
-        if step != best and step not in pinned:
+def prune(folder: Path, keep: Keep) -> None:
+    """Remove the checkpoints that need not stay, and let the link ``best`` lead to the best."""
+    checkpoints = list_checkpoints(folder)
+    if keep.best in {step for step, _ in checkpoints}:
+        assert keep.best is not None, "it is a step"
+        link, best = folder / ".partial-best", folder / "best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(checkpoint_name(keep.best))
+        if best.is_dir() and not best.is_symlink():
+            remove_checkpoint(best)  # the run was copied by something that follows links
+        os.replace(link, best)
+    for step, path in checkpoints[: -keep.newest]:
+        if step != keep.best and step not in keep.pinned:
             remove_checkpoint(path)
-
-
-def _point_at(folder: Path, name: str) -> None:
-    """Make ``best`` a link to a checkpoint, or a file that names it where there are no links."""
-    link, best = folder / ".partial-best", folder / "best"
-    link.unlink(missing_ok=True)
-    try:
-        link.symlink_to(name)
-    except OSError:  # exFAT, some network file systems; a full disk is found by writing
-        link.write_text(name + "\n")
-    if best.is_dir() and not best.is_symlink():
-        remove_checkpoint(best)  # the run was copied by something that follows links
-    os.replace(link, best)
-
-
-def _best(folder: Path) -> Path | None:
-    """Return the checkpoint that ``best`` leads to, if there is one."""
-    best = folder / "best"
-    if best.is_file():
-        best = folder / best.read_text(errors="replace").strip()
-        if checkpoint_step(best) is None:
-            return None
-    return best.resolve() if best.is_dir() else None
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -83,57 +64,64 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(aside)
 
 
+def sweep(folder: Path) -> None:
+    """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name.startswith((".partial-", ".removed-")):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
-    """Return the checkpoint folder `which` (``last``, ``best`` or a step number) of `run`.
+    """Return the checkpoint `which` (``last``, ``best`` or a step number) of `run`.
 
     ``None`` is the last one, or `run` itself if that is a checkpoint.
-
-    Raises
-    ------
-    InputError
-        ``CHECKPOINT_MISSING``; ``EVALUATE_OPTION`` when `run` is another checkpoint than `which`.
     """
-    if run.name == "best" and run.is_file():  # in place of a link
-        return find_checkpoint(run_of(run), "best" if which is None else which)
     folder = run / "checkpoints"
     if not folder.is_dir():
-        if not (run / "state.json").exists():
-            what = "the run has no checkpoint yet" if run.is_dir() else "there is no such run"
-            near = sorted(Path("runs").glob(f"{glob.escape(run.name)}*/checkpoints"))
-            example = near[0].parent if near and not run.is_dir() else "runs/hopper-medium-s0"
-            raise InputError(
-                "CHECKPOINT_MISSING",
-                what,
-                where=str(run),
-                remedy=f"give the directory of a run, e.g. {example}",
-            )
+        if not (run / STATE).exists():
+            raise _no_run(run)
         chosen = run.resolve()  # one checkpoint; what is wrong with it, its reader says
-        if which is not None and str(which) != str(checkpoint_step(chosen)):
-            home = run_of(chosen)
-            if home == chosen or find_checkpoint(home, which) != chosen:
-                raise InputError(
-                    "EVALUATE_OPTION",
-                    f"{run} is one checkpoint, and not known to be {str(which)!r}",
-                    where="evaluate.checkpoint",
-                    remedy="give the directory of the run, or leave the choice of a checkpoint out",
-                )
-        return chosen
-    which = "last" if which is None else str(which)
-    found = list_checkpoints(folder)
-    if which == "best" and (best := _best(folder)) is not None:
-        return best
-    if which == "last" and found:
-        return found[-1][1].resolve()
-    for step, path in found:
-        if which == str(step):
+        if which is None or chosen.name == _name_of(which):
+            return chosen
+        home = run_of(chosen)
+        if home != chosen and find_checkpoint(home, which) == chosen:
+            return chosen
+        what = f"{run} is one checkpoint, and not known to be {str(which)!r}"
+        remedy = "give the directory of the run, or leave the choice of a checkpoint out"
+        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+    checkpoints = list_checkpoints(folder)
+    if which in (None, "last") and checkpoints:
+        return checkpoints[-1][1].resolve()
+    if which == "best" and (folder / "best").is_dir():
+        return (folder / "best").resolve()
+    for _, path in checkpoints:
+        if path.name == _name_of(which):
             return path.resolve()
-    steps = ", ".join(str(step) for step, _ in found) or "none"
+    steps = ", ".join(str(step) for step, _ in checkpoints) or "none"
     raise InputError(
-        "CHECKPOINT_MISSING",
-        f"no checkpoint {which!r}",
+        "RUN_NOT_FOUND",
+        f"no checkpoint {'last' if which is None else which!r}",
         where=str(folder),
         remedy=f"use last, best (the run must have evaluated) or a step; there are: {steps}",
     )
+
+
+def _name_of(which: str | int | None) -> str | None:
+    text = str(which)
+    return checkpoint_name(int(text)) if text.isascii() and text.isdigit() else None
+
+
+def _no_run(path: Path) -> InputError:
+    near = sorted(Path("runs").glob(f"{glob.escape(path.name)}*/checkpoints"))
+    what, example = "there is no such run", Path("runs/hopper-medium-s0")
+    if (path / "manifest.json").exists():
+        what = "this is a dataset, not a run"
+    elif path.is_dir():
+        what = "the run has no checkpoint yet"
+    elif near:
+        example = near[0].parent
+    remedy = f"give the directory of a run, e.g. {example}"
+    return InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -46,8 +46,7 @@ from gear_offline.training.data_parallel import (
 )
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
-from gear_offline.training.policy_parts import PolicyParts
-from gear_offline.training.task_policy import task_policy
+from gear_offline.training.policies import PolicyParts, task_policy
 from gear_offline.training.throughput import make_meter
 from gear_offline.training.training_model import ModelSizes, make_training_model
 

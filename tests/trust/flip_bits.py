@@ -25,11 +25,13 @@ from typing import Any
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
+from gear_offline.runs.trainer import train
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.table import build_table
 from gear_offline.training.checkpoint import read_checkpoint
+from tests.training_support import tiny_data, tiny_recipe
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "v1"
 
 Span = tuple[str, Path, int, int, str]  # class, file, first byte, byte after the last, says
 
@@ -130,8 +132,9 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gear-flips-") as temporary:
-        dataset = Path(shutil.copytree(FIXTURES / "v1", Path(temporary) / "d"))
-        run = Path(shutil.copytree(FIXTURES / "run_v1", Path(temporary) / "run"))
+        dataset = Path(shutil.copytree(FIXTURE, Path(temporary) / "d"))
+        recipe = tiny_recipe(tiny_data(Path(temporary) / "data"), "train.steps=3")
+        run = train(recipe, out=Path(temporary) / "run", quiet=True)
         checkpoint = run / "checkpoints" / "step-00000003"
         document = {
             "dataset": flip_all(

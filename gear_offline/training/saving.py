@@ -1,0 +1,407 @@
+"""The state of a run, saved while it trains and taken over again by any number of ranks.
+
+At a step everything is copied where it lies; a thread writes the copy while training goes on.  One
+checkpoint at a time is written: the next one waits for it, and that wait counts as time that
+training was held up.  What cannot be written raises at the next step.
+
+A model that is spread over ranks is saved in shards, a file of each rank, where all ranks see the
+run directory; elsewhere it is collected on the first rank.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gear_offline.core.files import write_error
+from gear_offline.distributed.world import World, peers
+from gear_offline.errors import GearError
+from gear_offline.training.checkpoint import (
+    MODEL_PREFIX,
+    SHARDED,
+    TRAINING_PREFIX,
+    Checkpoint,
+    Normalisation,
+    SavedState,
+    config_text,
+    damaged,
+    named,
+    newest_checkpoint,
+    part,
+    write_checkpoint,
+)
+from gear_offline.training.checkpoint_folder import Keep, checkpoint_name, prune
+from gear_offline.training.learner import Learner
+from gear_offline.training.parallel import collect, is_spread
+from gear_offline.training.tensor_file import FileFacts
+
+Kinds = Mapping[str, Mapping[str, Tensor]]  # named tensors by kind: "model", "training", "shard"
+ROOM_SHARE = 0.5  # of the free GPU memory that a copy may take
+STAGED_BYTES = 64 << 20  # of GPU memory that go to the host at once
+
+
+class Saver:
+    """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together.
+
+    Parameters
+    ----------
+    folder
+        Of the run's checkpoints.
+    background
+        Write in a thread; False: training waits until everything is on the disk.
+    before
+        Called before a checkpoint takes its name, in the writer's thread: makes metrics durable.
+
+    Attributes
+    ----------
+    stalled_seconds
+        How long `save` has held up training so far.
+    remark
+        How a model that is spread over ranks is saved; empty for others.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        folder: Path,
+        *,
+        background: bool,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._learner, self._folder, self._before = learner, folder, before
+        self._world = learner.world
+        self._worker = _Worker(background=background)
+        self._writing: int | None = None  # the step that is written, or was last
+        self._group: World | None = None  # of the writers, where each writes a shard
+        self.stalled_seconds, self.remark = 0.0, ""
+        if learner.parallel.sharded:
+            self.remark = "collected by the first rank, as not all ranks see one run directory"
+            if _all_see(self._world, folder):
+                self.remark = "a shard of each rank"
+                limit = timedelta(seconds=self._world.timeout)
+                with peers("connecting those who save"):
+                    group = dist.new_group(backend="gloo", timeout=limit)
+                self._group = replace(self._world, control=group)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of `step` is, or will be."""
+        return self._folder / checkpoint_name(step)
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there or on its way."""
+        return step == self._writing or self.path(step).is_dir()
+
+    def save(self, *, seconds: float, keep: Keep) -> None:
+        """Copy the learner's state and begin to write it, unless the first rank has it already.
+
+        `seconds` is the wall time of the run so far; both arguments are the first rank's.
+        """
+        began = time.perf_counter()
+        step = self._learner.step
+        name = f".partial-{checkpoint_name(step)}-{secrets.token_hex(4)}"
+        name = self._world.gather(None if self.has(step) else name)[0]
+        if name is None:
+            self.prune(keep)
+        else:
+            self.wait()  # for the one before
+            self._writing = step
+            self._begin(self._folder / name, seconds, keep)
+        self.stalled_seconds += time.perf_counter() - began
+
+    def _begin(self, place: Path, seconds: float, keep: Keep) -> None:
+        learner, is_first = self._learner, self._world.is_first
+        offsets: dict[str, list[int]] = {}
+        kinds: dict[str, Mapping[str, Tensor]] = {}
+        if self._group is None:
+            training = collect(learner.tensors(), wanted=is_first)
+            kinds["model"] = learner.weights()
+        else:
+            from gear_offline.training.sharded import offsets_of, own_pieces
+
+            everything = learner.tensors()
+            spread = named(MODEL_PREFIX, learner.model.state_dict())
+            moments = {name: tensor for name, tensor in everything.items() if is_spread(tensor)}
+            spread |= named(TRAINING_PREFIX, moments)
+            offsets = offsets_of(spread)
+            kinds["shard"] = own_pieces(spread, rank=self._world.rank)
+            training = {n: t for n, t in everything.items() if n not in moments}
+        if is_first:
+            kinds["training"] = training
+        elif self._group is None:
+            return
+        ready = _snapshot(kinds)
+        state, config = self._state(seconds), config_text(learner.model)
+        self._worker.submit(partial(self._write, place, ready, offsets, state, config, keep))
+
+    def _state(self, seconds: float) -> SavedState:
+        learner, statistics = self._learner, None
+        if learner.state_mean is not None and learner.state_std is not None:
+            mean, std = learner.state_mean.tolist(), learner.state_std.tolist()
+            statistics = Normalisation(mean=tuple(mean), std=tuple(std))
+        return SavedState(
+            step=learner.step,
+            seconds=seconds,
+            recipe=learner.recipe.to_dict(),
+            loader=learner.loader.state_dict(),
+            normalisation=statistics,
+        )
+
+    def _write(
+        self,
+        place: Path,
+        ready: Callable[[], Kinds],
+        offsets: Mapping[str, list[int]],
+        state: SavedState,
+        config: str,
+        keep: Keep,
+    ) -> None:
+        kinds = ready()
+        try:
+            model = kinds.get("model", {})
+            if self._group is not None:
+                from gear_offline.training.sharded import read_whole
+
+                files = _write_shards(self._group, place / SHARDED, kinds["shard"], offsets)
+                state = state.model_copy(update={"files": files})
+                if self._world.is_first:
+                    model = part(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
+            if self._world.is_first:
+                self._before()
+                write_checkpoint(place, state, config, model, kinds["training"])
+                prune(self._folder, keep)
+        finally:
+            if self._world.is_first:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def prune(self, keep: Keep) -> None:
+        """Remove what need not stay, after what is being written; does not wait."""
+        if self._world.is_first:
+            self._worker.submit(partial(prune, self._folder, keep))
+
+    def check(self) -> None:
+        """Raise the writer's error, if there was one; costs nothing."""
+        self._worker.check()
+
+    def wait(self) -> None:
+        """Return when everything is on the disk; raises the writer's error."""
+        self._worker.wait()
+
+    def close(self, *, finish: bool = True) -> None:
+        """End the thread, after its work if `finish`; errors stay with `check`."""
+        if finish:
+            self._worker.close()
+
+
+def _all_see(world: World, folder: Path) -> bool:
+    """Return whether all ranks can write into one folder, which is made."""
+    probe = folder / f".partial-{secrets.token_hex(8)}"
+    world.lead(lambda: probe.mkdir(parents=True))
+    probe = folder / world.gather(probe.name)[0]
+    all_see = all(world.gather(os.access(probe, os.W_OK | os.X_OK)))
+    if world.is_first:
+        probe.rmdir()
+    return all_see
+
+
+def _write_shards(
+    group: World, folder: Path, pieces: Mapping[str, Tensor], offsets: Mapping[str, list[int]]
+) -> dict[str, FileFacts]:
+    """Write this rank's shard; return what all ranks have written, by name."""
+    from gear_offline.training.sharded import write_shard
+
+    written, failure = None, None
+    try:
+        name, facts = write_shard(folder, pieces, offsets, rank=group.rank)
+        written = {"name": f"{SHARDED}/{name}", "facts": facts.model_dump()}
+    except OSError as error:
+        failure = write_error(error, str(folder))
+    answers = group.gather({"written": written, "failure": failure and failure.what})
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if answer["failure"] is not None:
+            what = f"rank {rank} could not save its shard: {answer['failure']}"
+            raise GearError("RANK_FAILED", what, str(folder), "see its own message")
+    shards = [answer["written"] for answer in answers]
+    return {shard["name"]: FileFacts(**shard["facts"]) for shard in shards}
+
+
+def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float:
+    """Take over the newest whole checkpoint in `folder`, if there is one; all ranks together.
+
+    Returns the wall time of the run before, in seconds.  `say` is told, on the first rank, of
+    damaged checkpoints that are passed over.
+    """
+    world = learner.world
+    checkpoint = world.lead(lambda: newest_checkpoint(folder, say))
+    facts: Any = None
+    if checkpoint is not None:
+        state = checkpoint.state
+        facts = {"name": checkpoint.path.name, "step": state.step, "loader": state.loader}
+        facts |= {"seconds": state.seconds, "shards": state.shards}
+    facts = world.gather(facts)[0]
+    if facts is None:
+        return 0.0
+    path = folder / facts["name"]
+    in_parts = False  # whether each rank reads what it holds
+    if facts["shards"] and learner.parallel.sharded:
+        in_parts = all(world.gather(all((path / name).is_file() for name in facts["shards"])))
+    tensors = world.lead(lambda: _tensors_of(checkpoint, whole=not in_parts))
+    if world.size > 1 or tensors is None:
+        tensors = world.send_tensors(tensors)
+    training = part(tensors, TRAINING_PREFIX)
+    model: Mapping[str, Tensor] | None = part(tensors, MODEL_PREFIX)
+    try:
+        if in_parts:
+            from gear_offline.training.sharded import names_in, read_into
+
+            names = part(dict.fromkeys(names_in(path / SHARDED), 0), TRAINING_PREFIX)
+            moments = learner.optimizer.room(names)
+            held = named(MODEL_PREFIX, learner.model.state_dict())
+            read_into(path / SHARDED, held | named(TRAINING_PREFIX, moments))
+            training, model = training | moments, None
+        learner.load(step=facts["step"], model=model, tensors=training, loader=facts["loader"])
+    except (KeyError, RuntimeError) as error:
+        raise damaged(path, f"it does not fit the recipe ({error})") from error
+    return float(facts["seconds"])
+
+
+def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tensor]:
+    assert checkpoint is not None, "only the first rank reads"
+    tensors = named(TRAINING_PREFIX, checkpoint.tensors(shards=whole))
+    return tensors | named(MODEL_PREFIX, checkpoint.weights()) if whole else tensors
+
+
+def _snapshot(kinds: Kinds) -> Callable[[], Kinds]:
+    """Copy tensors as they are; return what gives the copies in host memory, for another thread.
+
+    On the CPU they are cloned.  On a GPU the copies are enqueued behind the steps so far, and the
+    host goes on: to GPU memory where there is room, else to page-locked host memory.
+    """
+    tensors = [tensor for kind in kinds.values() for tensor in kind.values()]
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    has_room = all(_has_room(device, tensors) for device in devices)
+    copies = {
+        kind: {name: _copy(tensor.detach(), has_room) for name, tensor in content.items()}
+        for kind, content in kinds.items()
+    }
+    events = []
+    for device in devices:
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+
+    def ready() -> Kinds:
+        for event in events:
+            event.synchronize()
+        return {kind: _on_host(copies.pop(kind)) for kind in kinds}
+
+    return ready
+
+
+def _has_room(device: torch.device, tensors: list[Tensor]) -> bool:
+    """Return whether copies leave half of the memory that is free on `device`."""
+    wanted = sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+    free = torch.cuda.mem_get_info(device)[0]
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return wanted <= ROOM_SHARE * (free + kept)
+
+
+def _copy(tensor: Tensor, has_room: bool) -> Tensor:
+    if tensor.is_cuda and not has_room:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in host memory, those of a GPU fetched without its other streams."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is None:
+        return tensors
+    # On the default stream each fetch would wait for all the steps launched by then.  Streams of
+    # high priority are others than those that training and captures get from torch.
+    stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    staged = torch.empty(STAGED_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_host = {}
+    with torch.cuda.stream(stream):
+        for name, tensor in tensors.items():
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+            pieces = [torch.split(_bytes(one), STAGED_BYTES) for one in (tensor, host)]
+            for there, here in zip(*pieces, strict=True):
+                staged[: len(there)].copy_(there, non_blocking=True)
+                stream.synchronize()
+                here.copy_(staged[: len(there)])
+            on_host[name] = host
+    return on_host
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class _Worker:
+    """A thread that does what it is given, in order; the first error ends it.
+
+    It is a daemon: a second Ctrl-C ends the process at once, as it ends everything else.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._background = background
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Have `work` done after what was submitted before."""
+        self.check()
+        self._work.put(work)
+        if not self._background:
+            self._next()
+            self.check()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gear-saver", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        self._work.join()
+        self.check()
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        work = self._work.get()
+        try:
+            if work is not None and self._error is None:
+                work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._work.task_done()
+        return work is not None

@@ -1,0 +1,79 @@
+"""What tests of checkpoints share: how to write one without a run, and a learner without data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.distributed.world import World
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.training.checkpoint import (
+    Normalisation,
+    SavedState,
+    config_text,
+    write_checkpoint,
+)
+from gear_offline.training.learner import Learner
+
+RECIPE = load_recipe("smoke")
+
+
+def saved_state(step: int, recipe: Recipe = RECIPE) -> SavedState:
+    statistics = Normalisation(mean=(0.1, 1 / 3, -1e300), std=(1.0, 0.0, 5e-324))
+    return SavedState(
+        step=step,
+        seconds=1.25,
+        recipe=recipe.to_dict(),
+        loader={"step": step, "seed": 0},
+        normalisation=statistics,
+    )
+
+
+def training_tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "optimizer/exp_avg/w": torch.randn(4, generator=generator),
+        "random/cpu": torch.arange(9, dtype=torch.uint8),
+        "window": torch.zeros(0, 2),
+    }
+
+
+def save_checkpoint(
+    folder: Path,
+    model: DecisionTransformer,
+    step: int,
+    state: SavedState | None = None,
+) -> Path:
+    """Write a checkpoint into the folder of a run's checkpoints."""
+    state = saved_state(step) if state is None else state
+    weights, partial = model.state_dict(), folder / f".partial-{step}"
+    return write_checkpoint(partial, state, config_text(model), weights, training_tensors(step))
+
+
+class StandIn(SimpleNamespace):
+    """A learner without data, as far as a `Saver` asks."""
+
+    def __init__(self, model: DecisionTransformer, training: Mapping[str, Tensor]) -> None:
+        loader = SimpleNamespace(state_dict=lambda: {"step": self.step})
+        super().__init__(
+            step=0,
+            world=World(),
+            recipe=RECIPE,
+            model=model,
+            loader=loader,
+            state_mean=None,
+            state_std=None,
+            parallel=SimpleNamespace(sharded=False),
+            tensors=lambda: dict(training),
+            weights=model.state_dict,
+        )
+
+    @property
+    def learner(self) -> Learner:
+        return cast(Learner, cast(Any, self))

@@ -1,0 +1,176 @@
+"""Saving while training goes on: what is written is the instant of the call, errors end the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gear_offline.errors import GearError
+from gear_offline.models.decision_transformer import build_model
+from gear_offline.runs.trainer import train
+from gear_offline.training import saving, tensor_file
+from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
+from gear_offline.training.saving import Saver
+from tests.checkpoint_support import StandIn
+from tests.support import failing_code
+from tests.training_support import learnt, tiny_data, tiny_recipe
+
+pytestmark = pytest.mark.usefixtures("no_reports")
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    model = build_model(state_dim=3, action_dim=2, hidden_size=8, layers=1, max_timestep=9)
+    return StandIn(model, {"optimizer/m": torch.full((2,), 5.0), "t": torch.ones(2, 3).T})
+
+
+@pytest.fixture
+def saver(tmp_path: Path, stand_in: StandIn) -> Iterator[Saver]:
+    made = Saver(stand_in.learner, tmp_path / "checkpoints", background=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold the writer before its first byte until the event is set."""
+    event, write = threading.Event(), tensor_file.save_file
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        assert event.wait(30)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(tensor_file, "save_file", held)
+    return event
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    write = saving.write_checkpoint
+
+    def slowly(*arguments: Any, **options: Any) -> Path:
+        time.sleep(seconds)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(saving, "write_checkpoint", slowly)
+
+
+def test_the_state_of_the_call_is_written(
+    saver: Saver, stand_in: StandIn, gate: threading.Event
+) -> None:
+    stand_in.step = 4
+    moments, weight = stand_in.tensors(), next(stand_in.model.parameters())
+    expected = weight.detach().clone()
+    saver.save(seconds=2.5, keep=Keep(newest=2))
+    with torch.no_grad():  # training goes on
+        weight.fill_(7)
+        moments["optimizer/m"].fill_(7)
+    assert saver.has(4) and not saver.path(4).exists() and not saver.has(5)
+    gate.set()
+    saver.wait()
+    saved = read_checkpoint(saver.path(4))
+    assert (saved.state.seconds, saved.state.loader) == (2.5, {"step": 4})
+    name = next(iter(stand_in.model.state_dict()))
+    assert torch.equal(saved.weights()[name], expected)
+    assert torch.equal(saved.tensors()["optimizer/m"], torch.full((2,), 5.0))
+
+
+def test_one_save_at_a_time(saver: Saver, stand_in: StandIn, gate: threading.Event) -> None:
+    """The second save returns only when the first one is on the disk."""
+    stand_in.step = 1
+    saver.save(seconds=1.0, keep=Keep(newest=2))
+    threading.Timer(0.2, gate.set).start()
+    stand_in.step = 2
+    saver.save(seconds=1.0, keep=Keep(newest=2))
+    assert saver.path(1).is_dir() and saver.stalled_seconds > 0.1
+    for step in (3, 4):
+        stand_in.step = step
+        saver.save(seconds=1.0, keep=Keep(newest=1, best=2, pinned=(3,)))
+    saver.save(seconds=1.0, keep=Keep(newest=1, best=3))  # is there: prunes
+    saver.wait()
+    folder = saver.path(1).parent
+    assert [step for step, _ in list_checkpoints(folder)] == [3, 4]
+    assert (folder / "best").resolve() == saver.path(3).resolve()
+
+
+def test_a_limit_of_file_size_is_an_error_of_the_disk(saver: Saver) -> None:
+    """The system says it to the safetensors library, which says it as text."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        saver.save(seconds=1.0, keep=Keep(newest=1))
+        with pytest.raises(GearError, match="no space left") as caught:
+            saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.code == "OUTPUT_WRITE"
+    assert os.listdir(saver.path(0).parent) == []
+
+
+@pytest.mark.parametrize("how", ["async", "sync"])
+def test_an_error_of_the_writer_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    write, calls = tensor_file.save_file, []
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        calls.append(threading.current_thread())
+        if len(calls) > 2:  # two files a checkpoint
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(tensor_file, "save_file", refuse)
+    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", f"train.save={how}")
+    run = tmp_path / "run"
+    assert failing_code(lambda: train(recipe, out=run, quiet=True)) == "OUTPUT_WRITE"
+    assert [step for step, _ in list_checkpoints(run / "checkpoints")] == [5]
+    assert not list((run / "checkpoints").glob(".*")), "nothing half written stays"
+    assert (calls[0] is threading.main_thread()) == (how == "sync")
+    assert "gear-saver" not in [thread.name for thread in threading.enumerate()]
+    monkeypatch.setattr(tensor_file, "save_file", write)
+    train(recipe, out=run, resume=True, quiet=True)
+    assert list_checkpoints(run / "checkpoints")[-1][0] == 20
+
+
+def test_both_ways_save_the_same_and_tell_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, 0.05)
+    data = tiny_data(tmp_path)
+    runs = {
+        how: train(tiny_recipe(data, f"train.save={how}"), out=tmp_path / how, quiet=True)
+        for how in ("sync", "async")
+    }
+    for name in ("training", "model"):
+        assert learnt(runs["sync"])[name] == learnt(runs["async"])[name]
+    for run in runs.values():
+        assert 0 < json.loads((run / "summary.json").read_text())["save_wait_share"] <= 1
+
+
+def test_the_end_of_a_run_waits_for_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, 0.3)
+    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    assert read_checkpoint(run / "checkpoints" / "step-00000005").state.step == 5
+
+
+def test_an_error_of_the_last_save_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Path:
+        raise GearError("OUTPUT_WRITE", "no space left")
+
+    monkeypatch.setattr(saving, "write_checkpoint", refuse)
+    recipe = tiny_recipe(tiny_data(tmp_path), "evaluate.episodes=0", "train.steps=5")
+    code = failing_code(lambda: train(recipe, out=tmp_path / "run", quiet=True))
+    assert code == "OUTPUT_WRITE" and not (tmp_path / "run" / "summary.json").exists()
