@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gear_offline.errors import GearError
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.trainer import train
 from gear_offline.training import saving, tensor_file
-from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint import read_checkpoint, write_checkpoint
 from gear_offline.training.checkpoint_folder import Keep, list_checkpoints
 from gear_offline.training.saving import Saver
 from tests.checkpoint_support import StandIn
@@ -45,7 +46,7 @@ def saver(tmp_path: Path, stand_in: StandIn) -> Iterator[Saver]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold the writer before its first byte until the event is set."""
-    event, write = threading.Event(), tensor_file.save_file
+    event, write = threading.Event(), save_file
 
     def held(*arguments: Any, **options: Any) -> Any:
         assert event.wait(30)
@@ -56,7 +57,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    write = saving.write_checkpoint
+    write = write_checkpoint
 
     def slowly(*arguments: Any, **options: Any) -> Path:
         time.sleep(seconds)
@@ -121,7 +122,7 @@ def test_a_limit_of_file_size_is_an_error_of_the_disk(saver: Saver) -> None:
 def test_an_error_of_the_writer_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    write, calls = tensor_file.save_file, []
+    write, calls = save_file, []
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         calls.append(threading.current_thread())

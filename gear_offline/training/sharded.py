@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -34,7 +35,8 @@ def own_pieces(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]
             place = tensor.device_mesh.get_coordinate()
             ways = zip(place or (), tensor.placements, strict=True)
             is_writer = all(at == 0 or not isinstance(way, Replicate) for at, way in ways)
-            piece: Any = tensor.detach().to_local()
+            spread: Any = tensor.detach()
+            piece: Tensor = spread.to_local()
         else:
             is_writer, piece = rank == 0, tensor.detach()
         if is_writer and piece.numel():
