@@ -81,7 +81,7 @@ def _on_gpu(items: int, count: int) -> dict[str, Call]:
     tree = sampler.on_device(device)
     fill_masses(tree.masses)
     tree.add_up()
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, batch_size=count)
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, global_batch=count)
     names = torch.empty(1, count, 2, dtype=torch.int64, device=device)
     chances = torch.empty(1, count, dtype=torch.float64, device=device)
     steps = itertools.count()

@@ -72,7 +72,7 @@ class GroupAddresses:
 
     group: ColumnGroup
     addresses: Int64Array  # (E,) of each episode's first row, as the device sees it
-    landing: int = 0  # address of the first landing row, if there are any
+    row_zero: int = 0  # address that landing rows are counted from, if there are any
 
 
 def convert(values: Array, field: Field) -> Array:

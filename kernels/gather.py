@@ -8,8 +8,8 @@ computed with, except where a column is cast or normalised.
 A group of frames may have `history` rows in front of each window: the frames before its first step,
 zeros before the episode's first.  So a frame is read once, and the stacks of a batch are views.
 
-Rows that came from another node lie in landing rows, behind those of the table in the same array:
-such a segment begins at its landing row instead of its episode's, and is read like any other.
+Rows that came from elsewhere lie in landing rows of the same array: such a segment begins at its
+landing row instead of its episode's, and is read like any other.
 
 Shape legend: E episodes, n segments, K steps of a window, W elements of a row.
 """
@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gear_offline.core.types import Array, BoolArray, Int64Array
+from gear_offline.core.types import Array, Int64Array
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
 from gear_offline.kernels.segments import Segments
@@ -85,22 +85,20 @@ class Windows:
 
 
 class CpuGather:
-    """Fills windows from rows in host memory.
+    """Copies windows out of rows in host memory.
 
     Parameters
     ----------
     groups
-        Rows of whole episodes back to back, between margins of zeros; then landing rows.
-    offsets
-        (E + 1,) int64: first step of every episode of the dataset, and the number of steps.
-    margin
-        Rows before the first and after the last step.
+        Rows of whole episodes back to back, with margins of zeros that a window fits into.
+    lengths
+        (E,) int64, steps of every episode of the dataset.
+    first_rows
+        (E,) int64, the row of each episode's first step; any number where the rows are elsewhere.
     context_length
-        K, with the longest history at most the margin.
+        K.
     padding
         ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
-    held
-        (E,) bool: the episodes that the groups hold, in order; by default all.
     pin
         Allocate the outputs in page-locked memory (needs CUDA), for asynchronous copies.
     """
@@ -108,19 +106,16 @@ class CpuGather:
     def __init__(
         self,
         groups: Sequence[ColumnGroup],
-        offsets: Int64Array,
+        lengths: Int64Array,
+        first_rows: Int64Array,
         *,
-        margin: int,
         context_length: int,
         padding: Padding = "right",
-        held: BoolArray | None = None,
         pin: bool = False,
     ) -> None:
         self.groups, self.context_length, self.padding = tuple(groups), context_length, padding
         history = max((group.history for group in groups), default=0)
-        assert 1 <= context_length <= margin - history, "windows do not reach beyond the margin"
-        self.offsets, self.lengths = offsets, np.diff(offsets)
-        self._firsts, self._landing = first_rows(self.lengths, margin, held)
+        self.lengths, self._first_rows = lengths, first_rows
         self._arena = Arena(pin=pin)
         self._shapes = [
             ((context_length + group.history, group.width), torch_dtype(group.final_dtype))
@@ -131,18 +126,18 @@ class CpuGather:
         self._clock = _clock(int(self.lengths.max(initial=0)), context_length)
         self._views = [_windows(group, context_length + group.history) for group in groups]
 
-    def fill(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
+    def gather(self, segments: Segments, landing: Int64Array | None = None) -> Windows:
         """Gather `segments`, of any shape ``S``; others are refused (``SELECTION``).
 
-        `landing`, int64, ``S``: the landing row of each segment's first step, behind the rows of
-        its history; -1 for the episode's own.
+        `landing`, int64, ``S``: the row where the first step of a segment that came from elsewhere
+        lies, behind those of its history; -1 for the episode's own.
         """
         shape, span = segments.shape, self.context_length
         episodes, starts = segments.episodes.reshape(-1), segments.starts.reshape(-1)
         real = real_steps(segments, self.lengths, span)
-        low = self._firsts[episodes] + starts  # row of the first real step
+        low = self._first_rows[episodes] + starts  # row of the first real step
         if landing is not None:
-            low = np.where(landing.reshape(-1) < 0, low, self._landing + landing.reshape(-1))
+            low = np.where(landing.reshape(-1) < 0, low, landing.reshape(-1))
         shift = 0 if self.padding == "right" else real - span
         padded = self._unfilled(starts, real, 0)
         whole, long = (real.size, span), torch.int64
@@ -195,15 +190,6 @@ class CpuGather:
         outside = (places < first) | (places >= last)
         positions: Int64Array = (some * len(places) + places)[outside]
         return positions
-
-
-def first_rows(
-    lengths: Int64Array, margin: int, held: BoolArray | None = None
-) -> tuple[Int64Array, int]:
-    """Return (E,) the row of each episode's first step, where it is held; the first landing row."""
-    steps = lengths if held is None else lengths * held
-    ends = np.cumsum(steps)
-    return margin + ends - steps, 2 * margin + int(steps.sum())
 
 
 def real_steps(segments: Segments, lengths: Int64Array, span: int) -> Int64Array:

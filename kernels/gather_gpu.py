@@ -46,13 +46,13 @@ CAST_PIECE: Final = 1024  # elements of a task
 # `Group` and `Job` of cuda/fill.cuh
 _GROUP_NAMES = (
     *("addresses", "out", "row_bytes", "unit", "width", "source", "to_int64"),
-    *("mean", "divisor", "pieces", "piece", "history", "landing"),
+    *("mean", "divisor", "pieces", "piece", "history", "row_zero"),
 )
 _JOB_NAMES = (
     *("seed", "counter", "first_step", "offsets", "episodes", "chosen", "ring"),
-    *("per_step", "first_slot", "segments", "span", "left", "tasks"),
+    *("rank_batch", "first_slot", "segments", "span", "left", "tasks"),
     *("groups", "per_warp", "timesteps", "mask", "names", "ticket", "wrong"),
-    *("whole", "chances"),
+    *("global_batch", "chances"),
 )
 GROUP = np.dtype([(name, np.uint64) for name in _GROUP_NAMES])
 JOB = np.dtype(
@@ -82,17 +82,17 @@ class GpuGather:
         The GPU.
     context_length, padding
         K, and the side on which windows are filled up with zeros.
-    batch_size
+    rank_batch
         B, segments of a step.
     draw
         How the GPU draws segments; None: the host names all of them.
     drawn_from
         As `offsets`, of the episodes that are drawn from: all, or the first ones.
     seed, first_slot, global_batch
-        Of those draws: `batch_size` slots from `first_slot` on of the global batch.
+        Of those draws: `rank_batch` slots from `first_slot` on of the global batch.
     reads_host, reason
         Whether some rows lie in host memory; why the rows lie where they do, in a line.
-    held
+    keep
         Kept alive: what owns the memory that addresses point to.
     """
 
@@ -103,7 +103,7 @@ class GpuGather:
         *,
         device: torch.device,
         context_length: int,
-        batch_size: int,
+        rank_batch: int,
         padding: Padding = "right",
         draw: Draw | None = None,
         drawn_from: Int64Array | None = None,
@@ -112,12 +112,12 @@ class GpuGather:
         global_batch: int | None = None,
         reads_host: bool = False,
         reason: str = "",
-        held: Any = None,
+        keep: Any = None,
     ) -> None:
         self.groups, self.device = tuple(each.group for each in groups), device
-        self.batch_size, self.context_length, self.padding = batch_size, context_length, padding
+        self.rank_batch, self.context_length, self.padding = rank_batch, context_length, padding
         self.lengths, self.reads_host, self.reason = np.diff(offsets), reads_host, reason
-        self._held = held
+        self._keep = keep
         self.draws = draw is not None
         self._kernels: dict[str, Function] = {}
         self._load(FILL)
@@ -127,9 +127,9 @@ class GpuGather:
             seed=seed,
             offsets=self._arrays.keep(offsets),
             episodes=len(self.lengths),
-            per_step=batch_size,
+            rank_batch=rank_batch,
             first_slot=first_slot,
-            whole=global_batch or first_slot + batch_size,
+            global_batch=global_batch or first_slot + rank_batch,
             span=context_length,
             left=int(padding == "left"),
         )
@@ -148,13 +148,13 @@ class GpuGather:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
 
-    def fill(self, *, first_step: int, steps: int) -> Windows:
+    def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Return the windows that the GPU draws in consecutive steps, (steps, B, K, ...).
 
         One launch on torch's current stream, into new memory.
         """
         assert self.draws, "the host names the segments"
-        windows = self.allocate((steps, self.batch_size))
+        windows = self.allocate((steps, self.rank_batch))
         job = self._job.copy()
         job["first_step"] = first_step
         self._launch(job, windows, source=self._source)
@@ -169,7 +169,7 @@ class GpuGather:
     ) -> Windows:
         """Return the windows of named segments, of any leading shape; in `out` if given.
 
-        `landing` is that of `gear_offline.kernels.gather.CpuGather.fill`, and so are the errors.
+        `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`, and so are the errors.
         """
         real_steps(segments, self.lengths, self.context_length)
         named = torch.empty(
@@ -240,7 +240,7 @@ class GpuGather:
         return describe_group(
             placed.group,
             addresses=self._arrays.keep(placed.addresses),
-            landing=placed.landing,
+            row_zero=placed.row_zero,
             moments=moments,
             span=self.context_length,
         )
@@ -300,7 +300,7 @@ class StaticFill:
     ) -> None:
         self._engine = engine
         self.ring = ring  # steps that can be named ahead; 0 where the GPU draws by itself
-        self.windows = engine.allocate((engine.batch_size,)) if windows is None else windows
+        self.windows = engine.allocate((engine.rank_batch,)) if windows is None else windows
         self.chances: Tensor | None = None  # (B,) float64, of each segment
         # counter, and tickets of its own: two of these may run on two streams
         self._state = torch.zeros(3, dtype=torch.int64, device=engine.device)
@@ -311,7 +311,7 @@ class StaticFill:
         self.counter = self._state[:1]
         source = engine._source
         if ring:
-            self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.batch_size, 1)
+            self._names = torch.tensor([0, 0, 1, -1]).repeat(ring, engine.rank_batch, 1)
             if engine.device.type == "cuda":
                 self._names = self._names.pin_memory()  # the GPU knows it by the same address
             self._job["sampling"]["way"] = NAMED
@@ -319,7 +319,7 @@ class StaticFill:
             source = FILL
         elif chances:
             assert engine._has_chances, "those of priorities alone are computed on the GPU"
-            self.chances = torch.empty(engine.batch_size, dtype=torch.float64, device=engine.device)
+            self.chances = torch.empty(engine.rank_batch, dtype=torch.float64, device=engine.device)
             self._job["chances"] = self.chances.data_ptr()
         kernel, self._blocks = engine._fix(self._job, self.windows)
         self._kernel = f"{source}_{kernel}"
@@ -336,7 +336,7 @@ class StaticFill:
     def name(self, first_step: int, segments: Segments, landing: Int64Array | None = None) -> None:
         """Name the (steps, B) segments of consecutive steps; no fill may still read their entries.
 
-        `landing` is that of `gear_offline.kernels.gather.CpuGather.fill`.
+        `landing` is that of `gear_offline.kernels.gather.CpuGather.gather`.
         """
         entries = (first_step + np.arange(segments.shape[0])) % self.ring
         named = np.empty((*segments.shape, 4), np.int64)
@@ -358,17 +358,17 @@ def write_names(
 
 
 def describe_group(
-    group: ColumnGroup, *, addresses: int, moments: tuple[int, int], span: int, landing: int = 0
+    group: ColumnGroup, *, addresses: int, moments: tuple[int, int], span: int, row_zero: int = 0
 ) -> Any:
     """Return the `GROUP` row of a column group; `out` is set for each launch.
 
-    `addresses`, `moments` (mean, divisor; zeros for none) and `landing` are device addresses.
+    `addresses`, `moments` (mean, divisor; zeros for none) and `row_zero` are device addresses.
     """
     row_bytes = group.row_bytes
     row = np.zeros((), GROUP)
     row["addresses"], row["row_bytes"], row["width"] = addresses, row_bytes, group.width
     row["mean"], row["divisor"] = moments
-    row["history"], row["landing"] = group.history, landing
+    row["history"], row["row_zero"] = group.history, row_zero
     span += group.history
     row["unit"] = unit = next(u for u in (16, 8, 4, 2, 1) if row_bytes % u == 0)
     if group.is_final:

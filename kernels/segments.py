@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.errors import InputError
@@ -40,7 +41,8 @@ class Segments:
     def shape(self) -> tuple[int, ...]:
         return self.episodes.shape
 
-    def __getitem__(self, item: int | slice | tuple[slice, ...]) -> Segments:
+    def __getitem__(self, item: Any) -> Segments:
+        """Return some of them, as NumPy indexes arrays."""
         return Segments(
             episodes=self.episodes[item],
             starts=self.starts[item],

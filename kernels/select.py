@@ -30,16 +30,16 @@ class DeviceSelect:
         offsets: npt.NDArray[np.int64],
         *,
         device: torch.device,
-        batch_size: int,
+        global_batch: int,
     ) -> None:
-        self.device, self.batch_size = device, batch_size
+        self.device, self.global_batch = device, global_batch
         self._arrays = DeviceArrays(device)  # what addresses in the job point to
         self._kernel = load("sample.cu", ("sample_alone",), device=device.index or 0)[
             "sample_alone"
         ]
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._most_blocks = BLOCKS_PER_SM * processors
-        self._job = describe_job([], per_step=batch_size, whole=batch_size, span=1)
+        self._job = describe_job([], rank_batch=global_batch, global_batch=global_batch, span=1)
         self._job["sampling"] = describe_sampling(draw, offsets, arrays=self._arrays)
         self._has_chances = isinstance(draw, PriorityTree)
 
@@ -63,7 +63,7 @@ class DeviceSelect:
 
     def segments(self, *, seed: int, first_step: int, steps: int) -> Segments:
         """Return what `Sampler.sample` of B slots returns, by priorities; waits for the GPU."""
-        shape = (steps, self.batch_size)
+        shape = (steps, self.global_batch)
         names = torch.empty(*shape, 2, dtype=torch.int64, device=self.device)
         chances = torch.empty(shape, dtype=torch.float64, device=self.device)
         if names.numel():

@@ -73,14 +73,14 @@ class LossFeedback(SegmentFeedback):
     """
 
     def __init__(self, loader: GearLoader) -> None:
-        learner = loader.learner
-        if learner is None:
+        sampler = loader.loss_sampler
+        if sampler is None:
             raise InputError(
                 "SELECTION",
                 f"strategy {loader.selection.name!r} does not learn from losses",
                 remedy="use prioritized",
             )
-        self._loader, self._learner = loader, learner
+        self._loader, self._sampler = loader, sampler
 
     def importance(self) -> Tensor:
         """Return (B,) float32 weights for the batch that was handed out last, at most 1.
@@ -89,7 +89,7 @@ class LossFeedback(SegmentFeedback):
         """
         loader = self._loader
         step = loader.step - 1
-        weights = self._learner.importance(loader.segments_at(step).probability, step=step)
+        weights = self._sampler.importance(loader.segments_at(step).probability, step=step)
         return torch.from_numpy(weights[loader.slots_at(step)]).float().to(loader.device)
 
     def update(self, batch: Batch, losses: Tensor) -> None:
@@ -98,7 +98,7 @@ class LossFeedback(SegmentFeedback):
         All ranks call it, and every rank's selection hears of all.
         """
         named, values = self._of_all_ranks(batch, losses)
-        self._learner.update(named.numpy(), values.numpy())
+        self._sampler.update(named.numpy(), values.numpy())
 
     def _of_all_ranks(self, batch: Batch, losses: Tensor) -> tuple[Tensor, Tensor]:
         gather = self._loader.world.gather_tensor
@@ -108,7 +108,7 @@ class LossFeedback(SegmentFeedback):
     def _tell(self, batch: Batch, losses: Tensor) -> None:
         named, values = self._of_all_ranks(batch, losses)
         if bool(torch.isfinite(values).all()):
-            self._learner.update(named.numpy(), values.numpy())
+            self._sampler.update(named.numpy(), values.numpy())
 
 
 class DeviceFeedback(SegmentFeedback):
@@ -124,8 +124,8 @@ class DeviceFeedback(SegmentFeedback):
     """
 
     def __init__(self, loader: GearLoader, batches: StaticBatch) -> None:
-        learner = loader.learner
-        if learner is None or batches.chances is None:
+        sampler = loader.loss_sampler
+        if sampler is None or batches.chances is None:
             raise InputError(
                 "SELECTION",
                 f"strategy {loader.selection.name!r} has no priorities",
@@ -134,7 +134,7 @@ class DeviceFeedback(SegmentFeedback):
         assert not batches.ahead, "the next batch depends on the losses of this one"
         self._chances, self._counter = batches.chances, batches.counter
         device = self._chances.device
-        self._tree, self._options = learner.on_device(device), learner.options
+        self._tree, self._options = sampler.on_device(device), sampler.options
         self._weights = torch.ones(len(self._chances), device=device)
 
     def importance(self) -> Tensor:
@@ -159,14 +159,14 @@ class DeviceFeedback(SegmentFeedback):
             yield
 
 
-def selection_tensors(learner: Prioritized | None) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps of a selection that learns, by name."""
-    state = {} if learner is None else learner.state()
+def selection_tensors(sampler: Prioritized | None) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps of a sampler that learns, by name."""
+    state = {} if sampler is None else sampler.state()
     return {PREFIX + key: torch.from_numpy(value) for key, value in state.items()}
 
 
-def load_selection(learner: Prioritized | None, tensors: Mapping[str, Tensor]) -> None:
-    """Give a selection that learns what `selection_tensors` kept."""
-    if learner is not None:
-        found = {k[len(PREFIX) :]: v for k, v in tensors.items() if k.startswith(PREFIX)}
-        learner.load_state({key: value.cpu().numpy() for key, value in found.items()})
+def load_selection(sampler: Prioritized | None, tensors: Mapping[str, Tensor]) -> None:
+    """Give a sampler that learns what `selection_tensors` kept."""
+    if sampler is not None:
+        kept = {k[len(PREFIX) :]: v for k, v in tensors.items() if k.startswith(PREFIX)}
+        sampler.load_state({key: value.cpu().numpy() for key, value in kept.items()})

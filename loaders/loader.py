@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -25,20 +24,21 @@ from gear_offline.errors import InputError
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.kernels.segments import Segments
 from gear_offline.loaders.batch import Batch, split_steps
-from gear_offline.loaders.open_rows import open_rows
 from gear_offline.loaders.options import (
     LoaderOptions,
     Mode,
     Placement,
     Sharding,
+    check_keywords,
     choose_sampler,
     find_world,
     no_engine,
 )
-from gear_offline.loaders.static_batch import StaticBatch, make_static_batch
+from gear_offline.loaders.rows import DiskRows, GpuRows, RowOpener, Rows
+from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import Sampler, check_range
 from gear_offline.sampling.base import Stream, plain
-from gear_offline.tables.joint import JointDataset, Source, source_digest, source_name
+from gear_offline.tables.joint import JointDataset, TableData, data_digest, data_name
 from gear_offline.tables.table import Table
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class GearLoader(Closing, Iterator[Batch]):
     context_length
         Steps in a window, K.
     selection
-        Name of a strategy, or what `make_sampler` returns, which takes options.
+        Name of a strategy, with options as in ``"top_percent:percent=10"``, or ``{"strategy":
+        "top_percent", "percent": 10}``, or what `make_sampler` returns.
     seed
         In ``[0, 2**64)``.
     device
@@ -113,13 +114,13 @@ class GearLoader(Closing, Iterator[Batch]):
     ----------
     dataset, selection, device, world, batch_size, context_length, padding, seed, extra_columns
         As given; opened, made or found where a name was given.
-    learner
-        The selection if it learns from losses, else None; see `gear_offline.loaders.feedback`.
-    share
+    loss_sampler
+        The selection, or its part, that learns from losses, or None; see
+        `gear_offline.loaders.feedback`.
+    rank_batch
         Segments of this rank's batches.
     rows
-        What batches are made from: `gear_offline.loaders.open_rows.Rows`.  To look at, not to
-        change.
+        What batches are made from, of `gear_offline.loaders.rows`.  To look at, not to change.
 
     Raises
     ------
@@ -146,11 +147,11 @@ class GearLoader(Closing, Iterator[Batch]):
 
     def __init__(
         self,
-        dataset: Source | str | Path,
-        *,
+        dataset: TableData | str | Path,
+        *positional: Never,
         batch_size: int,
         context_length: int = 20,
-        selection: str | Sampler = "uniform_steps",
+        selection: str | Mapping[str, Any] | Sampler = "uniform_steps",
         seed: int = 0,
         device: str | torch.device = "auto",
         padding: Padding = "right",
@@ -168,9 +169,11 @@ class GearLoader(Closing, Iterator[Batch]):
         exchange: Mode = "auto",
         world: World | Literal["auto"] | None = "auto",
         table: Table | None = None,
+        **unknown: Never,
     ) -> None:
+        check_keywords(positional, unknown)
         self.device = resolve_device(device)
-        self._options = LoaderOptions(
+        self._options = options = LoaderOptions(
             batch_size=batch_size,
             context_length=context_length,
             padding=padding,
@@ -186,33 +189,35 @@ class GearLoader(Closing, Iterator[Batch]):
             sharding=sharding,
             exchange=exchange,
         ).checked(self.device)
-        self.batch_size = self._options.batch_size
-        self.context_length, self.padding = self._options.context_length, padding
-        self.extra_columns, self.frame_stack = extra_columns, self._options.frame_stack
-        check_range(seed, start_step, 0, self.batch_size)
+        check_range(seed, start_step, 0, options.batch_size)
         self.seed, self._step = int(seed), int(start_step)
+        self.batch_size, self.context_length = options.batch_size, options.context_length
+        self.padding, self.frame_stack = options.padding, options.frame_stack
+        self.extra_columns = options.extra_columns
         self.world = find_world(world, self.batch_size)
         if isinstance(dataset, (str, Path)):
             dataset = open_dataset(dataset, verify=False)  # what is loaded is compared
         self.dataset = dataset
         self.selection = choose_sampler(selection, dataset, self.context_length, padding)
-        self.learner = self.selection.learner  # see gear_offline.loaders.feedback
-        share = self.world.share(self.batch_size)
-        self.share = share if self.world.feeds else 0
-        self._stream = Stream(
+        self.loss_sampler = self.selection.loss_sampler
+        rank_batch = self.world.rank_batch(self.batch_size)
+        self.rank_batch = rank_batch if self.world.feeds else 0
+        stream = Stream(
             selection=self.selection,
             seed=self.seed,
-            batch_size=self.batch_size,
-            first_slot=self.world.rank * self.share,
-            share=self.share,
+            global_batch=self.batch_size,
+            first_slot=self.world.rank * self.rank_batch,
+            rank_batch=self.rank_batch,
         )
-        self.rows = open_rows(dataset, self._stream, self.world, self.device, self._options, table)
+        self.rows: Rows = RowOpener(
+            data=dataset, stream=stream, world=self.world, device=self.device, options=options
+        ).open(table)
         self._task_bounds = _task_bounds(dataset, self.device)
         self._ready: list[Batch] = []  # the next batches, last one first
 
     def __repr__(self) -> str:
         return (
-            f"GearLoader({source_name(self.dataset)!r}: {self.batch_size} x {self.context_length} "
+            f"GearLoader({data_name(self.dataset)!r}: {self.batch_size} x {self.context_length} "
             f"steps a batch, {self.selection.name}, seed {self.seed}, padding {self.padding}, on "
             f"{self.device}, next step {self._step:,})"
         )
@@ -223,12 +228,12 @@ class GearLoader(Closing, Iterator[Batch]):
     @property
     def engine(self) -> GpuGather | None:
         """The GPU that gathers; None where the CPU does."""
-        return self.rows.engine
+        return self.rows.engine if isinstance(self.rows, GpuRows) else None
 
     @property
     def disk(self) -> DiskGather | None:
         """The reader of rows that stay on disk; None where they are in memory."""
-        return self.rows.disk
+        return self.rows.gather if isinstance(self.rows, DiskRows) else None
 
     @property
     def table(self) -> Table:
@@ -271,10 +276,8 @@ class GearLoader(Closing, Iterator[Batch]):
         return self.selection.sample(self.seed, step, 1, self.batch_size)[0]
 
     def slots_at(self, step: int) -> Int64Array:
-        """Return (share,) int64: which slots of a step's global batch this rank's batch holds."""
-        if self.rows.remote is not None:
-            return self.rows.remote.slots_at(step)
-        return np.arange(self.share) + self._stream.first_slot
+        """Return (rank_batch,) int64: which slots of a step's global batch this rank's has."""
+        return self.rows.segments.slots_at(step)
 
     def static_batch(self, *, ahead: bool = False, windows: Windows | None = None) -> StaticBatch:
         """Return a batch in GPU memory that is filled in place, for CUDA graphs.
@@ -288,19 +291,20 @@ class GearLoader(Closing, Iterator[Batch]):
         UnavailableError
             ``DEVICE`` unless the loader has a GPU engine.
         """
-        if self.engine is None:
+        if not isinstance(self.rows, GpuRows):
             raise no_engine("the GPU does not gather this loader's batches")
-        if self.learner is not None and not self.engine.draws:
+        engine, learns = self.rows.engine, self.loss_sampler is not None
+        if learns and not engine.draws:
             raise no_engine(f"strategy {self.selection.name!r} hears of losses before it draws")
-        return make_static_batch(
-            self.engine,
+        return StaticBatch(
+            engine,
             padding=self.padding,
             step=self._step,
             ahead=ahead,
-            learns=self.learner is not None,
+            learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,
-            named=None if self.engine.draws else self.rows,
+            names=None if engine.draws else BlockNames(self.rows.segments, self.rows.block_steps),
         )
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:
@@ -314,8 +318,8 @@ class GearLoader(Closing, Iterator[Batch]):
         `step` counts the batches that were handed out, whatever is prepared ahead.
         """
         position = {"format": STATE_FORMAT, "step": self._step}
-        if self.learner is not None:
-            position["selection_updates"] = self.learner.updates
+        if self.loss_sampler is not None:
+            position["selection_updates"] = self.loss_sampler.updates
         return position | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,12 +332,15 @@ class GearLoader(Closing, Iterator[Batch]):
             selection or shape of batch; the loader stays as it was.
         """
         step = _check_state(state, self._identity())
-        if self.learner is not None and state.get("selection_updates") != self.learner.updates:
+        if (
+            self.loss_sampler is not None
+            and state.get("selection_updates") != self.loss_sampler.updates
+        ):
             raise InputError(
                 "LOADER_STATE",
-                f"the selection has heard of {self.learner.updates} updates, the state of "
+                f"the selection has heard of {self.loss_sampler.updates} updates, the state of "
                 f"{state.get('selection_updates')}",
-                remedy="load the selection's own state first: loader.learner.load_state(...)",
+                remedy="load the selection's own state first: loader.loss_sampler.load_state(...)",
             )
         self._step = step
         self._ready = []
@@ -345,8 +352,7 @@ class GearLoader(Closing, Iterator[Batch]):
         with several nodes all ranks close together.
         """
         self.rows.close()
-        if self.rows.disk is not None or self.rows.remote is not None:
-            self._ready = []
+        self._ready = []
 
     def _identity(self) -> dict[str, Any]:
         """Return what the content of batches depends on, besides the step."""
@@ -357,7 +363,7 @@ class GearLoader(Closing, Iterator[Batch]):
                 "options": plain(asdict(self.selection.options)),
             },
             **{name: getattr(self._options, name) for name in IDENTITY},
-            "dataset": source_digest(self.dataset),
+            "dataset": data_digest(self.dataset),
         }
 
     def _batches(self, first_step: int, steps: int, *, ahead: bool) -> list[Batch]:
@@ -365,7 +371,7 @@ class GearLoader(Closing, Iterator[Batch]):
         return split_steps(windows, self.padding, self._task_bounds)
 
 
-def _task_bounds(dataset: Source, device: torch.device) -> Tensor | None:
+def _task_bounds(dataset: TableData, device: torch.device) -> Tensor | None:
     """Return (T - 1,) int64 on `device`, the first episode of each task but the first."""
     if not isinstance(dataset, JointDataset) or len(dataset.tasks) == 1:
         return None

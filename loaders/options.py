@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -17,7 +19,7 @@ from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
 from gear_offline.sampling import Sampler, make_sampler
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 
 Mode = Literal["auto", "on", "off"]
 Placement = Literal["auto", "hbm", "peer", "host", "disk"]
@@ -31,6 +33,26 @@ CHOICES = {
     "placement": Placement,
 }
 MAX_FRAME_STACK = 64
+ELSEWHERE = {  # arguments of other libraries' loaders
+    "shuffle": "batches are random already; selection='shuffled_epochs' takes each start once",
+    "sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
+    "batch_sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
+    "strategy": "it is called selection",
+    "num_workers": "none are needed: several batches are made in one pass",
+    "pin_memory": "batches are on `device` already",
+    "drop_last": "batches have no end; each has batch_size segments",
+    "collate_fn": "a batch is tensors already; extra_columns=[...] names further columns",
+    "normalize": "it is called normalize_states",
+    "seq_len": "it is called context_length",
+    "sequence_length": "it is called context_length",
+    "K": "it is called context_length",
+    "discount": "it is called gamma",
+    "discount_factor": "it is called gamma",
+    "rtg_scale": "it is called returns_scale",
+    "scale": "it is called returns_scale",
+    "generator": "give seed=NUMBER",
+    "columns": "it is called extra_columns",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +106,11 @@ class LoaderOptions:
         )
 
     @property
+    def window_rows(self) -> int:
+        """Rows that a window takes, with its history; so many are a table's margin."""
+        return self.context_length + self.frame_stack - 1
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """What the size of a table depends on."""
         names = ("context_length", "normalize_states", "extra_columns", "frame_stack")
@@ -93,6 +120,12 @@ class LoaderOptions:
     def values(self) -> dict[str, Any]:
         """What the content of a table depends on."""
         return self.sizes | {"gamma": self.gamma, "returns_scale": self.returns_scale}
+
+
+KEYWORDS = (
+    *(field.name for field in fields(LoaderOptions)),
+    *("selection", "seed", "device", "start_step", "world", "table"),
+)
 
 
 def bad_option(name: str, value: object, allowed: str) -> InputError:
@@ -129,7 +162,7 @@ def _bytes(name: str, value: object, least: int) -> int | None:
     return int(value)
 
 
-def find_world(world: World | Literal["auto"] | None, batch_size: int) -> World:
+def find_world(world: World | Literal["auto"] | None, global_batch: int) -> World:
     """Return the ranks that share batches; with ``"auto"`` say on the first one who they are."""
     if isinstance(world, World):
         return world
@@ -137,23 +170,27 @@ def find_world(world: World | Literal["auto"] | None, batch_size: int) -> World:
         return World()
     if world != "auto":
         raise bad_option("world", world, "'auto', None, or what open_world() gives")
-    found = joined_world()
-    if found.size > 1:
-        share = found.share(batch_size)
+    joined = joined_world()
+    if joined.size > 1:
         say(
-            f"world auto: {found.size} ranks share each batch of {batch_size} segments, {share} "
-            "each; world=None would read the same batches in each",
-            quiet=not found.is_first,
+            f"world auto: {joined.size} ranks share each batch of {global_batch} segments, "
+            f"{joined.rank_batch(global_batch)} each; world=None would read the same batches in "
+            "each",
+            quiet=not joined.is_first,
         )
-    return found
+    return joined
 
 
 def choose_sampler(
-    selection: str | Sampler, dataset: Source, context_length: int, padding: str
+    selection: str | Mapping[str, Any] | Sampler,
+    dataset: TableData,
+    context_length: int,
+    padding: str,
 ) -> Sampler:
-    """Return the sampler of a loader, made if it is given by name, else checked to fit it."""
-    if isinstance(selection, str):
-        selection = make_sampler(selection, dataset, context_length=context_length)
+    """Return the sampler of a loader, made if it is named, else checked to fit it."""
+    if isinstance(selection, str | Mapping):
+        name, options = _named(selection)
+        selection = make_sampler(name, dataset, context_length=context_length, **options)
     if not isinstance(selection, Sampler):
         known = "the name of a strategy, or what make_sampler(...) returns"
         raise bad_option("selection", selection, known)
@@ -176,3 +213,42 @@ def choose_sampler(
             remedy=f"make it with context_length={context_length}",
         )
     return selection
+
+
+def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return strategy and options of ``"top_percent:percent=10"`` or of a recipe's section."""
+    if isinstance(selection, str):
+        name, _, rest = selection.partition(":")
+        pairs = [part.partition("=") for part in rest.split(",") if rest]
+        if not all(equals for _, equals, _ in pairs):
+            raise bad_option("selection", selection, "NAME or NAME:OPTION=VALUE,OPTION=VALUE")
+        return name, {key.strip(): _value(text) for key, _, text in pairs}
+    given = dict(selection)
+    name, options = given.pop("strategy", None), given.pop("options", given)
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        raise bad_option("selection", selection, "{'strategy': NAME, OPTION: VALUE}")
+    return name, dict(options)
+
+
+def _value(text: str) -> Any:
+    """Return a number, or the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.strip()
+
+
+def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that the loader does not have, with a hint to its own."""
+    if positional:
+        raise InputError(
+            "LOADER_OPTION",
+            "all arguments but the dataset are given by name",
+            remedy=f"GearLoader(dataset, batch_size={positional[0]!r})",
+        )
+    for name in unknown:
+        near = difflib.get_close_matches(name, KEYWORDS, n=1)
+        hint = ELSEWHERE.get(name) or (
+            f"did you mean {near[0]}?" if near else "see help(GearLoader)"
+        )
+        raise InputError("LOADER_OPTION", f"a GearLoader has no argument {name!r}", remedy=hint)

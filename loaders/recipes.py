@@ -11,7 +11,7 @@ from gear_offline.config.tasks import named, task_recipe, tasks_in
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
-from gear_offline.tables.joint import JointDataset, Source, Task, join_datasets
+from gear_offline.tables.joint import JointDataset, Part, TableData, join_datasets
 
 
 def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDataset:
@@ -19,7 +19,7 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
     tasks, normalize = [], recipe.loader.normalize_states
     for name in tasks_in(recipe):
         single = task_recipe(recipe, name)
-        task = Task(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
+        task = Part(name=name, dataset=open_one(single), returns_scale=single.loader.returns_scale)
         # refused here first, in a recipe's words
         standard_fields(task.dataset, normalize_states=normalize, recipe=True)
         tasks.append(task)
@@ -27,7 +27,7 @@ def open_tasks(recipe: Recipe, open_one: Callable[[Recipe], Dataset]) -> JointDa
 
 
 def recipe_sampler(
-    recipe: Recipe, dataset: Source, settings: SelectionSettings | None = None
+    recipe: Recipe, dataset: TableData, settings: SelectionSettings | None = None
 ) -> Sampler:
     """Return the sampler of a recipe's batches; of several tasks, the mixture of theirs.
 
@@ -51,7 +51,7 @@ def recipe_sampler(
     return mix_tasks(parts, schedule)
 
 
-def loader_options(recipe: Recipe, dataset: Source) -> dict[str, Any]:
+def loader_options(recipe: Recipe, dataset: TableData) -> dict[str, Any]:
     """Return the options of the loader; tasks of a joint table have scales of their own."""
     options = recipe.loader.model_dump()
     if isinstance(dataset, JointDataset):

@@ -15,7 +15,7 @@ from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
     from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
-    from gear_offline.loaders.open_rows import Rows
+    from gear_offline.loaders.segments import OwnSegments, ShardedSegments
 
 AHEAD_BYTES = 8 << 20  # of a batch from host memory: smaller ones are there in no time
 AHEAD_BLOCKS = 32  # they keep the bus busy and leave the multiprocessors to the model
@@ -25,9 +25,17 @@ class StaticBatch:
     """The next batch, made by the GPU on its own.
 
     Before each step the host calls `prepare`.  A step calls `begin`, uses `batch`, and calls `end`.
-    With `ahead` the rows of the following step travel on a stream of their own meanwhile, into
-    memory of their own, and `begin` copies them within GPU memory, into `windows` if given.
-    `named` names the segments, if the GPU does not draw them.
+
+    Parameters
+    ----------
+    ahead
+        The rows of the following step travel on a stream of their own meanwhile, into memory of
+        their own, and `begin` copies them within GPU memory; where that pays: never for a sampler
+        that learns from losses (`learns`), whose batches have probabilities.
+    windows
+        Where the batch lies, of the layout of `GpuGather.allocate`; by default memory of its own.
+    names
+        Names the segments, of an engine that does not draw.
 
     Attributes
     ----------
@@ -39,23 +47,31 @@ class StaticBatch:
 
     def __init__(
         self,
-        fill: StaticFill,
+        engine: GpuGather,
         *,
         padding: Padding,
         step: int,
         ahead: bool = False,
+        learns: bool = False,
         task_bounds: Tensor | None = None,
         windows: Windows | None = None,
-        named: Rows | None = None,
+        names: BlockNames | None = None,
     ) -> None:
-        self._fill, self.ahead = fill, ahead
-        self._names = None if named is None else _Names(fill, named)
+        self._names, ring = names, 0 if names is None else names.ring
+        fill = engine.static(chances=learns, windows=windows, ring=ring)
+        batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
+        self.ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
         self._windows = fill.windows
-        if ahead:
-            self._windows = fill.windows.map(torch.empty_like) if windows is None else windows
+        if self.ahead:
+            if windows is None:
+                self._windows = fill.windows.map(torch.empty_like)
+            else:  # what travels needs memory of its own
+                fill = engine.static(ring=ring)
+            fill.limit_blocks(AHEAD_BLOCKS)
+        self._fill = fill
         (self.batch,) = split_steps(self._windows.map(lambda t: t[None]), padding, task_bounds)
         self._stream: Any = None
-        if ahead:
+        if self.ahead:
             device = self.batch.device
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._marks: list[Any] = [
@@ -85,7 +101,7 @@ class StaticBatch:
     def prepare(self) -> None:
         """Have the segments of the next step named; once before each `begin` or replay of one."""
         if self._names is not None:
-            self._names.prepare(self._coming)
+            self._names.prepare(self._fill, self._coming)
         self._coming += 1
 
     def begin(self, *, timed: bool = False) -> None:
@@ -128,75 +144,38 @@ class StaticBatch:
             self._marks[number].record()
 
 
-class _Names:
+class BlockNames:
     """Names the segments of a `StaticFill` a block of steps ahead.
 
-    The ring holds two blocks.  When a block begins, the one before it may still be read; that
-    before the last has been read when an event has come that was recorded a block ago.
+    The fill's ring holds two blocks.  When a block begins, the one before it may still be read;
+    that before the last has been read when an event has come that was recorded a block ago.
     """
 
-    def __init__(self, fill: StaticFill, named: Rows) -> None:
-        self._fill, self._named = fill, named
-        assert fill.ring == 2 * named.block_steps, "two blocks"
+    def __init__(self, segments: OwnSegments | ShardedSegments, block_steps: int) -> None:
+        self._segments, self._block_steps = segments, block_steps
+        self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
 
-    def prepare(self, step: int) -> None:
+    def prepare(self, fill: StaticFill, step: int) -> None:
         """Return when the segments of `step` are named."""
         if self._first <= step < self._end:
             return
-        device = self._fill.counter.device
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
+        event.record(torch.cuda.current_stream(fill.counter.device))
         if step != self._end:
             event.synchronize()  # the entries of any step may be written
         elif self._before is not None:
             self._before.synchronize()
         self._before = event
-        self._named.release(event)
-        steps = self._named.block_steps
-        self._fill.name(step, *self._named.take(step, steps))
-        self._first, self._end = step, step + steps
-
-
-def make_static_batch(
-    engine: GpuGather,
-    *,
-    padding: Padding,
-    step: int,
-    ahead: bool,
-    learns: bool = False,
-    task_bounds: Tensor | None = None,
-    windows: Windows | None = None,
-    named: Rows | None = None,
-) -> StaticBatch:
-    """Return the batch of an engine, a step ahead if asked for and where that pays.
-
-    That of a sampler that learns is never ahead, and has probabilities.  It lies in `windows`, of
-    the layout of `GpuGather.allocate`, if given.  `named` is for an engine that does not draw.
-    """
-    ring = 0 if named is None else 2 * named.block_steps
-    fill = engine.static(chances=learns, windows=windows, ring=ring)
-    batch_bytes = sum(buffer.nbytes for buffer in fill.windows.buffers)
-    ahead = ahead and not learns and engine.reads_host and batch_bytes >= AHEAD_BYTES
-    if ahead:
-        if windows is not None:  # what travels needs memory of its own
-            fill = engine.static(ring=ring)
-        fill.limit_blocks(AHEAD_BLOCKS)
-    return StaticBatch(
-        fill,
-        padding=padding,
-        step=step,
-        ahead=ahead,
-        task_bounds=task_bounds,
-        windows=windows,
-        named=named,
-    )
+        self._segments.release(event)
+        fill.name(step, *self._segments.take(step, self._block_steps))
+        self._first, self._end = step, step + self._block_steps
 
 
 def side_by_side(engine: GpuGather, count: int, padding: Padding) -> tuple[list[Windows], Batch]:
     """Return windows for `count` batches that lie one after another, and all as one batch."""
-    size = engine.batch_size
+    size = engine.rank_batch
     whole = engine.allocate((count * size,))
     parts = [whole.map(lambda t, n=n: t[n * size : (n + 1) * size]) for n in range(count)]  # type: ignore[misc]
     (batch,) = split_steps(whole.map(lambda t: t[None]), padding)

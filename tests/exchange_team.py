@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from gear_offline.distributed import INTERFACE_VARIABLE
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
-from gear_offline.distributed.reads import Held, Reads
+from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.errors import GearError
 
 ANSWER_SECONDS = 240.0
@@ -76,13 +76,13 @@ class Table:
         shape = (self.lengths[episode], self.row_bytes[group])
         return generator.integers(0, UNTOUCHED, shape, dtype=np.uint8)
 
-    def held(self, node: int) -> Held:
+    def held(self, node: int) -> NodeRows:
         here = [episode for episode, other in enumerate(self.nodes) if other == node]
         rows = tuple(
             np.concatenate([np.empty((0, n), np.uint8), *(self.rows_of(g, e) for e in here)])
             for g, n in enumerate(self.row_bytes)
         )
-        return Held(lengths=np.array(self.lengths), nodes=np.array(self.nodes), rows=rows)
+        return NodeRows(lengths=np.array(self.lengths), nodes=np.array(self.nodes), rows=rows)
 
     def landing(self, rows: int) -> tuple[Bytes, ...]:
         return tuple(np.full((rows, n), UNTOUCHED, np.uint8) for n in self.row_bytes)

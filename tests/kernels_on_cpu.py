@@ -27,7 +27,6 @@ import torch
 from gear_offline.kernels import adamw, gather_gpu, priorities, select
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.kernels.draws import SAMPLING, TREE
-from gear_offline.kernels.gather import first_rows
 from gear_offline.kernels.gather_gpu import JOB, GpuGather
 from gear_offline.kernels.priorities import IMPORTANCE, UPDATE
 from gear_offline.tables.table import Table
@@ -124,15 +123,15 @@ def gpu_gather(
     *,
     device: str = "cpu",
     offsets: Any = None,
-    held: Any = None,
+    local: Any = None,
     **options: Any,
 ) -> GpuGather:
     """Return a gather over the rows of a table where they are: in host memory, pinned for CUDA.
 
-    `offsets` and `held` are those of `CpuGather`, for a table of some episodes of a dataset.
+    `offsets` and `local` (E,) are for a table of some episodes of a dataset.
     """
     offsets = table.episodes.offsets if offsets is None else offsets
-    firsts, landing = first_rows(np.diff(offsets), table.margin, held)
+    firsts = table.first_rows(local)
     rows = [torch.from_numpy(group.rows.view(np.uint8)) for group in table.groups]
     if device != "cpu":
         rows = [each.pin_memory() for each in rows]
@@ -140,7 +139,7 @@ def gpu_gather(
         GroupAddresses(
             group=group,
             addresses=each.data_ptr() + firsts * group.row_bytes,
-            landing=each.data_ptr() + landing * group.row_bytes,
+            row_zero=each.data_ptr(),
         )
         for group, each in zip(table.groups, rows, strict=True)
     ]
@@ -150,7 +149,7 @@ def gpu_gather(
         device=torch.device(device),
         draw=None if selection is None else selection.gpu,
         drawn_from=None if selection is None else selection.index.offsets,
-        held=rows,
+        keep=rows,
         **options,
     )
 

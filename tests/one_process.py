@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from gear_offline.distributed.reads import Held, Reads
+from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.loaders.batch import Batch
 
 
@@ -27,7 +27,7 @@ class OneProcess:
     name = "fake"
 
     def __init__(
-        self, rank: int, held: Mapping[int, Held], landing: Sequence[npt.NDArray[Any]]
+        self, rank: int, held: Mapping[int, NodeRows], landing: Sequence[npt.NDArray[Any]]
     ) -> None:
         self.rank, self.held, self.landing = rank, held, landing
         self.posted: list[int] = []
@@ -37,12 +37,12 @@ class OneProcess:
         self.posted.append(step)
         reads.check(self.held[self.rank], len(self.landing[0]))
         for read in np.flatnonzero(reads.readers == self.rank).tolist():
-            held, episode = self.held[int(reads.owners[read])], int(reads.episodes[read])
-            node = held.nodes[episode]
-            before = held.lengths[:episode][held.nodes[:episode] == node].sum()
+            node_rows, episode = self.held[int(reads.owners[read])], int(reads.episodes[read])
+            node = node_rows.nodes[episode]
+            before = node_rows.lengths[:episode][node_rows.nodes[:episode] == node].sum()
             first, count = int(before + reads.starts[read]), int(reads.steps[read])
             row = int(reads.rows[read])
-            for source, target in zip(held.rows, self.landing, strict=True):
+            for source, target in zip(node_rows.rows, self.landing, strict=True):
                 target[row : row + count] = source[first : first + count]
 
     def wait(self, step: int) -> None:

@@ -130,12 +130,12 @@ def same_bits(one: Array, other: Array) -> bool:
 def cpu_gather(
     table: Table, context_length: int, padding: Padding = "right", **options: Any
 ) -> CpuGather:
-    """Return the gather of a table; `offsets` and `held` if it holds some episodes of a dataset."""
+    """Return the gather of a table; `offsets` and `local` if it has some episodes of a dataset."""
     offsets = options.pop("offsets", table.episodes.offsets)
     return CpuGather(
         table.groups,
-        offsets,
-        margin=table.margin,
+        np.diff(offsets),
+        table.first_rows(options.pop("local", None)),
         context_length=context_length,
         padding=padding,
         **options,

@@ -12,7 +12,7 @@ import torch
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.runs.preparation import prepare_dataset, resolve
-from gear_offline.tables.joint import JointDataset, Task, join_datasets
+from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.training.learner import Learner
 from tests.support import hopper_columns, make_dataset
 
@@ -52,7 +52,7 @@ def make_discrete(folder: Path, counts: dict[str, int]) -> dict[str, Dataset]:
 
 def join(parts: dict[str, Dataset]) -> JointDataset:
     """Return the joint table, each task with its own scale of returns."""
-    tasks = [Task(name=n, dataset=d, returns_scale=SCALES.get(n, 1.0)) for n, d in parts.items()]
+    tasks = [Part(name=n, dataset=d, returns_scale=SCALES.get(n, 1.0)) for n, d in parts.items()]
     return join_datasets(tasks)
 
 

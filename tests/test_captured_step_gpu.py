@@ -143,11 +143,11 @@ def test_priorities_are_learned_in_the_graph(path: Path) -> None:
     """One graph a step with `prioritized`, as launched one by one; and after resuming."""
     options = ("selection.strategy=prioritized", "selection.beta_steps=30", *EXACT)
     graph, single = (learner(path, f"train.graph={mode}", *options) for mode in ("on", "off"))
-    assert not graph.graph_reason and graph.loader.learner is not None
+    assert not graph.graph_reason and graph.loader.loss_sampler is not None
     expected = losses(graph, 30)
     np.testing.assert_allclose(expected[:15], losses(single, 15), **TOLERANCE)
-    assert single.loader.learner is not None
-    assert (graph.loader.learner.updates, single.loader.learner.updates) == (30, 15)
+    assert single.loader.loss_sampler is not None
+    assert (graph.loader.loss_sampler.updates, single.loader.loss_sampler.updates) == (30, 15)
     first = learner(path, "train.graph=on", *options)
     losses(first, 12)
     state: dict[str, Any] = {
@@ -159,5 +159,5 @@ def test_priorities_are_learned_in_the_graph(path: Path) -> None:
     second = learner(path, "train.graph=on", *options)
     second.load(**state)
     np.testing.assert_allclose(losses(second, 18), expected, **TOLERANCE)
-    mine, theirs = (some.loader.learner.state() for some in (graph, second))  # type: ignore[union-attr]
+    mine, theirs = (some.loader.loss_sampler.state() for some in (graph, second))  # type: ignore[union-attr]
     assert mine["updates"] == theirs["updates"] == 30

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
-from gear_offline.loaders import open_rows
+from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.tables import disk, window_reader
 from gear_offline.tables.disk import share_out
@@ -274,11 +274,11 @@ def test_auto_goes_to_disk_where_memory_is_short(
     line = capsys.readouterr().err
     assert "placement auto: the rows stay on disk, since they take" in line
     assert "are the budget" in line and line.count("\n") == 1
-    monkeypatch.setattr(open_rows, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(rows_module, "RESERVE_BYTES", 0)
     needed = large.table.owned_bytes
-    monkeypatch.setattr(open_rows, "available_bytes", lambda: needed + 16384)
+    monkeypatch.setattr(rows_module, "available_bytes", lambda: needed + 16384)
     assert GearLoader(made, **OPTIONS).disk is None
-    monkeypatch.setattr(open_rows, "available_bytes", lambda: needed - 16384)
+    monkeypatch.setattr(rows_module, "available_bytes", lambda: needed - 16384)
     assert GearLoader(made, placement="host", **OPTIONS).disk is None
     assert not capsys.readouterr().err
     with GearLoader(made, **OPTIONS) as loader:

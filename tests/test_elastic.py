@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gear_offline.distributed.exchange
-import gear_offline.loaders.open_rows as rows_module
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.reads import Held
+from gear_offline.distributed.reads import NodeRows
 from gear_offline.distributed.world import World
+from gear_offline.loaders import rows
 from gear_offline.loaders.feedback import LossFeedback
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.rows import RowOpener
 from gear_offline.tables.table import build_table
 from tests.one_process import OneProcess, global_digest, row_digests
 from tests.support import make_dataset
@@ -55,7 +56,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def short_blocks() -> Iterator[None]:
     """Four steps are made at a time, so that worlds change within blocks and between them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "BLOCK_SEGMENTS", 4 * BATCH)
+        patch.setattr(rows, "BLOCK_SEGMENTS", 4 * BATCH)
         yield
 
 
@@ -77,28 +78,32 @@ def open_ranks(
     dataset: Dataset, nodes: tuple[int, ...], sharding: str, **options: Any
 ) -> list[GearLoader]:
     """Return the loader of every rank of a world."""
-    held_by: dict[int, Held] = {}
+    held_by: dict[int, NodeRows] = {}
     loaders = []
     for rank in range(len(nodes)):
 
         def open_exchange(
-            held: Held, landing: Any, world: World, *, rank: int = rank, **_: Any
+            node_rows: NodeRows, landing: Any, world: World, *, rank: int = rank, **_: Any
         ) -> OneProcess:
-            held_by[rank] = held
+            held_by[rank] = node_rows
             return OneProcess(rank, held_by, landing)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gear_offline.distributed.exchange, "open_exchange", open_exchange)
             # Ranks of one node would share a table in memory, by words between processes.
             patch.setattr(World, "gather", lambda self, value: [value] * self.size)
-            patch.setattr(rows_module, "_node_table", private_table)
+            patch.setattr(RowOpener, "_build", private_table)
             world = World(rank=rank, nodes=nodes)
             loaders.append(GearLoader(dataset, world=world, sharding=sharding, **options))  # type: ignore[arg-type]
     return loaders
 
 
-def private_table(world: World, dataset: Dataset, **options: Any) -> Any:
-    return build_table(dataset, **options)
+def private_table(opener: RowOpener, share: Any, ring: Any) -> Any:
+    given = dict(opener.options.values)
+    if share is not None:
+        given["shards"] = share.shards.tolist()
+        given["landing_rows"] = ring.rows * len(opener.world.members)
+    return build_table(opener.data, **given)
 
 
 @settings(
@@ -160,8 +165,8 @@ def test_a_law_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
         uniform.append(bool((weights == 1).all()))
         losses = expected.segments.sum(1).numpy().astype(np.float32) % 7
         for loader in (alone, *ranks):
-            assert loader.learner is not None
-            loader.learner.update(expected.segments.numpy(), losses)
+            assert loader.loss_sampler is not None
+            loader.loss_sampler.update(expected.segments.numpy(), losses)
     assert uniform == [True] + [False] * 5, "priorities have an effect"
     states = [loader.state_dict() for loader in (alone, *ranks)]
     assert all(state == states[0] for state in states)

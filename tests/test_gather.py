@@ -67,14 +67,14 @@ def cut(request: pytest.FixtureRequest) -> Cut:
     """Cut segments out of a table: ``cut(table, segments, landing, K, padding)``."""
 
     def by_cpu(
-        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **held: Any
+        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **local: Any
     ) -> Windows:
-        return cpu_gather(table, span, padding, **held).fill(segments, landing)
+        return cpu_gather(table, span, padding, **local).gather(segments, landing)
 
     def by_gpu(
-        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **held: Any
+        table: Table, segments: Segments, landing: Any, span: int, padding: Any, **local: Any
     ) -> Windows:
-        options = {"context_length": span, "padding": padding, "batch_size": 1, **held}
+        options = {"context_length": span, "padding": padding, "rank_batch": 1, **local}
         with device(request.param, library) as place:
             gather = gpu_gather(table, device=place, **options)
             windows = gather.gather(segments, landing)
@@ -275,15 +275,15 @@ def test_rows_that_landed_are_read_like_any_other(
         rows[: whole.margin] = rows[whole.margin + steps :][: whole.margin] = 0
         rows[whole.margin : whole.margin + steps] = group.rows[kept]
         for i in np.flatnonzero(~held[segments.episodes]).tolist():
-            landing[i] = slot * order[i] + stack - 1 + (span - real[i]) * (padding == "left")
+            base = 2 * whole.margin + steps + slot * order[i] + stack - 1
+            landing[i] = base = base + (span - real[i]) * (padding == "left")
             low = whole.margin + offsets[segments.episodes[i]] + segments.starts[i]
-            base = 2 * whole.margin + steps + landing[i]
             rows[base - before[i] : base + real[i]] = group.rows[low - before[i] : low + real[i]]
         groups.append(ColumnGroup(fields=group.fields, rows=rows))
     index = EpisodeIndex(np.asarray(lengths)[held])
     part = Table(episodes=index, groups=tuple(groups), margin=whole.margin)
-    expected = cpu_gather(whole, span, padding).fill(segments)
-    windows = cut(part, segments, landing, span, padding, offsets=offsets, held=held)
+    expected = cpu_gather(whole, span, padding).gather(segments)
+    windows = cut(part, segments, landing, span, padding, offsets=offsets, local=held)
     assert bits(windows) == bits(expected)
 
 
@@ -340,7 +340,7 @@ def test_segments_outside_the_dataset_are_refused(cut: Cut, episode: int, start:
 @pytest.mark.parametrize("kind", GATHERS[1:])
 def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str) -> None:
     lengths, table = [4, 9, 2], small_table([4, 9, 2], 3)
-    options: dict[str, Any] = {"batch_size": 4, "context_length": 3}
+    options: dict[str, Any] = {"rank_batch": 4, "context_length": 3}
     drawn = np.random.default_rng(5).integers(0, 15, (20, 4))
     every = all_segments(lengths)
     named = [every[row] for row in drawn]
@@ -359,7 +359,7 @@ def test_a_ring_of_names_is_read_at_the_step_of_the_counter(text: Any, kind: str
             for step in (block, block + 1):
                 fill.enqueue()
                 assert int(fill.counter) == first + step + 1
-                assert bits(fill.windows) == bits(cpu_gather(table, 3).fill(named[step]))
+                assert bits(fill.windows) == bits(cpu_gather(table, 3).gather(named[step]))
 
 
 def test_a_cast_that_the_kernels_do_not_have_is_refused(text: Any) -> None:
@@ -367,7 +367,7 @@ def test_a_cast_that_the_kernels_do_not_have_is_refused(text: Any) -> None:
     group = ColumnGroup(fields=(field,), rows=np.ones((9, 1), np.complex64))
     table = Table(episodes=EpisodeIndex(np.array([3])), groups=(group,), margin=3)
     with on_cpu(text), pytest.raises(UnavailableError, match="no cast from complex64"):
-        gpu_gather(table, context_length=2, batch_size=1)
+        gpu_gather(table, context_length=2, rank_batch=1)
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -375,9 +375,9 @@ def test_timesteps_of_long_episodes_are_computed(
     padding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, segments = small_table([9, 2], 4), all_segments([9, 2])
-    copied = cpu_gather(table, 4, padding).fill(segments)
+    copied = cpu_gather(table, 4, padding).gather(segments)
     monkeypatch.setattr(module, "CLOCK_STEPS", 8)
-    assert torch.equal(copied.timesteps, cpu_gather(table, 4, padding).fill(segments).timesteps)
+    assert torch.equal(copied.timesteps, cpu_gather(table, 4, padding).gather(segments).timesteps)
 
 
 def test_rows_beyond_two_gibibytes_are_reached() -> None:
@@ -391,7 +391,7 @@ def test_rows_beyond_two_gibibytes_are_reached() -> None:
         groups=(ColumnGroup(fields=(field,), rows=rows),),
         margin=margin,
     )
-    windows = cpu_gather(table, 3).fill(
+    windows = cpu_gather(table, 3).gather(
         Segments(episodes=np.array([1, 0]), starts=np.array([8, 0]), probability=np.ones(2))
     )
     states = windows.tensors()["states"]

@@ -14,6 +14,7 @@ from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.evaluation.evaluate import check_sizes, evaluate
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.loaders.rows import CpuRows
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.preparation import resolve
@@ -105,8 +106,8 @@ def test_acting_sees_what_training_showed(dataset: Dataset) -> None:
         for episode in (0, 1):
             segment = loader.segments_at(0)
             segment.episodes[0], segment.starts[0] = episode, start
-            assert loader.rows.gather is not None
-            states = loader.rows.gather.fill(segment).tensors()["states"]
+            assert isinstance(loader.rows, CpuRows)
+            states = loader.rows.gather.gather(segment).tensors()["states"]
             shown = model.features(states)[0, : step - start + 1]
             seen = policy._windows[0][episode, : step - start + 1]
             torch.testing.assert_close(seen, shown.detach(), atol=1e-6, rtol=1e-5)

@@ -59,17 +59,17 @@ def test_fills(kernels: ThreadedKernels, name: str, padding: Padding) -> None:
         law, twin = (make_sampler(name, facts(LENGTHS)) for _ in range(2))
         gather = cpu_gather(table, context_length=SPAN, padding=padding)
         with on_cpu(kernels):
-            engine = gpu_gather(table, law, seed=9, padding=padding, batch_size=batch,
+            engine = gpu_gather(table, law, seed=9, padding=padding, rank_batch=batch,
                                   context_length=SPAN)  # fmt: skip
             drawn = twin.sample(9, 2**33 - 1, 2, batch)
-            assert bits(engine.fill(first_step=2**33 - 1, steps=2)) == bits(gather.fill(drawn))
+            assert bits(engine.draw_and_gather(2**33 - 1, 2)) == bits(gather.gather(drawn))
             fill = engine.static(chances=name == "prioritized")
             fill.set_step(2**32 - 1)
             for step in range(2**32 - 1, 2**32 + 1):
                 fill.enqueue()
                 drawn = twin.sample(9, step, 1, batch)[0]
                 assert int(fill.counter) == step + 1, "the last block has counted, once"
-                assert bits(fill.windows) == bits(gather.fill(drawn))
+                assert bits(fill.windows) == bits(gather.gather(drawn))
                 if fill.chances is not None:
                     assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
     used = {kernel for kernel, _ in kernels.launched}
@@ -104,10 +104,10 @@ def test_long_windows_odd_widths_and_leads(
     law = make_sampler("uniform_steps", facts(LENGTHS))
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(kernels):
-        engine = gpu_gather(table, law, seed=9, padding=padding, batch_size=30,
+        engine = gpu_gather(table, law, seed=9, padding=padding, rank_batch=30,
                               context_length=SPAN)  # fmt: skip
         drawn = law.sample(9, 5, 2, 30)
-        assert bits(engine.fill(first_step=5, steps=2)) == bits(gather.fill(drawn))
+        assert bits(engine.draw_and_gather(5, 2)) == bits(gather.gather(drawn))
     pieces = engine._job["group"]["pieces"][0, : len(table.groups)]
     assert (pieces.max() > 3) == (kind == "wide")
     assert (engine._job["group"]["history"].max() == 2) == (kind == "stacks")
@@ -117,7 +117,7 @@ def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> N
     table = table_of(3)
     with on_cpu(kernels):
         law = make_sampler("uniform_steps", facts(LENGTHS))
-        engine = gpu_gather(table, law, seed=9, batch_size=4, context_length=SPAN)
+        engine = gpu_gather(table, law, seed=9, rank_batch=4, context_length=SPAN)
         pairs = [(0, 0), (0, 99), (9**9, 0), (-1, 0), (1, -(2**62))]
         named = torch.tensor([[*pair, SPAN, -1] for pair in pairs])
         windows = engine.allocate((5,))
@@ -155,7 +155,7 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
             sums = [level.clone() for level in tree._levels]
             tree.add_up()
             assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
-        select = DeviceSelect(law.gpu, law.index.offsets, device=device, batch_size=500)
+        select = DeviceSelect(law.gpu, law.index.offsets, device=device, global_batch=500)
         found = select.segments(seed=3, first_step=1, steps=2)
     expected = twin.sample(3, 1, 2, 500)
     assert np.array_equal(found.episodes, expected.episodes)

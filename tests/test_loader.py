@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.loaders import open_rows as module
+from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Facts, make_sampler

@@ -60,6 +60,6 @@ def test_processes_without_a_group_are_refused(
         GearLoader(dataset, **options)
     assert caught.value.code == "LOADER_OPTION"
     for world in (None, World()):
-        assert GearLoader(dataset, world=world, **options).share == 4
+        assert GearLoader(dataset, world=world, **options).rank_batch == 4
     with pytest.raises(InputError, match="world='all' is not usable"):
         GearLoader(dataset, world="all", **options)  # type: ignore[arg-type]

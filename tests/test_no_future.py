@@ -79,18 +79,18 @@ def test_later_steps_change_nothing_before_them(
                     table,
                     law,
                     seed=3,
-                    batch_size=BATCH,
+                    rank_batch=BATCH,
                     context_length=SPAN,
                     padding=padding,
                 )
                 if made.draws:
-                    windows = made.fill(first_step=11, steps=STEPS)
+                    windows = made.draw_and_gather(11, STEPS)
                 else:
                     windows = made.gather(law.sample(3, 11, STEPS, BATCH))
         else:
             drawn = law.sample(3, 11, STEPS, BATCH)
             gather = cpu_gather(table, context_length=SPAN, padding=padding)
-            windows = gather.fill(drawn)
+            windows = gather.gather(drawn)
         shown.append({**windows.tensors(), "names": windows.segments,
                       "timesteps": windows.timesteps, "mask": windows.attention_mask})  # fmt: skip
     one, other = shown

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.distributed.assignment import ANYWHERE, Assigner
+from gear_offline.distributed.assignment import Assigner
 from gear_offline.errors import InputError
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.planning.compute import model_size, step_cost
@@ -54,13 +54,8 @@ def test_expected_excess_is_that_of_the_binomial_distribution(
 def test_crossing_share_is_what_the_assignment_moves(shares: list[float]) -> None:
     nodes, batch, steps = len(shares), 64 * len(shares), 400
     generator = np.random.default_rng(0)
-    assigner = Assigner(torch.arange(nodes))
-    anyone = torch.full((batch,), ANYWHERE)
-    moved = []
-    for _ in range(steps):
-        homes = torch.from_numpy(generator.choice(nodes, batch, p=shares))
-        found = assigner.assign(anyone, homes)
-        moved.append(int(assigner.moved(found, anyone, homes)[0]) / batch)
+    homes = generator.choice(nodes, (steps, batch), p=shares)
+    moved = Assigner(range(nodes), batch).moved(homes) / batch
     error = 4 * float(np.std(moved)) / math.sqrt(steps) + 1e-12
     assert crossing_share(shares, batch) == pytest.approx(float(np.mean(moved)), abs=error)
 

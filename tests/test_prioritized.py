@@ -80,7 +80,7 @@ def test_the_tree_beyond_float32_and_its_memory() -> None:
 
 def test_all_starts_are_alike_before_any_update() -> None:
     law = make()
-    assert law.learner is law and law.updates == 0
+    assert law.loss_sampler is law and law.updates == 0
     drawn = law.sample(0, 0, 10, 1700)
     counts = np.bincount(np.cumsum([0, *LENGTHS])[drawn.episodes.reshape(-1)]
                          + drawn.starts.reshape(-1), minlength=STEPS)  # fmt: skip

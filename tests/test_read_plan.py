@@ -122,7 +122,7 @@ def test_jobs_are_those_of_the_oracle(
     step, content = 0, dict[int, int]()  # slot to the reference that was read into it
     extend(plan)
     for choice in choices:
-        if choice == 0 and (found := plan.held(step, 1)) is not None:
+        if choice == 0 and (found := plan.ready_windows(step, 1)) is not None:
             expected = [step * batch + i for i in range(batch)]
             assert [content[slot] for slot in found.slots.tolist()] == expected
             assert found.low.tolist() == low_of(step, batch)
@@ -176,7 +176,7 @@ def test_it_always_goes_on(
                 extend(plan)
                 while len(under_way) < parallel and (job := plan.next_job(most)) is not None:
                     under_way.append(job)
-                if plan.held(step, 1) is not None:
+                if plan.ready_windows(step, 1) is not None:
                     break
                 assert under_way, "nothing is being read and the step is not there"
                 plan.finish(under_way.pop(0))
@@ -209,7 +209,7 @@ def test_one_read_serves_all_windows_of_its_chunk() -> None:
     plan = make(batch, slots, 8, 340, chunk)
     jobs = 0
     for step in range(1000):
-        while plan.held(step, 1) is None:
+        while plan.ready_windows(step, 1) is None:
             extend(plan)
             job = plan.next_job(1)
             assert job is not None

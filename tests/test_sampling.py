@@ -262,8 +262,8 @@ def test_a_mixture_of_weights_is_drawn_in_one_go() -> None:
         {"strategy": "uniform_steps", "weight": 2},
     ]
     mixed = make("mixture", {"parts": learning}, LENGTHS)
-    assert mixed.gpu is None and mixed.learner is not None
-    mixed.learner.update(np.array([[1, 3]]), np.array([50.0], np.float32))
+    assert mixed.gpu is None and mixed.loss_sampler is not None
+    mixed.loss_sampler.update(np.array([[1, 3]]), np.array([50.0], np.float32))
     named = mixed.sample(1, 0, 300, 4)
     hot = (named.episodes == 1) & (named.starts == 3)
     assert hot.mean() > 0.1 and len(set(named.probability[hot].tolist())) == 1

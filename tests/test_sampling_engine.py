@@ -15,7 +15,7 @@ from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.gather_gpu import GpuGather
 from gear_offline.loaders.feedback import DeviceFeedback
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.loaders.static_batch import make_static_batch
+from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.models.loss import action_loss, segment_losses
 from gear_offline.sampling import make_sampler
 from gear_offline.tables.table import Table, build_table
@@ -49,7 +49,7 @@ def make(name: str, options: dict[str, Any]) -> Any:
 
 
 def engine_of(table: Table, sampler: Any, padding: Padding = "right", **options: Any) -> GpuGather:
-    shape: dict[str, Any] = {"batch_size": BATCH, "context_length": SPAN, **options}
+    shape: dict[str, Any] = {"rank_batch": BATCH, "context_length": SPAN, **options}
     return gpu_gather(table, sampler, seed=9, padding=padding, **shape)
 
 
@@ -70,9 +70,9 @@ def test_fills_are_those_of_the_cpu(
         for step in (0, 3, 2**33 - 1):
             drawn = reference.sample(9, step, 3, BATCH)
             if engine.draws:
-                assert bits(engine.fill(first_step=step, steps=3)) == bits(gather.fill(drawn))
+                assert bits(engine.draw_and_gather(step, 3)) == bits(gather.gather(drawn))
             else:
-                assert bits(engine.gather(drawn)) == bits(gather.fill(drawn))
+                assert bits(engine.gather(drawn)) == bits(gather.gather(drawn))
         if not engine.draws:
             return
         fill = engine.static(chances=name == "prioritized")
@@ -80,7 +80,7 @@ def test_fills_are_those_of_the_cpu(
         for step in range(2**32 - 2, 2**32 + 2):
             fill.enqueue()
             drawn = reference.sample(9, step, 1, BATCH)[0]
-            assert bits(fill.windows) == bits(gather.fill(drawn))
+            assert bits(fill.windows) == bits(gather.gather(drawn))
             assert int(fill.counter) == step + 1
             if fill.chances is not None:
                 assert fill.chances.numpy().tobytes() == drawn.probability.tobytes()
@@ -98,7 +98,7 @@ def test_named_windows_of_given_lengths(
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(library):
         engine = engine_of(table, make("uniform_steps", {}), padding)
-        assert bits(engine.gather(named)) == bits(gather.fill(named))
+        assert bits(engine.gather(named)) == bits(gather.gather(named))
 
 
 @pytest.mark.parametrize("name", ["shuffled_epochs", "return_weighted"])
@@ -106,25 +106,25 @@ def test_a_rank_fills_its_slots_of_the_global_batch(library: Any, table: Table, 
     sampler = make(name, {})
     gather = cpu_gather(table, context_length=SPAN)
     with on_cpu(library):
-        engine = engine_of(table, sampler, batch_size=3, first_slot=3, global_batch=8)
+        engine = engine_of(table, sampler, rank_batch=3, first_slot=3, global_batch=8)
         drawn = sampler.sample(9, 40, 2, 8)
-        assert bits(engine.fill(first_step=40, steps=2)) == bits(gather.fill(drawn[:, 3:6]))
+        assert bits(engine.draw_and_gather(40, 2)) == bits(gather.gather(drawn[:, 3:6]))
 
 
 def test_feedback_without_the_host(library: Any, table: Table) -> None:
     """Batches, weights and masses over many steps are those of the CPU's sampler and feedback."""
     sampler, reference = (make("prioritized", {"beta_steps": 25, "alpha": 0.9}) for _ in range(2))
     gather = cpu_gather(table, context_length=SPAN)
-    loader = cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler))
+    loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler))
     with on_cpu(library):
-        batches = make_static_batch(
+        batches = StaticBatch(
             engine_of(table, sampler), padding="right", step=0, ahead=True, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
         for step in range(40):
             batches.begin()
             drawn = reference.sample(9, step, 1, BATCH)[0]
-            assert bits(batches._fill.windows) == bits(gather.fill(drawn))
+            assert bits(batches._fill.windows) == bits(gather.gather(drawn))
             expected = reference.importance(drawn.probability, step=step).astype(np.float32)
             np.testing.assert_array_max_ulp(feedback.importance().numpy(), expected, maxulp=1)
             losses = batches.batch.rewards[:, 0, 0].abs() * 10
@@ -148,9 +148,9 @@ def test_feedback_without_the_host(library: Any, table: Table) -> None:
 
 def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Table) -> None:
     sampler = make("prioritized", {})
-    loader = cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler.learner))
+    loader = cast(GearLoader, SimpleNamespace(selection=sampler, loss_sampler=sampler.loss_sampler))
     with on_cpu(library):
-        batches = make_static_batch(
+        batches = StaticBatch(
             engine_of(table, sampler), padding="right", step=0, ahead=False, learns=True
         )
         feedback = DeviceFeedback(loader, batches)
@@ -173,10 +173,13 @@ def test_the_loss_weighs_segments_and_tells_their_losses(library: Any, table: Ta
 def test_samplers_without_priorities_have_no_feedback(library: Any, table: Table) -> None:
     sampler = make("uniform_steps", {})
     with on_cpu(library):
-        batches = make_static_batch(engine_of(table, sampler), padding="right", step=0, ahead=False)
+        batches = StaticBatch(engine_of(table, sampler), padding="right", step=0, ahead=False)
         with pytest.raises(InputError) as caught:
             DeviceFeedback(
-                cast(GearLoader, SimpleNamespace(selection=sampler, learner=sampler.learner)),
+                cast(
+                    GearLoader,
+                    SimpleNamespace(selection=sampler, loss_sampler=sampler.loss_sampler),
+                ),
                 batches,
             )
     assert caught.value.code == "SELECTION"

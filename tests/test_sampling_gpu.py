@@ -34,7 +34,7 @@ def test_segments(name: str, count: int) -> None:
     data = facts(lengths, [float(e % 11) for e in range(4000)])
     sampler, reference = (make_sampler(name, data) for _ in range(2))
     assert sampler.gpu is not None
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=count)
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, global_batch=count)
     names = torch.empty(3, count, 2, dtype=torch.int64, device=CUDA)
     for step in (0, 41, 2**40, 2**62):
         select.enqueue(seed=2**63 + 9, first_step=step, names=names)
@@ -125,7 +125,7 @@ def test_importance(count: int) -> None:
 def test_nothing_waits_for_the_gpu() -> None:
     sampler = prioritized([50] * 1000)
     tree = sampler.on_device(CUDA)
-    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, batch_size=20_000)
+    select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=CUDA, global_batch=20_000)
     names = torch.empty(1, 20_000, 2, dtype=torch.int64, device=CUDA)
     chances = torch.empty(1, 20_000, dtype=torch.float64, device=CUDA)
     losses = torch.rand(20_000, device=CUDA)
@@ -151,7 +151,7 @@ def test_beyond_2_to_the_24_and_over_twelve_orders_of_magnitude() -> None:
 
     sampler = Given(Facts(episodes=EpisodeIndex(np.ones(count, np.int64))))
     offsets = sampler.index.offsets
-    select = DeviceSelect(sampler.gpu, offsets, device=CUDA, batch_size=100_000)
+    select = DeviceSelect(sampler.gpu, offsets, device=CUDA, global_batch=100_000)
     names = torch.empty(1, 100_000, 2, dtype=torch.int64, device=CUDA)
     select.enqueue(seed=11, first_step=0, names=names)
     expected = sampler.sample(11, 0, 1, 100_000).episodes
@@ -193,7 +193,7 @@ def test_feedback_in_a_graph(dataset: Any) -> None:
             feedback._weights.cpu().numpy(), host.importance().numpy(), maxulp=1
         )
         host.update(batch, losses_of(batch))
-    assert gpu.learner is not None and cpu.learner is not None
-    assert gpu.learner.updates == cpu.learner.updates == 100
-    mine, theirs = gpu.learner.state(), cpu.learner.state()
+    assert gpu.loss_sampler is not None and cpu.loss_sampler is not None
+    assert gpu.loss_sampler.updates == cpu.loss_sampler.updates == 100
+    mine, theirs = gpu.loss_sampler.state(), cpu.loss_sampler.state()
     assert {k: v.tobytes() for k, v in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}

@@ -143,8 +143,8 @@ def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:
     with pytest.raises(InputError, match="updates") as caught:
         other.load_state_dict(state)
     assert caught.value.code == "LOADER_STATE"
-    assert loader.learner is not None and other.learner is not None
-    other.learner.load_state(loader.learner.state())
+    assert loader.loss_sampler is not None and other.loss_sampler is not None
+    other.loss_sampler.load_state(loader.loss_sampler.state())
     other.load_state_dict(state)
     assert torch.equal(next(other).states, next(loader).states)
 
@@ -202,7 +202,7 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
 
     def spy(self: Learner, **state: Any) -> None:
         original(self, **state)
-        learner = self.loader.learner
+        learner = self.loader.loss_sampler
         assert learner is not None
         masses.append((learner.updates, learner.state()["masses"]))
 
@@ -229,10 +229,10 @@ def test_feedback_of_several_ranks() -> None:
         return shares if tensor.ndim == 2 else losses
 
     loader = SimpleNamespace(
-        learner=sampler,
+        loss_sampler=sampler,
         selection=sampler,
         step=1,
-        share=2,
+
         device=torch.device("cpu"),
         world=SimpleNamespace(rank=1, gather_tensor=gather),
         segments_at=lambda step: sampler.sample(0, step, 1, 4)[0],

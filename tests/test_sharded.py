@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.reads import Held
+from gear_offline.distributed.reads import NodeRows
 from gear_offline.distributed.sharding import shard_weights, share_shards, take_share
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.gather import Padding
-from gear_offline.loaders.open_rows import choose_tier
-from gear_offline.loaders.sharded import Ring, ShardedSegments, held_rows
-from gear_offline.loaders.static_batch import make_static_batch
+from gear_offline.loaders.rows import choose_share
+from gear_offline.loaders.segments import Ring, ShardedSegments, node_rows
+from gear_offline.loaders.static_batch import BlockNames, StaticBatch
 from gear_offline.sampling import make_sampler
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.table import build_table
@@ -66,7 +66,7 @@ class Rank:
         dataset: Dataset,
         nodes: tuple[int, ...],
         rank: int,
-        held: dict[int, Held],
+        held: dict[int, NodeRows],
         *,
         sampler: Any,
         batch_size: int,
@@ -80,12 +80,14 @@ class Rank:
         owners = share_shards(shard_weights(dataset), len(set(nodes)))
         share, world = take_share(dataset, owners, nodes[rank]), World(rank=rank, nodes=nodes)
         members = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-        width = world.share(batch_size)
-        stream = Stream(selection=sampler, seed=7, batch_size=batch_size, first_slot=0, share=width)
+        width = world.rank_batch(batch_size)
+        stream = Stream(
+            selection=sampler, seed=7, global_batch=batch_size, first_slot=0, rank_batch=width
+        )
         self.block_steps = block_steps
         ring = Ring(
             steps=block_steps,
-            share=width,
+            rank_batch=width,
             context_length=span,
             history=stack - 1,
             place=members.index(rank),
@@ -98,25 +100,27 @@ class Rank:
             shards=share.shards.tolist(),
             landing_rows=ring.rows * len(members),
         )
-        held[rank] = held_rows(table, share)
+        held[rank] = node_rows(table, share)
         self.exchange: Any = OneProcess(rank, held, ring.of(table))
-        self.segments = ShardedSegments(stream, world, share, self.exchange, ring, padding)
+        self.segments = ShardedSegments(
+            stream, world, share, self.exchange, ring, padding, ring.first_row(table)
+        )
         whole: dict[str, Any] = {
             "offsets": dataset.episodes.offsets,
-            "held": share.nodes == nodes[rank],
+            "local": share.nodes == nodes[rank],
         }
         self.take, self.release = self.segments.take, self.segments.release
         if engine:
             self.gpu = gpu_gather(
-                table, batch_size=width, context_length=span, padding=padding, **whole
+                table, rank_batch=width, context_length=span, padding=padding, **whole
             )
             self.gather: Any = self.gpu.gather
         else:
-            self.gather = cpu_gather(table, span, padding, **whole).fill
+            self.gather = cpu_gather(table, span, padding, **whole).gather
 
 
 def ranks_of(dataset: Dataset, nodes: tuple[int, ...], **options: Any) -> list[Any]:
-    held: dict[int, Held] = {}
+    held: dict[int, NodeRows] = {}
     return [Rank(dataset, nodes, rank, held, **options) for rank in range(len(nodes))]
 
 
@@ -142,7 +146,7 @@ def test_ranks_get_the_global_batch(
     with on_cpu(text) if engine else nullcontext():
         ranks = ranks_of(source, nodes, **options)
         for first, steps in ((0, 3), (3, 3), (20, 1), (6, 2), (8, 2), (10, 2), (12, 2)):
-            expected = gather.fill(sampler.sample(7, first, steps, batch_size))
+            expected = gather.gather(sampler.sample(7, first, steps, batch_size))
             seen = []
             for rank in ranks:
                 windows = rank.gather(*rank.take(first, steps))
@@ -182,14 +186,19 @@ def test_a_captured_step_reads_rows_of_other_nodes(
     with on_cpu(text):
         ranks = ranks_of(dataset, (0, 1), **options)
         batches = [
-            make_static_batch(rank.gpu, padding="right", step=5, ahead=False, named=rank)
+            StaticBatch(
+                rank.gpu,
+                padding="right",
+                step=5,
+                names=BlockNames(rank.segments, rank.block_steps),
+            )
             for rank in ranks
         ]
         for steps in (range(5, 30), range(2, 4), range(100, 110)):
             for batch in batches:
                 batch.set_step(steps[0])
             for step in steps:
-                expected = gather.fill(sampler.sample(7, step, 1, 10)[0])
+                expected = gather.gather(sampler.sample(7, step, 1, 10)[0])
                 for batch in batches:
                     batch.prepare()
                 for rank, batch in zip(ranks, batches, strict=True):
@@ -260,11 +269,9 @@ def test_skewed_samplers_share_their_probability(dataset: Dataset) -> None:
     sampler = make_sampler("return_weighted", dataset)
     weight = sampler.episode_weight
     assert weight is not None and weight.max() > 2 * weight.min()
-    options: Any = SimpleNamespace(
-        placement="host", sharding="shard", sizes={"context_length": 4}, host_budget=None
-    )
+    options: Any = SimpleNamespace(sharding="shard", sizes={"context_length": 4})
     world = World(rank=1, nodes=(0, 1))
-    share = choose_tier(dataset, sampler, world, options, on_gpu=False).share
+    share = choose_share(dataset, sampler, world, options)
     assert share is not None
     equal = weight[share.nodes == 1].sum() / weight.sum()
     by_steps = take_share(dataset, share_shards(shard_weights(dataset), 2), 1)

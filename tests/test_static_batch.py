@@ -10,7 +10,7 @@ import torch
 from gear_offline.kernels.columns import Field
 from gear_offline.kernels.gather import Windows
 from gear_offline.loaders import static_batch as module
-from gear_offline.loaders.static_batch import StaticBatch, make_static_batch
+from gear_offline.loaders.static_batch import StaticBatch
 
 NAMES = ("states", "actions", "rewards", "returns_to_go")
 
@@ -33,19 +33,22 @@ class Stream:
         self.log.append("back")
 
 
+def make_windows(size: int) -> Windows:
+    field: Any = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
+    return Windows(
+        buffers=tuple(torch.full((size, 3, 1), -1.0) for _ in NAMES),
+        fields=tuple((Field(name=name, **field),) for name in NAMES),
+        timesteps=torch.full((size, 3), -1),
+        attention_mask=torch.full((size, 3), -1),
+        segments=torch.full((size, 2), -1),
+    )
+
+
 class Fill:
     """Writes the step's number everywhere."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log, self.step, self.blocks = log, 0, 1000
-        field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
-        self.windows = Windows(
-            buffers=tuple(torch.full((2, 3, 1), -1.0) for _ in NAMES),
-            fields=tuple((Field(name=name, **field),) for name in NAMES),  # type: ignore[arg-type]
-            timesteps=torch.full((2, 3), -1),
-            attention_mask=torch.full((2, 3), -1),
-            segments=torch.full((2, 2), -1),
-        )
+    def __init__(self, log: list[str], windows: Windows) -> None:
+        self.log, self.step, self.blocks, self.windows = log, 0, 1000, windows
 
     def limit_blocks(self, blocks: int) -> None:
         self.blocks = blocks
@@ -60,9 +63,28 @@ class Fill:
         self.step += 1
 
 
+class Engine:
+    """A GPU's gather of two segments; whatever it reads is worth fetching ahead."""
+
+    rank_batch = 2
+
+    def __init__(self, log: list[str], *, reads_host: bool = True) -> None:
+        self.log, self.reads_host = log, reads_host
+        self.fills: list[Fill] = []
+
+    def allocate(self, shape: tuple[int, ...]) -> Windows:
+        return make_windows(*shape)
+
+    def static(self, *, chances: bool = False, windows: Any = None, ring: int = 0) -> Fill:
+        assert not chances
+        self.fills.append(Fill(self.log, self.allocate((2,)) if windows is None else windows))
+        return self.fills[-1]
+
+
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     entries: list[str] = []
+    monkeypatch.setattr(module, "AHEAD_BYTES", 0)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", entries))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", entries))
@@ -78,8 +100,8 @@ def seen(batches: StaticBatch) -> int:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) -> None:
-    fill: Any = Fill(log)
-    batches = StaticBatch(fill, padding="right", step=5, ahead=ahead)
+    engine: Any = Engine(log)
+    batches = StaticBatch(engine, padding="right", step=5, ahead=ahead)
     places = [tensor.data_ptr() for tensor in batches.batch.model_inputs().values()]
     for step in (5, 6, 7):
         batches.begin()
@@ -95,8 +117,8 @@ def test_each_step_sees_its_own_batch_to_its_end(log: list[str], ahead: bool) ->
 
 
 def test_the_next_rows_travel_between_begin_and_end(log: list[str]) -> None:
-    fill: Any = Fill(log)
-    batches = StaticBatch(fill, padding="right", step=0, ahead=True)
+    engine: Any = Engine(log)
+    batches = StaticBatch(engine, padding="right", step=0, ahead=True)
     log.clear()
     batches.begin()
     assert log == ["side waits for main", "on side", "fill 1", "back"]
@@ -106,63 +128,34 @@ def test_the_next_rows_travel_between_begin_and_end(log: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host_bytes", "least", "asked", "ahead"),
-    [(9, 0, True, True), (9, 0, False, False), (0, 0, True, False), (9, 99999, True, False)],
+    ("reads_host", "least", "asked", "ahead"),
+    [
+        (True, 0, True, True),
+        (True, 0, False, False),
+        (False, 0, True, False),
+        (True, 1e6, True, False),
+    ],
 )
 def test_only_large_batches_from_host_memory_are_fetched_ahead(
     log: list[str],
-    host_bytes: int,
+    reads_host: bool,
     least: int,
     asked: bool,
     ahead: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Engine:
-        reads_host, selection = bool(host_bytes), object()
-        fill = Fill(log)
-
-        def static(self, *, chances: bool, windows: Any = None, ring: int = 0) -> Fill:
-            assert not chances
-            return self.fill
-
     monkeypatch.setattr(module, "AHEAD_BYTES", least)
-    engine: Any = Engine()
-    assert make_static_batch(engine, padding="right", step=0, ahead=asked).ahead is ahead
-    assert engine.fill.blocks == (module.AHEAD_BLOCKS if ahead else 1000)
+    engine: Any = Engine(log, reads_host=reads_host)
+    assert StaticBatch(engine, padding="right", step=0, ahead=asked).ahead is ahead
+    assert engine.fills[-1].blocks == (module.AHEAD_BLOCKS if ahead else 1000)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_batches_of_several_lie_one_after_another(
-    log: list[str], ahead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "AHEAD_BYTES", 0)
-    field = {"dtype": torch.empty(0).numpy().dtype, "shape": (1,)}
-
-    class Engine:
-        batch_size, selection = 2, object()
-        reads_host = ahead
-
-        def allocate(self, shape: tuple[int, ...]) -> Windows:
-            (size,) = shape
-            return Windows(
-                buffers=tuple(torch.full((size, 3, 1), -1.0) for _ in NAMES),
-                fields=tuple((Field(name=name, **field),) for name in NAMES),  # type: ignore[arg-type]
-                timesteps=torch.full((size, 3), -1),
-                attention_mask=torch.full((size, 3), -1),
-                segments=torch.full((size, 2), -1),
-            )
-
-        def static(
-            self, *, chances: bool = False, windows: Windows | None = None, ring: int = 0
-        ) -> Fill:
-            fill = Fill(log)
-            fill.windows = self.allocate((2,)) if windows is None else windows
-            return fill
-
-    engine: Any = Engine()
+def test_batches_of_several_lie_one_after_another(log: list[str], ahead: bool) -> None:
+    engine: Any = Engine(log, reads_host=ahead)
     places, whole = module.side_by_side(engine, 3, "right")
     parts = [
-        make_static_batch(engine, padding="right", step=10 * n, ahead=True, windows=place)
+        StaticBatch(engine, padding="right", step=10 * n, ahead=True, windows=place)
         for n, place in enumerate(places)
     ]
     assert [part.ahead for part in parts] == [ahead] * 3

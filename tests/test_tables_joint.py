@@ -18,7 +18,7 @@ from gear_offline.distributed.world import World
 from gear_offline.kernels.gather import Padding
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sampling import Segments
-from gear_offline.tables.joint import JointDataset, Task, join_datasets
+from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.tables.table import build_table
 from tests.image_support import image_columns
 from tests.segment_oracle import cpu_gather
@@ -102,8 +102,8 @@ def test_windows_are_those_of_each_task_alone(
             context_length=span,
             padding=padding,
         )
-        mine = whole.fill(_segment(episode, start))
-        theirs = alone.fill(_segment(episode - int(joint.first_episodes[task]), start))
+        mine = whole.gather(_segment(episode, start))
+        theirs = alone.gather(_segment(episode - int(joint.first_episodes[task]), start))
         for name, tensor in theirs.tensors().items():
             got = mine.tensors()[name]
             width = tensor.shape[-1]
@@ -165,7 +165,7 @@ def test_a_loaders_state_knows_what_the_table_is_made_of(parts: dict[str, Datase
     state = GearLoader(join(parts), **options).state_dict()
     fewer = {name: parts[name] for name in ("hop", "walk")}
     turned = {name: parts[name] for name in ("walk", "hop", "point")}
-    scaled = join_datasets([Task(name=n, dataset=d) for n, d in parts.items()])
+    scaled = join_datasets([Part(name=n, dataset=d) for n, d in parts.items()])
     for other in (join(fewer), join(turned), scaled):
         load = GearLoader(other, **options).load_state_dict
         assert failing_code(partial(load, state)) == "LOADER_STATE"
@@ -264,14 +264,14 @@ def test_what_one_model_cannot_take_is_refused(parts: dict[str, Dataset], tmp_pa
     still = join({"f": frames})
     options: dict[str, Any] = {"context_length": 2, "normalize_states": True}
     assert failing_code(lambda: build_table(still, **options)) == "LOADER_OPTION"
-    twice = [Task(name="a", dataset=parts["hop"])] * 2
+    twice = [Part(name="a", dataset=parts["hop"])] * 2
     assert failing_code(lambda: join_datasets(twice)) == "LOADER_OPTION"
     joint = join(parts)
     for other in (joint, str(parts["hop"].path)):  # scales within a joint one were lost
-        tasks = [Task(name="a", dataset=other)]  # type: ignore[arg-type]
+        tasks = [Part(name="a", dataset=other)]  # type: ignore[arg-type]
         assert failing_code(partial(join_datasets, tasks)) == "LOADER_OPTION"
-    numpy_ = [Task(name="a", dataset=parts["hop"], returns_scale=np.float32(4))]  # type: ignore[arg-type]
+    numpy_ = [Part(name="a", dataset=parts["hop"], returns_scale=np.float32(4))]  # type: ignore[arg-type]
     assert join_datasets(numpy_).tasks[0].returns_scale == 4
     for scale in (0.0, -3.0, float("nan"), "ten"):
-        tasks = [Task(name="a", dataset=parts["hop"], returns_scale=scale)]  # type: ignore[arg-type]
+        tasks = [Part(name="a", dataset=parts["hop"], returns_scale=scale)]  # type: ignore[arg-type]
         assert failing_code(partial(join_datasets, tasks)) == "LOADER_OPTION"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gear_offline.loaders.static_batch import make_static_batch
+from gear_offline.loaders.static_batch import StaticBatch
 from gear_offline.sampling import Sampler, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.joint import JointDataset
 from gear_offline.tables.table import build_table
@@ -52,17 +52,15 @@ def test_batches_name_the_tasks_of_the_cpus_segments(library: Any, joint: JointD
     seen: set[int] = set()
     with on_cpu(library):
         engine = gpu_gather(
-            table, law, seed=3, batch_size=BATCH, context_length=SPAN, padding="right"
+            table, law, seed=3, rank_batch=BATCH, context_length=SPAN, padding="right"
         )
-        batches = make_static_batch(
-            engine, padding="right", step=0, ahead=False, task_bounds=bounds
-        )
+        batches = StaticBatch(engine, padding="right", step=0, ahead=False, task_bounds=bounds)
         for step in range(STEPS):
             batches.begin()
             batch = batches.batch  # the same memory in each step
             drawn = law.sample(3, step, 1, BATCH)[0]
             assert batch.segments[:, 0].tolist() == drawn.episodes.tolist()
-            windows = gather.fill(drawn)
+            windows = gather.gather(drawn)
             for mine, theirs in zip(
                 (batch.states, batch.actions, batch.returns_to_go, batch.timesteps),
                 (*(windows.tensors()[n] for n in ("states", "actions", "returns_to_go")),

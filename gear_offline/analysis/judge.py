@@ -30,7 +30,7 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import write_file
 from gear_offline.core.processes import die_with_parent, interrupts_kept_from_children
 from gear_offline.errors import GearError
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import JsonLines, finite, read_records
 
@@ -52,7 +52,7 @@ class Probes:
     digest: str
 
 
-def write_probes(recipe: Recipe, dataset: Source, path: Path) -> Probes:
+def write_probes(recipe: Recipe, dataset: TableData, path: Path) -> Probes:
     """Draw the probes' windows as the recipe's loader makes them, and write them to `path`."""
     from safetensors.torch import save
 

@@ -29,7 +29,7 @@ from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.plots import histogram_edges
 from gear_offline.runs.preparation import prepare_dataset
 from gear_offline.sampling import Sampler, Segments
-from gear_offline.tables.joint import Source, source_name
+from gear_offline.tables.joint import TableData, data_name
 
 __all__ = ["compare", "write_comparison"]
 
@@ -110,14 +110,14 @@ def compare(
     }
 
 
-def _refuse_nonfinite(dataset: Source) -> None:
+def _refuse_nonfinite(dataset: TableData) -> None:
     """Refuse what has no place in a histogram or a mean, and cannot be trained on."""
     bad = int((~np.isfinite(dataset.returns)).sum())
     if bad:
         raise InputError(
             "COLUMN",
             f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
-            where=source_name(dataset),
+            where=data_name(dataset),
             remedy="repair the source and convert it again without --allow-nonfinite, or leave "
             "them out with pick_episodes (docs/sources.md)",
         )
@@ -146,7 +146,7 @@ class Tally:
         What to measure.
     """
 
-    def __init__(self, dataset: Source, recipe: Recipe, law: Sampler) -> None:
+    def __init__(self, dataset: TableData, recipe: Recipe, law: Sampler) -> None:
         self._index, self._returns, self._law = dataset.episodes, dataset.returns, law
         self._batch, self._span = recipe.loader.batch_size, recipe.loader.context_length
         self._seed, self._budget = recipe.seed, recipe.loader.hbm_budget
@@ -251,22 +251,17 @@ class Tally:
         The table is split into runs of episodes of nearly equal steps; the batch is cut to a
         multiple of the ranks.
         """
-        import torch
-
         from gear_offline.distributed.assignment import Assigner
 
         count = self._batch // nodes * nodes
         if count == 0 or self._index.episodes < nodes:
             return None
         middle = (self._index.offsets[:-1] + self._index.offsets[1:]) // 2
-        homes = torch.from_numpy(np.minimum(middle * nodes // self._index.steps, nodes - 1))
-        assigner, moved = Assigner(torch.arange(nodes)), 0
+        homes = np.minimum(middle * nodes // self._index.steps, nodes - 1)
         batches = min(self._batches, BATCHES_ASSIGNED)
         drawn = self._law.sample(self._seed, 0, batches, self._batch)
-        for row in drawn.episodes[:, :count]:
-            home = homes[torch.from_numpy(row)]
-            moved += int(assigner.moved(assigner.assign(home, home), home, home)[0])
-        return moved / (batches * count)
+        moved = Assigner(range(nodes), count).moved(homes[drawn.episodes[:, :count]])
+        return float(moved.sum()) / (batches * count)
 
 
 def _parts(counts: Int64Array, parts: int) -> Float64Array:
@@ -288,7 +283,7 @@ def _repeats(values: Int64Array) -> int:
     return int((ordered[:, 1:] == ordered[:, :-1]).sum())
 
 
-def row_bytes(dataset: Source) -> int:
+def row_bytes(dataset: TableData) -> int:
     """Return the bytes of a step in the loader's table: float32 records, images as they are."""
     floats, images = 2, 0  # reward and return-to-go
     for name in ("observations", "actions"):

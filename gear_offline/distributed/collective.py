@@ -1,8 +1,8 @@
 """Owners push rows: one all_to_all_single a step, over gloo, from and to host memory.
 
 Every rank knows all reads of a step, so every rank knows all sizes and there is no round for them.
-The rows for one reader travel as one run of bytes, column group after column group.  The collective
-of a step runs on gloo's threads while earlier steps are trained on.
+The rows for one reader travel as one run of bytes, column group after column group.  The gloo group
+is the exchange's own, so that a thread may use it while others use the world's.
 
 Shape legend: R ranks.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.distributed.reads import Held, Int64Array, Reads, as_bytes, ranges
+from gear_offline.distributed.reads import Int64Array, NodeRows, Reads, as_bytes, ranges
 from gear_offline.distributed.world import World, rank_lost
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,14 +41,22 @@ class CollectiveExchange:
     name = "collective"
 
     def __init__(
-        self, held: Held, landing: tuple[npt.NDArray[np.generic], ...], world: World
+        self, node_rows: NodeRows, landing: tuple[npt.NDArray[np.generic], ...], world: World
     ) -> None:
-        self._world, self._held = world, held
-        self._sources = [as_bytes(rows) for rows in held.rows]
+        self._world, self._node_rows = world, node_rows
+        self._sources = [as_bytes(rows) for rows in node_rows.rows]
         self._landing = [as_bytes(rows) for rows in landing]
-        self._first_rows = held.first_rows()
+        self._first_rows = node_rows.first_rows()
         self._row_bytes = sum(source.shape[1] for source in self._sources)
         self._posted: dict[int, _Step | None] = {}
+        with world.guard("opening the exchange"):
+            members = dist.get_process_group_ranks(world.control or dist.group.WORLD)
+            self._group = dist.new_group(
+                members,
+                backend="gloo",
+                timeout=timedelta(seconds=world.timeout),
+                use_local_synchronization=True,
+            )
 
     def post(self, step: int, reads: Reads) -> None:
         assert step not in self._posted, "each step is posted once"
@@ -57,14 +65,14 @@ class CollectiveExchange:
             return
         rank, size = self._world.rank, self._world.size
         own, served = reads.made_by(rank), reads.served_by(rank)
-        own.check(self._held, len(self._landing[0]))
+        own.check(self._node_rows, len(self._landing[0]))
         sizes_in = _bytes_by(own.owners, own.steps * self._row_bytes, size)
         sizes_out = _bytes_by(served.readers, served.steps * self._row_bytes, size)
         sent = torch.from_numpy(self._pack(served, sizes_out))
         received = torch.empty(sum(sizes_in), dtype=torch.uint8)
         with self._world.guard(f"posting the rows of step {step}"):
             work = dist.all_to_all_single(
-                received, sent, sizes_in, sizes_out, group=self._world.control, async_op=True
+                received, sent, sizes_in, sizes_out, group=self._group, async_op=True
             )
         self._posted[step] = _Step(reads=own, sent=sent, received=received, work=work)
 
@@ -101,7 +109,7 @@ class CollectiveExchange:
                 begin += part.size
 
     def close(self) -> None:
-        self._posted.clear()
+        self._posted.clear()  # the group ends with torch's: its name cannot be used again
 
 
 def _bytes_by(ranks: Int64Array, sizes: Int64Array, count: int) -> list[int]:

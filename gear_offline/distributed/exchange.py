@@ -9,11 +9,11 @@ import numpy.typing as npt
 from gear_offline.core.progress import say
 from gear_offline.distributed.collective import CollectiveExchange
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
-from gear_offline.distributed.reads import Held, Reads
+from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, UnavailableError
 
-__all__ = ["Exchange", "Held", "Reads", "open_exchange"]
+__all__ = ["Exchange", "NodeRows", "Reads", "open_exchange"]
 
 Mode = Literal["auto", "on", "off"]
 
@@ -44,7 +44,7 @@ class Exchange(Protocol):
 
 
 def open_exchange(
-    held: Held,
+    node_rows: NodeRows,
     landing: tuple[npt.NDArray[Any], ...],
     world: World,
     *,
@@ -58,7 +58,9 @@ def open_exchange(
     ``"off"``, collectives of torch; or ``"auto"``, RDMA if every rank can.
     """
     row_bytes = [rows.shape[1] * rows.itemsize for rows in landing]
-    assert row_bytes == [rows.shape[1] * rows.itemsize for rows in held.rows], "rows of one shape"
+    assert row_bytes == [rows.shape[1] * rows.itemsize for rows in node_rows.rows], (
+        "rows of one shape"
+    )
     assert len({len(rows) for rows in landing}) == 1, "as many landing rows in every column group"
     endpoint, why = (None, "exchange='off'") if mode == "off" else _agree(world, mode)
     say(
@@ -66,8 +68,8 @@ def open_exchange(
         quiet=quiet or not world.is_first,
     )
     if endpoint is None:
-        return CollectiveExchange(held, landing, world)
-    return RdmaExchange(held, landing, world, endpoint)
+        return CollectiveExchange(node_rows, landing, world)
+    return RdmaExchange(node_rows, landing, world, endpoint)
 
 
 def _agree(world: World, mode: Mode) -> tuple[Endpoint | None, str]:

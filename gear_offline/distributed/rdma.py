@@ -28,7 +28,7 @@ import numpy.typing as npt
 import psutil
 
 from gear_offline.distributed import INTERFACE_VARIABLE
-from gear_offline.distributed.reads import Held, Reads, as_bytes
+from gear_offline.distributed.reads import NodeRows, Reads, as_bytes
 from gear_offline.errors import GearError, UnavailableError
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class RdmaExchange:
 
     def __init__(
         self,
-        held: Held,
+        node_rows: NodeRows,
         landing: tuple[npt.NDArray[np.generic], ...],
         world: World,
         endpoint: Endpoint,
     ) -> None:
-        self._world, self._held, self._endpoint = world, held, endpoint
+        self._world, self._node_rows, self._endpoint = world, node_rows, endpoint
         self._landing = [as_bytes(rows) for rows in landing]
-        self._first_rows = held.first_rows()
+        self._first_rows = node_rows.first_rows()
         self._left: dict[int, int] = {}  # reads of a posted step that are not done
         self._broken = False
         # What peers read when they close, and where this rank reads theirs.
@@ -83,7 +83,7 @@ class RdmaExchange:
     def _offer(self) -> tuple[list[tuple[int, int]], dict[int, Any]]:
         """Register memory; return what others read by, (address, key), and pairs for them."""
         register = self._endpoint.register
-        offered = [*(as_bytes(rows) for rows in self._held.rows), self._done]
+        offered = [*(as_bytes(rows) for rows in self._node_rows.rows), self._done]
         regions = [(r.ctypes.data, int(register(r, remote=True).rkey)) for r in offered]
         self._local_keys = [int(register(rows).lkey) for rows in self._landing]
         self._close_key = int(register(self._others_done).lkey)
@@ -96,7 +96,7 @@ class RdmaExchange:
     def post(self, step: int, reads: Reads) -> None:
         assert step not in self._left, "each step is posted once"
         own = reads.made_by(self._world.rank)
-        own.check(self._held, len(self._landing[0]))
+        own.check(self._node_rows, len(self._landing[0]))
         self._left[step] = len(own) * len(self._landing)
         columns = (own.owners, self._first_rows[own.episodes] + own.starts, own.steps, own.rows)
         for owner, first, steps, row in zip(*(c.tolist() for c in columns), strict=True):

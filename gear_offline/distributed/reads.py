@@ -14,7 +14,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class NodeRows:
     """The rows that this rank's node holds, and who holds the others.
 
     `rows`: one C-contiguous (n, W) array for each column group with the steps of this node's
@@ -62,11 +62,11 @@ class Reads:
         at = np.flatnonzero(self.owners == rank)
         return self.take(at[np.argsort(self.readers[at], kind="stable")])
 
-    def check(self, held: Held, landing_rows: int) -> None:
+    def check(self, node_rows: NodeRows, landing_rows: int) -> None:
         """Assert that reads lie within episodes and landing memory."""
         ends = self.starts + self.steps
         assert ((self.starts >= 0) & (self.steps > 0)).all(), "reads have rows"
-        assert (ends <= held.lengths[self.episodes]).all(), "reads end within their episodes"
+        assert (ends <= node_rows.lengths[self.episodes]).all(), "reads end within their episodes"
         assert ((self.rows >= 0) & (self.rows + self.steps <= landing_rows)).all(), "reads land"
 
 

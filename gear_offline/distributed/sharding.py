@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
-from gear_offline.tables.joint import Source, shards_of
+from gear_offline.tables.joint import TableData, shards_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -38,21 +38,21 @@ def share_shards(
     owners = np.zeros(len(drawn_from), np.int64)
     drawn = np.argsort(-drawn_from, kind="stable")[: int((drawn_from > 0).sum())]
     _give_out(drawn, drawn_from, np.zeros(nodes), owners)
-    held = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
-    held[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
+    totals = np.bincount(owners[drawn], weights=bulk[drawn], minlength=nodes).astype(np.float64)
+    totals[np.bincount(owners[drawn], minlength=nodes) == 0] = -1.0  # who has nothing comes first
     never = np.flatnonzero(~(drawn_from > 0))
-    _give_out(never, bulk, held, owners)
+    _give_out(never, bulk, totals, owners)
     return owners
 
 
 def _give_out(
     shards: Int64Array,
     weights: npt.NDArray[np.float64],
-    held: npt.NDArray[np.float64],
+    totals: npt.NDArray[np.float64],
     owners: Int64Array,
 ) -> None:
-    """Give each shard, in their order, to the node that holds least; `held` is (D,)."""
-    lightest = [(total, node) for node, total in enumerate(held.tolist())]
+    """Give each shard, in their order, to the node that holds least; `totals` is (D,)."""
+    lightest = [(total, node) for node, total in enumerate(totals.tolist())]
     heapq.heapify(lightest)
     for shard in shards.tolist():
         total, node = heapq.heappop(lightest)
@@ -67,17 +67,16 @@ class NodeShare:
     shards: Int64Array  # numbers of the node's shards, ascending
     nodes: Int64Array  # (E,) the node of every episode of the whole dataset
     lengths: Int64Array  # (E,) steps of every episode of the whole dataset
-    local: Int64Array  # (E,) the number of an episode among those of its node
 
 
-def shard_episodes(source: Source) -> Int64Array:
+def shard_episodes(source: TableData) -> Int64Array:
     """Return (S,) int64, the episodes of each shard."""
     records = (part.dataset.manifest.shards[shard] for part, shard in shards_of(source))
     return np.array([record.episodes for record in records], np.int64)
 
 
 def shard_weights(
-    source: Source, episode_weight: npt.ArrayLike | None = None
+    source: TableData, episode_weight: npt.ArrayLike | None = None
 ) -> npt.NDArray[np.float64]:
     """Return (S,) sums of episode weights; by default of steps."""
     lengths = source.episodes.lengths
@@ -86,16 +85,11 @@ def shard_weights(
     return np.array([weights[a:b].sum() for a, b in pairwise(firsts.tolist())])
 
 
-def take_share(source: Source, owners: Int64Array, node: int) -> NodeShare:
+def take_share(source: TableData, owners: Int64Array, node: int) -> NodeShare:
     """Return what `node` holds when shards lie as `owners` (S,) says."""
     nodes = np.repeat(owners, shard_episodes(source))
-    local = np.zeros(len(nodes), np.int64)
-    for other in range(int(owners.max()) + 1):
-        members = np.flatnonzero(nodes == other)
-        local[members] = np.arange(len(members))
     return NodeShare(
         shards=np.flatnonzero(owners == node),
         nodes=nodes,
         lengths=source.episodes.lengths,
-        local=local,
     )

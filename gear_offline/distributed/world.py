@@ -74,24 +74,34 @@ class World:
         return self.rank == 0
 
     @property
+    def node(self) -> int:
+        """This rank's."""
+        return self.nodes[self.rank]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of this rank's node."""
+        return [rank for rank, node in enumerate(self.nodes) if node == self.node]
+
+    @property
     def leader(self) -> int:
         """The first rank of this rank's node."""
-        return self.nodes.index(self.nodes[self.rank])
+        return self.nodes.index(self.node)
 
     @property
     def node_count(self) -> int:
         return len(set(self.nodes))
 
-    def share(self, batch_size: int) -> int:
+    def rank_batch(self, global_batch: int) -> int:
         """Return B, this rank's segments of a global batch."""
-        if batch_size % self.size:
+        if global_batch % self.size:
             raise InputError(
                 "LOADER_OPTION",
-                f"a batch of {batch_size} segments cannot be shared equally by {self.size} ranks",
+                f"a batch of {global_batch} segments cannot be shared equally by {self.size} ranks",
                 where="loader.batch_size",
                 remedy=f"use a multiple of {self.size}; it is the size of the global batch",
             )
-        return batch_size // self.size
+        return global_batch // self.size
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, JSON-able, in the order of ranks."""

@@ -28,7 +28,7 @@ from gear_offline.loaders.recipes import open_tasks, recipe_sampler
 from gear_offline.runs.checks import check_selection
 from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
-from gear_offline.tables.joint import Source, parts_of
+from gear_offline.tables.joint import TableData, parts_of
 from gear_offline.tables.table import plan_groups
 from gear_offline.training.training_model import ModelSizes
 
@@ -82,7 +82,7 @@ def make_workload(
                 remedy="add the bytes of all data in memory, such as --data 100TB",
             )
         length = episode_length or 1000
-        source: Source = cast(Dataset, _describe(columns, length))
+        source: TableData = cast(Dataset, _describe(columns, length))
         text = f"{columns}, episodes of {length:,} steps, as described"
     else:
         source, text = _open(recipe)
@@ -99,7 +99,7 @@ def make_workload(
         text = f"{text}, taken for {data_bytes:,} bytes in memory"
     if columns is None:
         sampler = recipe_sampler(recipe, source)
-        learns = sampler.learner is not None
+        learns = sampler.loss_sampler is not None
         shares, weights = shard_weights(source), shard_weights(source, sampler.episode_weight)
     else:
         strategies = [part["strategy"] for part in recipe.selection.options.get("parts", ())]
@@ -122,7 +122,7 @@ def make_workload(
     )
 
 
-def _open(recipe: Recipe) -> tuple[Source, str]:
+def _open(recipe: Recipe) -> tuple[TableData, str]:
     """Return the recipe's dataset, or that of its tasks together, and what it is called."""
     path, tasks = recipe.data.path, recipe.data.tasks
     if path is not None and Path(path).exists():
@@ -164,7 +164,7 @@ def _describe(text: str, episode_length: int) -> SimpleNamespace:
     return SimpleNamespace(spec=spec, episodes=EpisodeIndex(lengths), statistics=unit, checked=True)
 
 
-def _sizes(source: Source, *, described: bool) -> ModelSizes:
+def _sizes(source: TableData, *, described: bool) -> ModelSizes:
     """Return the model's sizes; discrete actions that are only described are taken for 18."""
     states, actions = source.spec["observations"], source.spec["actions"]
     discrete = actions.dtype.kind in "iub"

@@ -13,7 +13,7 @@ from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.summary import summary_of
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.runs.training_run import Run
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.training.checkpoint_folder import (
     Keep,
     list_checkpoints,
@@ -28,7 +28,7 @@ class LeadingRun(Run):
     """The run as the first rank goes through it: it writes the run directory."""
 
     def __init__(
-        self, directory: RunDirectory, learner: Learner, dataset: Source, *, quiet: bool
+        self, directory: RunDirectory, learner: Learner, dataset: TableData, *, quiet: bool
     ) -> None:
         super().__init__(directory.path, learner)
         self.directory, self.dataset, self.quiet = directory, dataset, quiet

@@ -26,14 +26,14 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environment_ids import check_no_import, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
-from gear_offline.tables.joint import JointDataset, Source
+from gear_offline.tables.joint import JointDataset, TableData
 from gear_offline.training.training_model import ModelSizes
 
 if TYPE_CHECKING:
     pass
 
 
-def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> Source:
+def prepare_dataset(recipe: Recipe, *, quiet: bool = False) -> TableData:
     """Open the recipe's dataset, or those of its tasks; see `prepare_one`."""
     if recipe.data.tasks:
         return open_tasks(recipe, lambda one: prepare_one(one, quiet=quiet))
@@ -149,7 +149,9 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     return file
 
 
-def resolve(recipe: Recipe, dataset: Source, *, quiet: bool = False) -> tuple[Recipe, ModelSizes]:
+def resolve(
+    recipe: Recipe, dataset: TableData, *, quiet: bool = False
+) -> tuple[Recipe, ModelSizes]:
     """Fill in what the recipe leaves to the data, and check that recipe and data fit.
 
     Doing it again to the result changes nothing.

@@ -9,7 +9,7 @@ from gear_offline.config.tasks import task_recipe
 from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.preparation import check_memory, resolve
 from gear_offline.tables.fields import STATES, is_image
-from gear_offline.tables.joint import JointDataset, Task
+from gear_offline.tables.joint import JointDataset, Part
 from gear_offline.training.training_model import ModelSizes
 
 
@@ -56,7 +56,7 @@ def resolve_tasks(
     return resolved, joint
 
 
-def _model_task(task: Task, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
+def _model_task(task: Part, sizes: ModelSizes, *, normalized: bool) -> ModelTask:
     moments, returns = task.dataset.statistics[STATES], task.dataset.manifest.returns
     normalized = normalized and not is_image(task.dataset.spec[STATES])
     return ModelTask(

@@ -25,7 +25,7 @@ from gear_offline.runs.directory import RunDirectory, default_run_path
 from gear_offline.runs.leading_run import LeadingRun
 from gear_offline.runs.preparation import open_recipe_dataset, prepare_one, resolve
 from gear_offline.runs.training_run import Run, TrainingInterrupted
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import list_checkpoints, sweep
@@ -131,7 +131,7 @@ def _train(
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))
         quiet = quiet or not world.is_first
-        dataset: Source
+        dataset: TableData
         if recipe.data.tasks:
             dataset = open_tasks(recipe, lambda one: _open(one, world, quiet=quiet))
         else:

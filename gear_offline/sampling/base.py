@@ -143,7 +143,7 @@ class Sampler:
         return None
 
     @property
-    def learner(self) -> Prioritized | None:
+    def loss_sampler(self) -> Prioritized | None:
         """The sampler that learns from losses, this one or a part of it."""
         return None
 
@@ -378,26 +378,21 @@ def check_integer(name: str, value: object, *, least: int, most: int = (1 << 62)
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The segments of every step of a loader, or of one rank's part of it.
-
-    Attributes
-    ----------
-    selection, seed, batch_size
-        The sampler, its seed, and how many it draws in each step.
-    first_slot, share
-        Which of them are this rank's.
-    """
+    """The segments of every step of a loader, or of one rank's part of it."""
 
     selection: Sampler
     seed: int
-    batch_size: int
-    first_slot: int
-    share: int
+    global_batch: int  # segments that are drawn in each step
+    first_slot: int  # of them, this rank's
+    rank_batch: int
+
+    def draw(self, first_step: int, steps: int) -> Segments:
+        """Return the segments of consecutive steps, of all ranks, (steps, global_batch)."""
+        return self.selection.sample(self.seed, first_step, steps, self.global_batch)
 
     def segments(self, first_step: int, steps: int) -> Segments:
-        """Return the segments of consecutive steps, (steps, share)."""
-        if not self.share:  # of a rank that does not feed a model's input
+        """Return the segments of consecutive steps, (steps, rank_batch)."""
+        if not self.rank_batch:  # of a rank that does not feed a model's input
             none = np.zeros((steps, 0), np.int64)
             return Segments(episodes=none, starts=none, probability=none.astype(np.float64))
-        drawn = self.selection.sample(self.seed, first_step, steps, self.batch_size)
-        return drawn[:, self.first_slot : self.first_slot + self.share]
+        return self.draw(first_step, steps)[:, self.first_slot : self.first_slot + self.rank_batch]

@@ -150,10 +150,10 @@ class Mixture(Sampler):
         self.parts, self.schedule = tuple(parts), schedule
         spans = [part.context_length for part in parts if part.context_length is not None]
         self.context_length = spans[0] if spans else None
-        learners = [part.learner for part in parts if part.learner is not None]
-        if len(learners) > 1:
+        learning = [part.loss_sampler for part in parts if part.loss_sampler is not None]
+        if len(learning) > 1:
             raise InputError("SELECTION", "a mixture has one prioritized part at most")
-        self._learner = learners[0] if learners else None
+        self._loss_sampler = learning[0] if learning else None
         self._whole: WeightedEpisodes | None = None
         if len(schedule.steps) == 1 and all(isinstance(p.gpu, CumulativeWeights) for p in parts):
             weights, given = np.zeros(self.index.episodes), np.array(schedule.weights[0], float)
@@ -196,8 +196,8 @@ class Mixture(Sampler):
         return None if self._whole is None else self._whole.episode_weight
 
     @property
-    def learner(self) -> Prioritized | None:
-        return self._learner
+    def loss_sampler(self) -> Prioritized | None:
+        return self._loss_sampler
 
     @property
     def gpu(self) -> Draw | None:
@@ -248,7 +248,7 @@ def mix_tasks(tasks: Sequence[TaskPart], schedule: Schedule | None = None) -> Sa
     if len(tasks) == 1:
         return tasks[0].sampler
     for task in tasks:
-        if task.sampler.learner is not None or not has_density(type(task.sampler)):
+        if task.sampler.loss_sampler is not None or not has_density(type(task.sampler)):
             raise InputError(
                 "SELECTION",
                 f"strategy {task.sampler.name!r} cannot be mixed with those of other tasks",

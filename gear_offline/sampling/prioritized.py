@@ -108,7 +108,7 @@ class Prioritized(Sampler):
         return SumTree(np.full(self.index.steps, self.first_mass, dtype=np.uint64))
 
     @property
-    def learner(self) -> Prioritized:
+    def loss_sampler(self) -> Prioritized:
         return self
 
     @property
@@ -171,9 +171,9 @@ class Prioritized(Sampler):
         from gear_offline.kernels.select import DeviceSelect
 
         assert self._device is not None
-        if self._select is None or self._select.batch_size != count:
+        if self._select is None or self._select.global_batch != count:
             self._select = DeviceSelect(
-                self.gpu, self.index.offsets, device=self._device.device, batch_size=count
+                self.gpu, self.index.offsets, device=self._device.device, global_batch=count
             )
         return self._select.segments(seed=seed, first_step=first_step, steps=steps)
 

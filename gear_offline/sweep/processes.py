@@ -24,7 +24,7 @@ from gear_offline.sampling.base import own_strategies
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.results import steps_done
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 
 POLL_SECONDS = 0.2
@@ -235,7 +235,7 @@ class Processes:
 
 
 def build_tables(
-    points: Sequence[SweepPoint], datasets: Callable[[SweepPoint], Source]
+    points: Sequence[SweepPoint], datasets: Callable[[SweepPoint], TableData]
 ) -> SharedTables:
     """Return the tables of the points, in shared memory, as far as they fit there.
 

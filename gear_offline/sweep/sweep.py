@@ -30,7 +30,7 @@ from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.modes import Choice, Mode, choose
 from gear_offline.sweep.points import SweepPoint, name_points
 from gear_offline.sweep.results import RunResult, is_complete, read_result, steps_done
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.stack import check_stackable
 
@@ -130,7 +130,7 @@ class Sweep:
         self._others = others
         self._points, self._out, self._quiet = points, out, quiet
         self._mode, self._parallel = mode, parallel
-        self._datasets: dict[str, Source] = {}
+        self._datasets: dict[str, TableData] = {}
         self._device = self._one_device()
         if self._device.type == "cuda":
             os.environ.setdefault(*QUEUES)  # without effect where the GPU is in use already
@@ -154,7 +154,7 @@ class Sweep:
             recipe, sizes = resolve(point.recipe, dataset, quiet=True)
             resolved[point.name] = recipe
             if self._mode == "stacked":
-                learns = recipe_sampler(recipe, dataset).learner is not None
+                learns = recipe_sampler(recipe, dataset).loss_sampler is not None
                 check_stackable(recipe, sizes, learns=learns)
         with SweepDirectory(
             self._out, self._points, free=RESUMABLE, others=self._others
@@ -190,7 +190,7 @@ class Sweep:
                     raise gpu_lost(error, str(self._out)) from error
             return self._conclude(directory, report=report)
 
-    def _dataset(self, point: SweepPoint) -> Source:
+    def _dataset(self, point: SweepPoint) -> TableData:
         """Return the data of a point, opened and verified once for all."""
         key = data_key(point.recipe)
         if key not in self._datasets:

@@ -28,7 +28,7 @@ from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.lane import Lane, TurnRun
 from gear_offline.sweep.points import SweepPoint
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.determinism import deterministic
 from gear_offline.training.learner import Learner
@@ -65,7 +65,7 @@ class Turns:
         *,
         parallel: int,
         share: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-        prepare: Callable[[SweepPoint], Source],
+        prepare: Callable[[SweepPoint], TableData],
         place: Callable[[SweepPoint], Path],
         display: SweepDisplay,
     ) -> None:

@@ -27,7 +27,7 @@ from gear_offline.kernels.gather import CpuGather, Padding, Windows, real_steps
 from gear_offline.kernels.segments import Segments
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.disk_columns import SlotColumn, load_columns, slot_columns
-from gear_offline.tables.joint import JointDataset, Source, parts_of
+from gear_offline.tables.joint import JointDataset, TableData, parts_of
 from gear_offline.tables.read_ahead import ReadAhead
 from gear_offline.tables.read_plan import REFERENCE_BYTES, Int64Array, Needs, Places, ReadPlan
 from gear_offline.tables.table import Table
@@ -47,7 +47,7 @@ JOB_BYTES = 8 << 20  # of the chunks that a thread reads at a time
 BUFFER_SHARE = 8  # its buffers take at most the budget over this
 RESIDENT_SHARE = 32  # a column that takes at most the budget over this is kept in memory whole
 OUTPUT_SHARE = 128  # a block of batches takes at most the budget over this, or one batch
-OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be held
+OUTPUT_BLOCKS = 4  # the one handed out, the next, and two that may be in use
 COVERAGE_SHARE = 0.85  # measured: 0.8 to 0.95 are alike, 1.1 reads twice as much
 HORIZON = 4  # references known for each slot, at most
 INDEX_BYTES = 284  # an episode: offset, length, return, ends, and the guide of a sampler
@@ -160,7 +160,7 @@ class DiskGather:
 
     def __init__(
         self,
-        dataset: Source,
+        dataset: TableData,
         stream: Stream,
         *,
         host_budget: int,
@@ -189,12 +189,12 @@ class DiskGather:
             budget_bytes=host_budget,
             row_bytes=[source.row_bytes for source in sources],
             rows=rows,
-            batch_bytes=stream.share * window_bytes,
+            batch_bytes=stream.rank_batch * window_bytes,
             converted_share=max(converted) / window_bytes,
             fixed_bytes=INDEX_BYTES * dataset.episodes.episodes
             + 8 * min(longest + 2 * context_length, 1 << 21),
             steps=dataset.spec.steps,
-            batch=stream.share,
+            batch=stream.rank_batch,
         )
         # A window is not a block that could be compared while it is read.
         parts = [replace(part, dataset=part.dataset.verify()) for part in parts_of(dataset)]
@@ -241,40 +241,40 @@ class DiskGather:
         self.table = Table(episodes=dataset.episodes, groups=self._slots.groups, margin=rows)
         plan = ReadPlan(
             _needs(dataset.episodes, stream, self._windows, context_length, history),
-            batch=stream.share,
+            batch=stream.rank_batch,
             slots=self.sizes.slots,
             depth=self.sizes.depth,
             horizon=self.sizes.horizon,
         )
-        self._share, self._span = stream.share, context_length
+        self._rank_batch, self._span = stream.rank_batch, context_length
         self._ahead = ReadAhead(
             self._windows, plan, self._slots.targets, threads=self.sizes.threads
         )
         # Also when the interpreter ends: then the threads are waited for.
         self._close = weakref.finalize(self, self._ahead.stop)
 
-    def fill_steps(self, *, first_step: int, steps: int) -> Windows:
+    def draw_and_gather(self, first_step: int, steps: int) -> Windows:
         """Gather what the stream draws in `steps` steps from `first_step` on, (steps, B).
 
         The next call is best for as many steps that follow; any other order costs the windows that
         were read ahead.
         """
-        held = self._ahead.take(first_step, steps)
-        shape, index = (steps, self._share), self.table.episodes
+        ready = self._ahead.take(first_step, steps)
+        shape, index = (steps, self._rank_batch), self.table.episodes
         # As they were drawn when the plan was made; no gather asks for the probability.
         segments = Segments(
-            episodes=held.episode.reshape(shape),
-            starts=(held.low - index.offsets[held.episode]).reshape(shape),
+            episodes=ready.episode.reshape(shape),
+            starts=(ready.low - index.offsets[ready.episode]).reshape(shape),
             probability=np.broadcast_to(np.float64(0), shape),
         )
-        windows = self._slots.fill(segments, held.slots)
+        windows = self._slots.gather(segments, ready.slots)
         self._ahead.move(first_step + steps)
         self._windows_given += segments.episodes.size
         # Not torch's sum: its threads would wait for the next one, turning.
         self._bytes_given += int(windows.attention_mask.numpy().sum()) * self._row_bytes
         return windows
 
-    def fill(self, segments: Segments) -> Windows:
+    def gather(self, segments: Segments) -> Windows:
         """Gather any `segments` now, in memory of their own, without touching the read-ahead."""
         self._ahead.check()
         index, starts = self.table.episodes, segments.starts.reshape(-1)
@@ -284,10 +284,10 @@ class DiskGather:
         order = np.argsort(low, kind="stable")
         places = Places(low=low[order], real=real[order], before=starts[order], slots=order)
         self._windows.read(places, aside.targets, self._windows.buffer())
-        return aside.fill(segments, np.arange(len(low)))
+        return aside.gather(segments, np.arange(len(low)))
 
     def counts(self) -> DiskCounts:
-        """Return what was read and what `fill_steps` gave until now."""
+        """Return what was read and what `draw_and_gather` gave until now."""
         read_bytes, reads, evicted = self._ahead.counts()
         return DiskCounts(read_bytes, reads, self._bytes_given, self._windows_given, evicted)
 
@@ -323,20 +323,19 @@ class _Slots:
         self.groups = tuple(groups)
         self._gather = CpuGather(
             groups,
-            episodes.offsets,
-            margin=self._rows,
+            episodes.lengths,
+            np.zeros(episodes.episodes, np.int64),  # all windows lie in slots
             context_length=span,
             padding=padding,
-            held=np.zeros(episodes.episodes, bool),
             pin=pin,
         )
 
-    def fill(self, segments: Segments, slots: Int64Array) -> Windows:
+    def gather(self, segments: Segments, slots: Int64Array) -> Windows:
         """Gather `segments` from `slots`, (n,) int64."""
-        landing = (slots * self._rows + self._history).reshape(segments.shape)
+        landing = ((slots + 2) * self._rows + self._history).reshape(segments.shape)
         # What a slot holds around the rows of an episode may be any bits, until it is cleared.
         with np.errstate(invalid="ignore"):
-            return self._gather.fill(segments, landing)
+            return self._gather.gather(segments, landing)
 
 
 def _needs(

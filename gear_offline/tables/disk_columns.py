@@ -25,7 +25,7 @@ from gear_offline.dataset.shard import byte_view
 from gear_offline.errors import GearError
 from gear_offline.kernels.columns import Field, convert
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, standard_fields
-from gear_offline.tables.joint import JointDataset, Source, Task
+from gear_offline.tables.joint import JointDataset, Part, TableData
 from gear_offline.tables.read_plan import Int64Array
 from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import plan_groups
@@ -70,7 +70,7 @@ class DiskColumn:
 
 
 def slot_columns(
-    dataset: Source, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
+    dataset: TableData, *, normalize_states: bool, extra_columns: Sequence[str], frame_stack: int
 ) -> list[SlotColumn]:
     """Return the columns that batches are made of, in their source dtype."""
     joint = isinstance(dataset, JointDataset)  # then states are normalised before the slots
@@ -92,7 +92,7 @@ def slot_columns(
 
 
 def load_columns(
-    parts: Sequence[Task],
+    parts: Sequence[Part],
     sources: Sequence[SlotColumn],
     resident: Sequence[bool],
     first_steps: Int64Array,
@@ -124,7 +124,7 @@ def load_columns(
 
 
 def _located(
-    parts: Sequence[Task], source: SlotColumn, first_steps: Int64Array, *, normalize_states: bool
+    parts: Sequence[Part], source: SlotColumn, first_steps: Int64Array, *, normalize_states: bool
 ) -> DiskColumn:
     """Return where the rows of a column lie."""
     row_bytes = source.row_bytes
@@ -176,7 +176,7 @@ def _lay_of(source: SlotColumn, column: ColumnSpec, single: Field | None) -> Lay
     return lay
 
 
-def _rows(parts: Sequence[Task], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
+def _rows(parts: Sequence[Part], name: str, lays: Sequence[Lay | None]) -> Iterator[UInt8Array]:
     """Yield all rows of a column in their order, (n, row bytes), digests compared."""
     for part, lay in zip(parts, lays, strict=True):
         for shard in range(len(part.dataset.manifest.shards)):
@@ -186,7 +186,7 @@ def _rows(parts: Sequence[Task], name: str, lays: Sequence[Lay | None]) -> Itera
 
 
 def _returns(
-    parts: Sequence[Task], *, gamma: float, scale: float, budget_bytes: int
+    parts: Sequence[Part], *, gamma: float, scale: float, budget_bytes: int
 ) -> Iterator[UInt8Array]:
     """Yield all returns-to-go in their order, (n, 4) bytes of whole episodes."""
     most = max(min(budget_bytes // 8, 256 << 20) // RETURNS_BYTES, 1)
@@ -214,7 +214,7 @@ def _bytes_of(values: Array) -> UInt8Array:
     return np.frombuffer(byte_view(values), np.uint8).reshape(len(values), -1)
 
 
-def _written(parts: Sequence[Task], chunks: Iterator[UInt8Array]) -> IO[bytes]:
+def _written(parts: Sequence[Part], chunks: Iterator[UInt8Array]) -> IO[bytes]:
     """Write the returns-to-go, in order, to a file without a name and return it.
 
     Beside the dataset, where the disk is surely large, or else where temporary files go.

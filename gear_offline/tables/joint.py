@@ -29,7 +29,7 @@ from gear_offline.tables.fields import ACTIONS, REWARDS, STATES, is_image, stand
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
+class Part:
     """One of the datasets that a table is built from."""
 
     name: str  # in the recipe
@@ -41,7 +41,7 @@ class Task:
 class JointDataset:
     """Several datasets for one table, one task after the other; `join_datasets` makes it."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[Part, ...]
     spec: TableSpec  # columns as wide as the widest task's; steps and episodes of all
 
     def __repr__(self) -> str:
@@ -70,17 +70,17 @@ class JointDataset:
         return np.cumsum([0, *counts], dtype=np.int64)
 
 
-Source = Dataset | JointDataset  # what a table is built from
+TableData = Dataset | JointDataset  # what a table is built from
 
 
-def parts_of(source: Source) -> tuple[Task, ...]:
+def parts_of(source: TableData) -> tuple[Part, ...]:
     """Return the datasets of a table, in the order of its episodes (one dataset: a list of one)."""
     if isinstance(source, JointDataset):
         return source.tasks
-    return (Task(name=str(source.path), dataset=source),)
+    return (Part(name=str(source.path), dataset=source),)
 
 
-def shards_of(source: Source) -> list[tuple[Task, int]]:
+def shards_of(source: TableData) -> list[tuple[Part, int]]:
     """Return all shards in the order of their episodes: the part, and the shard's number in it."""
     return [
         (part, shard)
@@ -89,20 +89,20 @@ def shards_of(source: Source) -> list[tuple[Task, int]]:
     ]
 
 
-def source_name(source: Source) -> str:
+def data_name(source: TableData) -> str:
     """Return what messages call it."""
     return "+".join(part.name for part in parts_of(source))
 
 
-def source_digest(source: Source) -> str:
+def data_digest(source: TableData) -> str:
     """Return what tells data apart: of a dataset its manifest's digest."""
     if not isinstance(source, JointDataset):
         return digest(source.manifest.encode())
-    parts = [(t.name, source_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
+    parts = [(t.name, data_digest(t.dataset), float(t.returns_scale)) for t in source.tasks]
     return digest(json.dumps(parts).encode())
 
 
-def join_datasets(tasks: Sequence[Task]) -> JointDataset:
+def join_datasets(tasks: Sequence[Part]) -> JointDataset:
     """Return several datasets, of different names, as the source of one table."""
     names = [task.name for task in tasks]
     if not tasks or len(set(names)) != len(names):

@@ -65,16 +65,15 @@ class PlacedTable:
     groups: tuple[GroupAddresses, ...]  # their rows are empty where none is read from host memory
     device: torch.device
     tiers: npt.NDArray[np.uint8]  # (E,) `HBM`, `PEER` or `HOST`, seen from this GPU
-    homes: Int64Array  # (E,) the rank in whose GPU alone an episode lies; -1: all are equally near
     hbm_bytes: int  # of rows served from this GPU's memory
     peer_bytes: int  # from other GPUs of the node
     host_bytes: int  # from pinned host memory
     reason: str  # the decision in one line
-    _held: list[Any] = field(default_factory=list, repr=False)
+    _kept: list[Any] = field(default_factory=list, repr=False)
     _close: weakref.finalize[Any, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        finish = weakref.finalize(self, _release, self._held)
+        finish = weakref.finalize(self, _release, self._kept)
         finish.atexit = False  # the driver frees everything when the process ends
         object.__setattr__(self, "_close", finish)
 
@@ -83,10 +82,10 @@ class PlacedTable:
         self._close()
 
 
-def _release(held: list[Any]) -> None:
-    if held:
-        held[0].wait()
-    held.clear()
+def _release(kept: list[Any]) -> None:
+    if kept:
+        kept[0].wait()
+    kept.clear()
 
 
 def place_table(
@@ -97,6 +96,7 @@ def place_table(
     hbm_budget: int | None = None,
     episode_weight: npt.ArrayLike | None = None,
     ranks: Ranks | None = None,
+    landing: bool = False,
 ) -> PlacedTable:
     """Bring a table's rows to where a GPU can read them.
 
@@ -119,6 +119,8 @@ def place_table(
     ranks
         The processes that place the same table together; all of them call this, with the same
         options.  What other GPUs have mapped stays in this one's memory until the process ends.
+    landing
+        Pin the landing rows, too, and give the addresses that they are counted from.
     """
     import torch
 
@@ -138,6 +140,7 @@ def place_table(
         hbm_budget=hbm_budget,
         episode_weight=episode_weight,
         ranks=Ranks() if ranks is None else ranks,
+        landing=landing,
     )
 
 
@@ -149,6 +152,7 @@ def place_in(
     hbm_budget: int | None = None,
     episode_weight: npt.ArrayLike | None = None,
     ranks: Ranks,
+    landing: bool = False,
 ) -> PlacedTable:
     """As `place_table`, in the given memory."""
     _check_options(placement, hbm_budget, min(ranks.nodes.count(node) for node in ranks.nodes))
@@ -182,7 +186,8 @@ def place_in(
     try:
         if placement == "peer" and (plan.tiers == HOST).any():
             raise too_large(total, budget * len(gpus), f"free on {len(gpus)} GPUs")
-        rows = _Rows(memory, table, plan, gpus.index(ranks.rank), parted=len(gpus) > 1)
+        index = gpus.index(ranks.rank)
+        rows = _Rows(memory, table, plan, index, parted=len(gpus) > 1, landing=landing)
     except GearError as error:
         if shares:
             ranks.gather(("", str(error)))
@@ -198,20 +203,19 @@ def place_in(
             rows.base if rank == ranks.rank else memory.open_shared(answers[rank][0])
             for rank in gpus
         ]
-    held = plan.held_by(rows.index)
+    here = plan.lie_in(rows.index)
     in_host = plan.tiers == HOST
     limit = f"budget {size_text(budget)}" + (" a GPU" if len(gpus) > 1 else "")
     return PlacedTable(
         episodes=table.episodes,
         groups=rows.groups(table, bases),
         device=memory.device,
-        tiers=np.where(held, HBM, plan.tiers).astype(np.uint8),
-        homes=np.where(plan.tiers == PEER, np.array(gpus)[plan.owners], -1),
-        hbm_bytes=int(sizes[held].sum()),
-        peer_bytes=int(sizes[~held & ~in_host].sum()),
+        tiers=np.where(here, HBM, plan.tiers).astype(np.uint8),
+        hbm_bytes=int(sizes[here].sum()),
+        peer_bytes=int(sizes[~here & ~in_host].sum()),
         host_bytes=int(sizes[in_host].sum()),
         reason=f"placement {placement}: {_places(sizes, plan, len(gpus))} ({limit})",
-        _held=[memory, rows],
+        _kept=[memory, rows],
     )
 
 
@@ -224,8 +228,8 @@ class Plan:
     # Of reads, by weight, from a GPU's own memory (mean over GPUs), from peers, from the host.
     shares: tuple[float, float, float]
 
-    def held_by(self, gpu: int) -> BoolArray:
-        """Return (E,) whether a GPU holds an episode itself."""
+    def lie_in(self, gpu: int) -> BoolArray:
+        """Return (E,) whether an episode lies in a GPU's own memory."""
         own = (self.tiers == PEER) & (self.owners == gpu)
         return np.asarray(own | (self.tiers == HBM), dtype=np.bool_)
 
@@ -309,22 +313,32 @@ class _Rows:
     """What one GPU holds of a table: its episodes packed in GPU memory, the host's rows pinned."""
 
     def __init__(
-        self, memory: DeviceMemory, table: Table, plan: Plan, index: int, *, parted: bool
+        self,
+        memory: DeviceMemory,
+        table: Table,
+        plan: Plan,
+        index: int,
+        *,
+        parted: bool,
+        landing: bool,
     ) -> None:
         self.index, self.handle, self.base, self._plan = index, "", 0, plan
-        held = plan.held_by(index)
-        begins = _begins(table, held)
+        own = plan.lie_in(index)
+        begins = _begins(table, own)
         if parted:
             self.base, self.handle = memory.allocate_shared(max(begins[-1], ALIGNMENT_BYTES))
         elif begins[-1]:
             self.base, self._buffer = memory.allocate(begins[-1])
         for group, begin in zip(table.groups, begins, strict=False):
             at = self.base + begin
-            for rows in _packed(table, group.rows, held):
+            for rows in _packed(table, group.rows, own):
                 memory.upload(at, rows)
                 at += rows.nbytes
-        in_host = (plan.tiers == HOST).any()
-        self._pinned = [memory.pin(group.rows) for group in table.groups] if in_host else []
+        self._in_host = bool((plan.tiers == HOST).any())
+        self._first_pinned = 0 if self._in_host else table.landing_row
+        self._pinned = []
+        if self._in_host or landing:
+            self._pinned = [memory.pin(g.rows[self._first_pinned :]) for g in table.groups]
 
     def groups(self, table: Table, bases: list[int]) -> tuple[GroupAddresses, ...]:
         """Return where each group's episodes lie, given each GPU's base address."""
@@ -333,23 +347,25 @@ class _Rows:
         for number, group in enumerate(table.groups):
             addresses = np.zeros(len(lengths), np.int64)
             rows = np.empty((0, group.width), group.dtype)  # width and dtype without the memory
+            row_zero = 0
             if self._pinned:
-                rows = group.rows
-                first = table.margin + table.episodes.offsets[:-1]
-                addresses = self._pinned[number].address + first * group.row_bytes
+                row_zero = self._pinned[number].address - self._first_pinned * group.row_bytes
+            if self._in_host:
+                rows, addresses = group.rows, row_zero + table.first_rows() * group.row_bytes
             # Own memory last, so that episodes that are everywhere are read there.
             for gpu in sorted(range(len(bases)), key=lambda gpu: gpu == self.index):
-                held = self._plan.held_by(gpu)
-                packed = np.cumsum(lengths * held) - lengths * held  # held steps before each
-                begin = bases[gpu] + _begins(table, held)[number]
-                addresses = np.where(held, begin + packed * group.row_bytes, addresses)
-            placed.append(GroupAddresses(group=replace(group, rows=rows), addresses=addresses))
+                own = self._plan.lie_in(gpu)
+                packed = np.cumsum(lengths * own) - lengths * own  # own steps before each
+                begin = bases[gpu] + _begins(table, own)[number]
+                addresses = np.where(own, begin + packed * group.row_bytes, addresses)
+            single = replace(group, rows=rows)
+            placed.append(GroupAddresses(group=single, addresses=addresses, row_zero=row_zero))
         return tuple(placed)
 
 
-def _begins(table: Table, held: BoolArray) -> list[int]:
+def _begins(table: Table, own: BoolArray) -> list[int]:
     """Return where each group begins in the memory of a GPU, and the size of all."""
-    steps = int(table.episodes.lengths[held].sum())
+    steps = int(table.episodes.lengths[own].sum())
     begins = [0]
     for group in table.groups:
         end = begins[-1] + steps * group.row_bytes
@@ -357,9 +373,9 @@ def _begins(table: Table, held: BoolArray) -> list[int]:
     return begins
 
 
-def _packed(table: Table, rows: Array, held: BoolArray) -> Iterator[Array]:
-    """Yield the rows of the held episodes in their order: long runs directly, short ones packed."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], held.view(np.int8), [0]))))
+def _packed(table: Table, rows: Array, own: BoolArray) -> Iterator[Array]:
+    """Yield the rows of the GPU's episodes in order: long runs directly, short ones packed."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], own.view(np.int8), [0]))))
     offsets = table.margin + table.episodes.offsets[edges]
     short: list[Array] = []
     for low, high in offsets.reshape(-1, 2).tolist():

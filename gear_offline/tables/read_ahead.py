@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError
-from gear_offline.tables.read_plan import Held, Job, ReadPlan
+from gear_offline.tables.read_plan import Job, ReadPlan, Ready
 from gear_offline.tables.window_reader import WindowReader
 
 
@@ -43,7 +43,7 @@ class ReadAhead:
         ]
         self._process: int | None = None  # in which they run, from their start on
 
-    def take(self, first_step: int, steps: int) -> Held:
+    def take(self, first_step: int, steps: int) -> Ready:
         """Wait until the windows of these steps are here, and return them, (steps * B,).
 
         They stay until `move`.  An interruption of the waiting costs nothing: call again.
@@ -57,10 +57,10 @@ class ReadAhead:
             if self._plan.base_step != first_step:
                 self._plan.move(first_step)
             self._changed.notify()
-            while (held := self._plan.held(first_step, steps)) is None:
+            while (ready := self._plan.ready_windows(first_step, steps)) is None:
                 self._arrived.wait()
                 self._raise()
-            return held
+            return ready
 
     def move(self, step: int) -> None:
         """Say that what lies before `step` was used."""

@@ -48,7 +48,7 @@ class Needs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class Ready:
     """Windows that are here, in the order of use, (n,) int64 each: their slots, and as `Needs`."""
 
     slots: Int64Array
@@ -355,7 +355,7 @@ class ReadPlan:
             stretch.ready[own - stretch.first] = True
             stretch.residents += len(own)
 
-    def held(self, first_step: int, steps: int) -> Held | None:
+    def ready_windows(self, first_step: int, steps: int) -> Ready | None:
         """Return these steps' windows, (steps * B,), or None while one is missing."""
         begin, end = first_step * self._batch, (first_step + steps) * self._batch
         assert begin == self._base and end - begin <= self._depth, "only what is read ahead comes"
@@ -368,7 +368,7 @@ class ReadPlan:
         if sum(len(slots) for slots, *_ in parts) < end - begin:
             return None
         slots, episode, low = (np.concatenate(p, dtype=np.int64) for p in zip(*parts, strict=True))
-        return Held(slots=slots, episode=episode, low=low)
+        return Ready(slots=slots, episode=episode, low=low)
 
     def _drop(self, stretch: Stretch, places: Int64Array) -> None:
         """Let go of ready windows of a stretch."""

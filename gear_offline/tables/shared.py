@@ -26,7 +26,7 @@ from gear_offline.core.system import RESERVE_BYTES, available_bytes, check_avail
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array
 from gear_offline.errors import GearError, UnavailableError
-from gear_offline.tables.joint import Source, source_digest, source_name
+from gear_offline.tables.joint import TableData, data_digest, data_name
 from gear_offline.tables.table import Table, build_table, table_bytes, whole_pages
 
 _VALUES = ("gamma", "returns_scale")  # options of `build_table` on which no size depends
@@ -120,7 +120,7 @@ class SharedMemory:
 
 
 def share_table(
-    source: Source, *, handle: Handle | None = None, threads: int | None = None, **options: Any
+    source: TableData, *, handle: Handle | None = None, threads: int | None = None, **options: Any
 ) -> tuple[Table, SharedMemory]:
     """Build a table in shared memory, or take one that another process of the node has built.
 
@@ -154,13 +154,13 @@ class SharedTables:
         self._tables: dict[str, Table] = {}
         self._memory: dict[str, SharedMemory] = {}
 
-    def table(self, source: Source, loader: Mapping[str, Any]) -> Table | None:
+    def table(self, source: TableData, loader: Mapping[str, Any]) -> Table | None:
         """Return the table of a loader with these options, built once.
 
         ``None`` where the rows stay on disk, or may have to: then the loader decides.
         """
         options = {name: loader[name] for name in _OPTIONS if name in loader}
-        name = json.dumps([source_name(source), source_digest(source), options], sort_keys=True)
+        name = json.dumps([data_name(source), data_digest(source), options], sort_keys=True)
         if name not in self._tables:
             handle = Handle(**self._handles[name]) if name in self._handles else None
             if handle is None and not _fits(source, loader, options):
@@ -177,7 +177,7 @@ class SharedTables:
         return {name: asdict(memory.handle()) for name, memory in self._memory.items()}
 
 
-def _fits(source: Source, loader: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _fits(source: TableData, loader: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     if loader.get("placement") == "disk" or loader.get("host_budget") is not None:
         return False
     return table_bytes(source, **_sizes(options)) + RESERVE_BYTES <= available_bytes()

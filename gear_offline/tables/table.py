@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from gear_offline.core.system import usable_cores
-from gear_offline.core.types import Array, Int64Array
+from gear_offline.core.types import Array, BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
 from gear_offline.kernels.columns import ColumnGroup, Field, convert
@@ -40,7 +40,7 @@ from gear_offline.tables.fields import (
     standard_fields,
     to_float32,
 )
-from gear_offline.tables.joint import JointDataset, Source, Task, shards_of
+from gear_offline.tables.joint import JointDataset, Part, TableData, shards_of
 from gear_offline.tables.returns import sum_returns, whole_episodes
 
 PACKED_BYTES = 1024  # fields up to this many bytes a step are stored as float32
@@ -72,6 +72,22 @@ class Table:
     def row_bytes(self) -> int:
         """Bytes of one step over all groups."""
         return sum(group.row_bytes for group in self.groups)
+
+    @property
+    def landing_row(self) -> int:
+        """The first row behind the last margin: from there on lies what comes from elsewhere."""
+        return 2 * self.margin + self.episodes.steps
+
+    def first_rows(self, local: BoolArray | None = None) -> Int64Array:
+        """Return the row of each episode's first step; with `local` (E,) of a whole dataset's.
+
+        Those are the episodes that the table has, in order; the rows of others are any.
+        """
+        if local is None:
+            return self.margin + self.episodes.offsets[:-1]
+        rows = np.zeros(len(local), np.int64)
+        rows[local] = self.margin + self.episodes.offsets[:-1]
+        return rows
 
     def without_rows(self) -> Table:
         """Return what the table is without its memory, for rows that a GPU holds."""
@@ -167,7 +183,7 @@ def private_rows(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def build_table(
-    source: Source,
+    source: TableData,
     *,
     context_length: int,
     gamma: float = 1.0,
@@ -227,7 +243,7 @@ def build_table(
     index = EpisodeIndex(np.concatenate(lengths) if lengths else np.zeros(0, np.int64))
     count = index.steps + 2 * margin + landing_rows
     groups = tuple(
-        ColumnGroup(fields=_held_fields(plan), rows=allocate((count, plan.width), plan.dtype))
+        ColumnGroup(fields=_fields_of(plan), rows=allocate((count, plan.width), plan.dtype))
         for plan in plans
     )
     table = Table(episodes=index, groups=groups, margin=margin)
@@ -240,7 +256,7 @@ def build_table(
 
 
 def table_bytes(
-    source: Source,
+    source: TableData,
     *,
     context_length: int,
     normalize_states: bool = False,
@@ -266,7 +282,7 @@ def whole_pages(nbytes: int) -> int:
     return nbytes + -nbytes % mmap.PAGESIZE
 
 
-def _held_fields(plan: GroupPlan) -> tuple[Field, ...]:
+def _fields_of(plan: GroupPlan) -> tuple[Field, ...]:
     """Return a group's fields: final values are not normalised again."""
     if not plan.final:
         return tuple(plan.fields.values())
@@ -277,13 +293,13 @@ def _held_fields(plan: GroupPlan) -> tuple[Field, ...]:
 class _Job:
     """A shard to be read: whose it is, where it goes, and the lengths of its episodes."""
 
-    part: Task
+    part: Part
     shard: int
     first_step: int  # in the table
     lengths: Int64Array
 
 
-def _jobs(source: Source, shards: Sequence[int] | None) -> Iterator[_Job]:
+def _jobs(source: TableData, shards: Sequence[int] | None) -> Iterator[_Job]:
     """Yield the chosen shards of a source, in their order."""
     everything, first_step = shards_of(source), 0
     for number in range(len(everything)) if shards is None else shards:

@@ -62,7 +62,7 @@ def why_not_captured(
         reason = "several nodes exchange gradients"  # nobody has run that yet
     elif world.size > 1 and sharded:
         reason = "graphs of several ranks need replicas"
-    elif world.size > 1 and loader.learner is not None:
+    elif world.size > 1 and loader.loss_sampler is not None:
         reason = "the ranks tell each other the losses of segments"
     elif train.accumulate > 1:
         reason = "a batch is computed in micro-batches (train.accumulate)"
@@ -70,7 +70,7 @@ def why_not_captured(
         reason = "blocks are computed twice (train.recompute)"
     elif loader.engine is None:
         reason = "batches are not made by the GPU (loader.engine)"
-    elif loader.learner is not None and not loader.engine.draws:
+    elif loader.loss_sampler is not None and not loader.engine.draws:
         reason = "the host draws when it has heard of the losses"
     if reason and train.graph == "on":
         raise UnavailableError(

@@ -40,7 +40,7 @@ def global_steps(batch: Batch, world: World) -> Tensor:
 
 def check_micro_batches(batch_size: int, world: World, accumulate: int) -> None:
     """Raise `InputError` (``LOADER_OPTION``) unless a rank's share has that many equal parts."""
-    check_parts(world.share(batch_size), accumulate, whose="a rank's")
+    check_parts(world.rank_batch(batch_size), accumulate, whose="a rank's")
 
 
 def check_parts(share: int, accumulate: int, *, whose: str) -> None:

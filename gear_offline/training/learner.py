@@ -33,7 +33,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.tables.joint import Source
+from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.captured_part import CapturedPart
 from gear_offline.training.captured_step import CapturedStep, start_compilers, why_not_captured
@@ -89,7 +89,7 @@ class Learner:
         self,
         recipe: Recipe,
         sizes: ModelSizes,
-        dataset: Source,
+        dataset: TableData,
         device: torch.device,
         *,
         world: World | None = None,
@@ -133,7 +133,7 @@ class Learner:
         if recipe.loader.normalize_states and isinstance(dataset, Dataset):
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
-        self.meter = make_meter(recipe, self.loader.share, device, half=made.half)
+        self.meter = make_meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
         self._filled = self._timed = 0
@@ -148,7 +148,7 @@ class Learner:
             self.world,
             parallel=self.parallel,
             compiled=is_compiled(train) and self.device.type == "cuda",
-            feedback=LossFeedback(self.loader) if self.loader.learner is not None else None,
+            feedback=LossFeedback(self.loader) if self.loader.loss_sampler is not None else None,
             accumulate=train.accumulate,
             precision=self.precision,
             fixed_buckets=train.deterministic,
@@ -217,7 +217,7 @@ class Learner:
         began = time.perf_counter()
         if self._captured is None:
             batches = self.loader.static_batch(ahead=True)
-            learns = self.loader.learner is not None
+            learns = self.loader.loss_sampler is not None
             self._captured = CapturedStep(
                 self.working,
                 self.optimizer,
@@ -375,7 +375,7 @@ class Learner:
         window = self._window[: self._filled].clone()
         self.world.sum_into(window)
         found["window"] = window / self.world.size
-        found |= selection_tensors(self.loader.learner)
+        found |= selection_tensors(self.loader.loss_sampler)
         return found
 
     def weights(self) -> dict[str, Tensor]:
@@ -404,7 +404,7 @@ class Learner:
             load_model_tensors(self.model, model)
         self.optimizer.refresh()
         self.optimizer.load_state(tensors)
-        load_selection(self.loader.learner, tensors)
+        load_selection(self.loader.loss_sampler, tensors)
         self.loader.load_state_dict(dict(loader))
         self._batches = iter(self.loader)
         restore_random(tensors, self.world, self.device)

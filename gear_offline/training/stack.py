@@ -95,7 +95,7 @@ class Stack:
     def __init__(self, learners: Sequence[Learner]) -> None:
         first = learners[0]
         for learner in learners:
-            check_stackable(learner.recipe, learns=learner.loader.learner is not None)
+            check_stackable(learner.recipe, learns=learner.loader.loss_sampler is not None)
         self.learners = list(learners)
         self._batches: list[Batch] = []
         self._left: set[int] = set()

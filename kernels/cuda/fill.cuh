@@ -26,7 +26,7 @@ struct Group {
     i64 pieces;             // tasks of a window
     i64 piece;              // units (copy) or elements (cast) of a task
     i64 history;            // rows in front of a window: those before it in the episode, or zeros
-    const char* landing;    // first landing row: rows that came from other nodes
+    const char* row_zero;   // landing rows are counted from here: rows that came from other nodes
 };
 
 struct Job {
@@ -38,7 +38,7 @@ struct Job {
     const i64* chosen;      // (segments, 4) of NAMED segments: episode, start, steps of the window at
                             // most, and the landing row of the start or -1
     i64 ring;               // steps that `chosen` has segments of: step s is entry s % ring; or 0
-    i64 per_step;           // B
+    i64 rank_batch;         // B
     i64 first_slot;         // of this rank in the global batch
     i64 segments;           // B times the steps of this launch
     i64 span;               // K
@@ -51,7 +51,7 @@ struct Job {
     i64* names;             // (segments, 2)
     u64* ticket;            // blocks that have read the counter
     i64* wrong;             // set to 1 + segment if a chosen segment is not in the table
-    i64 whole;              // slots of the global batch
+    i64 global_batch;       // slots of the global batch
     double* chances;        // (segments,) or null: the probability of each segment in its slot
     Sampling sampling;
     Group group[MAX_GROUPS];
@@ -59,12 +59,12 @@ struct Job {
 
 struct Segment {
     i64 episode, start, real;
-    i64 landing = -1;  // row of the start among the landing rows, or -1: the episode's own
+    i64 landing = -1;  // row of the start where it came from elsewhere, or -1: the episode's own
 };
 
 // A segment that the host has drawn.
 GEAR_CODE Segment choose_named(const Job& job, u64 first_step, i64 segment) {
-    i64 entry = job.ring ? (i64)(first_step % (u64)job.ring) * job.per_step + segment : segment;
+    i64 entry = job.ring ? (i64)(first_step % (u64)job.ring) * job.rank_batch + segment : segment;
     const i64* name = job.chosen + 4 * entry;
     Segment found = {name[0], name[1], 0, name[3]};
     bool known = found.episode >= 0 && found.episode < job.episodes && found.start >= 0;
@@ -88,9 +88,9 @@ GEAR_CODE Segment shortened(const Job& job, const Drawn& drawn) {
 struct Plain {
     GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
         if (job.sampling.way == NAMED) return choose_named(job, first_step, segment);
-        u64 ahead = (u64)(segment / job.per_step);
-        u64 slot = (u64)(segment - (i64)ahead * job.per_step + job.first_slot);
-        Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.whole, slot);
+        u64 ahead = (u64)(segment / job.rank_batch);
+        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
+        Draws numbers = draw(job.seed, SELECTION_STREAM, first_step + ahead, (u64)job.global_batch, slot);
         return shortened(job, draw_weighted(job.sampling, numbers));
     }
     GEAR_MEMBER void note(const Job&, i64, const Segment&) {}
@@ -99,10 +99,10 @@ struct Plain {
 // ... than every way to draw.
 struct Every {
     GEAR_MEMBER Segment choose(const Job& job, u64 first_step, i64 segment) {
-        u64 ahead = (u64)(segment / job.per_step);
-        u64 slot = (u64)(segment - (i64)ahead * job.per_step + job.first_slot);
+        u64 ahead = (u64)(segment / job.rank_batch);
+        u64 slot = (u64)(segment - (i64)ahead * job.rank_batch + job.first_slot);
         return shortened(job, draw_segment(job.sampling, job.seed, first_step + ahead,
-                                           (u64)job.whole, slot));
+                                           (u64)job.global_batch, slot));
     }
 
     // Write the probability of what was drawn, if anybody asks for it.
@@ -161,7 +161,7 @@ GEAR_CODE void copy_piece(const Unit* source, Unit* out, i64 begin, i64 end, i64
 GEAR_CODE const char* first_row(const Group& group, const Segment& segment) {
     return segment.landing < 0
                ? (const char*)group.addresses[segment.episode] + segment.start * group.row_bytes
-               : group.landing + segment.landing * group.row_bytes;
+               : group.row_zero + segment.landing * group.row_bytes;
 }
 
 // Where the episode's rows lie in a window of job.span + group.history rows, and the first of them.

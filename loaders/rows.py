@@ -1,0 +1,392 @@
+"""Where a loader's rows are, and what makes windows of them: a tier is chosen, then opened.
+
+Shape legend: B segments of a rank, K steps of a window, E episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gear_offline.core.progress import say
+from gear_offline.core.system import RESERVE_BYTES, available_bytes
+from gear_offline.core.text import size_text
+from gear_offline.core.types import BoolArray
+from gear_offline.distributed.sharding import NodeShare, shard_weights, share_shards, take_share
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, InputError
+from gear_offline.kernels.columns import ColumnGroup, GroupAddresses
+from gear_offline.kernels.draws import PriorityTree
+from gear_offline.kernels.gather import CpuGather, Windows
+from gear_offline.loaders.options import LoaderOptions
+from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
+from gear_offline.sampling import Sampler
+from gear_offline.sampling.base import Stream
+from gear_offline.tables.joint import TableData
+from gear_offline.tables.shared import Handle, share_table
+from gear_offline.tables.table import Table, build_table, table_bytes
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.gather_gpu import GpuGather
+    from gear_offline.tables.disk import DiskGather
+    from gear_offline.tables.placement import PlacedTable
+
+BLOCK_SEGMENTS = 16384  # segments selected and gathered in one pass, at most ...
+BLOCK_BYTES = 32 << 20  # ... and at most this many bytes, at least one batch
+SHARDED_STEPS = 32  # of a dataset spread over nodes: the first batch waits for all assignments
+
+RankSegments = OwnSegments | ShardedSegments
+
+
+class CpuRows:
+    """Rows in host memory, gathered by the CPU."""
+
+    def __init__(
+        self, table: Table, segments: RankSegments, block_steps: int, gather: CpuGather, device: Any
+    ) -> None:
+        self.table, self.segments, self.block_steps = table, segments, block_steps
+        self.gather, self._device = gather, device
+
+    def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
+        """Return the (steps, B, K, ...) windows of consecutive steps, on the loader's device.
+
+        `ahead`: as many steps that follow will be asked for next.
+        """
+        windows = self.gather.gather(*self.segments.take(first_step, steps))
+        self.segments.release()
+        return _moved(windows, self._device)
+
+    def close(self) -> None:
+        """Stop reading from disk and from other nodes."""
+        self.segments.close()
+
+
+class GpuRows:
+    """Rows that a GPU gathers, wherever they are."""
+
+    def __init__(
+        self, table: Table, segments: RankSegments, block_steps: int, engine: GpuGather
+    ) -> None:
+        self.table, self.segments, self.block_steps = table, segments, block_steps
+        self.engine = engine
+
+    def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
+        if self.engine.draws:
+            return self.engine.draw_and_gather(first_step, steps)
+        windows = self.engine.gather(*self.segments.take(first_step, steps))
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.engine.device))
+        self.segments.release(event)
+        return windows
+
+    def close(self) -> None:
+        self.segments.close()
+
+
+class DiskRows:
+    """Rows that stay in the shards and are read ahead of use."""
+
+    def __init__(
+        self, segments: OwnSegments, block_steps: int, gather: DiskGather, device: torch.device
+    ) -> None:
+        self.table, self.segments, self.block_steps = gather.table, segments, block_steps
+        self.gather, self._device = gather, device
+
+    def windows(self, first_step: int, steps: int, *, ahead: bool) -> Windows:
+        if ahead:
+            windows = self.gather.draw_and_gather(first_step, steps)
+        else:
+            windows = self.gather.gather(self.segments.take(first_step, steps)[0])
+        return _moved(windows, self._device)
+
+    def close(self) -> None:
+        self.gather.close()
+
+
+Rows = CpuRows | GpuRows | DiskRows
+
+
+def _moved(windows: Windows, device: torch.device) -> Windows:
+    if device.type == "cpu":
+        return windows
+    return windows.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowOpener:
+    """Chooses a tier and opens rows there; all ranks of `world` call it together."""
+
+    data: TableData
+    stream: Stream
+    world: World
+    device: torch.device
+    options: LoaderOptions
+
+    def open(self, table: Table | None = None) -> Rows:
+        """Open the rows of `table`, or those that are read here."""
+        options, device = self.options, self.device
+        wants_engine = device.type == "cuda" and options.engine != "off" and self.world.feeds
+        share = ring = None
+        if table is not None:
+            self._check(table)
+        elif not self.world.feeds:
+            table = build_table(self.data, shards=(), **options.values)
+        elif (reason := self._disk_reason()) is not None:
+            return self._open_disk(reason)
+        else:
+            share = choose_share(self.data, self.stream.selection, self.world, options)
+            ring = None if share is None else self._make_ring()
+            table = self._build(share, ring)
+        local = None if share is None else share.nodes == self.world.node
+        steps = self._block_steps(window_bytes(table.groups, options.context_length))
+        engine = self._open_engine(table, local) if wants_engine else None
+        if engine is None:
+            _need_rows(table)
+        segments: RankSegments = OwnSegments(self.stream)
+        if share is not None and ring is not None:
+            segments, steps = self._open_sharded(table, share, ring), ring.steps
+        if self.stream.selection.loss_sampler is not None:
+            steps = 1  # the next step depends on the losses of this one
+        if engine is not None:
+            if share is None and not engine.reads_host:
+                table = table.without_rows()  # the GPU holds them all
+            return GpuRows(table, segments, steps, engine)
+        gather = CpuGather(
+            table.groups,
+            self.data.episodes.lengths,
+            table.first_rows(local),
+            context_length=options.context_length,
+            padding=options.padding,
+            pin=device.type != "cpu",
+        )
+        return CpuRows(table, segments, steps, gather, device)
+
+    def _check(self, table: Table) -> None:
+        same = np.array_equal(table.episodes.lengths, self.data.episodes.lengths)
+        if not same or table.margin != self.options.window_rows:
+            raise InputError(
+                "LOADER_OPTION",
+                "the table is not one of this dataset for these windows",
+                remedy="give build_table the same dataset, context_length and frame_stack",
+            )
+
+    def _disk_reason(self) -> str | None:
+        """Return why the rows stay on disk, or None where they come into memory."""
+        options, sampler = self.options, self.stream.selection
+        reason, budget = None, options.host_budget
+        if options.placement == "disk":
+            reason = "as asked for"
+        # The ranks of a node build one table together: without a budget none may step aside.
+        elif options.placement == "auto" and (budget is not None or self.world.size == 1):
+            needed = table_bytes(self.data, **options.sizes)
+            limit = available_bytes() - RESERVE_BYTES if budget is None else budget
+            if needed > limit:
+                reason = (
+                    f"since they take {size_text(needed)} in memory and {size_text(limit)} are "
+                    f"{'available' if budget is None else 'the budget'}"
+                )
+        if reason is None:
+            return None
+        unfit = sampler.loss_sampler is not None or sampler.cuts_windows
+        if unfit or (self.device.type == "cuda" and options.engine == "on"):
+            what = f"strategy {sampler.name!r}" if unfit else "engine='on'"
+            raise InputError(
+                "LOADER_OPTION",
+                f"rows that stay on disk, {reason}, do not serve {what}",
+                remedy="use placement='host' or more memory, or another option",
+            )
+        return reason
+
+    def _open_disk(self, reason: str) -> DiskRows:
+        from gear_offline.tables.disk import DiskGather
+
+        options, budget, pin = self.options, self.options.host_budget, self.device.type == "cuda"
+        if budget is None:
+            budget = max((available_bytes() - RESERVE_BYTES) // (2 * len(self.world.members)), 1)
+        gather = DiskGather(
+            self.data,
+            self.stream,
+            host_budget=budget,
+            pin=pin,
+            padding=options.padding,
+            **options.values,
+        )
+        if options.placement == "auto" or pin:
+            how = "into page-locked memory, and copied" if pin else "here"
+            say(
+                f"placement {options.placement}: the rows stay on disk, {reason}; "
+                f"{size_text(budget)} of host memory keep {gather.sizes.slots:,} windows; "
+                f"the CPU gathers batches {how}"
+            )
+        limits = gather.sizes.block_limits(BLOCK_SEGMENTS, BLOCK_BYTES)
+        window = window_bytes(gather.table.groups, options.context_length)
+        steps = self._block_steps(window, limits)
+        return DiskRows(OwnSegments(self.stream), steps, gather, self.device)
+
+    def _block_steps(self, window: int, limits: tuple[int, int] | None = None) -> int:
+        """Return the steps of a block of at most so many segments and bytes, at least one."""
+        segments, nbytes = limits or (BLOCK_SEGMENTS, BLOCK_BYTES)
+        fits = nbytes // max(self.stream.rank_batch * window, 1)
+        return max(1, min(segments // self.stream.global_batch, fits))
+
+    def _make_ring(self) -> Ring:
+        """Return the landing rows that this rank will need."""
+        rows = self.options.window_rows
+        row_bytes = table_bytes(self.data, **self.options.sizes) // self.data.episodes.steps
+        learns = self.stream.selection.loss_sampler is not None
+        return Ring(
+            steps=1 if learns else min(self._block_steps(row_bytes * rows), SHARDED_STEPS),
+            rank_batch=self.stream.rank_batch,
+            context_length=self.options.context_length,
+            history=self.options.frame_stack - 1,
+            place=self.world.members.index(self.world.rank),
+        )
+
+    def _build(self, share: NodeShare | None, ring: Ring | None) -> Table:
+        """Build a table in memory of this process, or once a node if the node has several ranks."""
+        world, given = self.world, dict(self.options.values)
+        if share is not None and ring is not None:
+            given["shards"] = share.shards.tolist()
+            given["landing_rows"] = ring.rows * len(world.members)
+        if world.size == world.node_count:
+            return build_table(self.data, **given)
+        made = world.lead(lambda: share_table(self.data, **given), leader=world.leader)
+        handles = world.gather(None if made is None else asdict(made[1].handle()))
+        if made is None:
+            made = share_table(self.data, handle=Handle(**handles[world.leader]), **given)
+        world.gather(None)  # the leader's memory stays open until everyone has it
+        return made[0]
+
+    def _open_sharded(self, table: Table, share: NodeShare, ring: Ring) -> ShardedSegments:
+        from gear_offline.distributed.exchange import open_exchange
+
+        mine, landing = node_rows(table, share), ring.of(table)
+        exchange = open_exchange(mine, landing, self.world, mode=self.options.exchange)
+        return ShardedSegments(
+            self.stream,
+            self.world,
+            share,
+            exchange,
+            ring,
+            self.options.padding,
+            ring.first_row(table),
+        )
+
+    def _open_engine(self, table: Table, local: BoolArray | None) -> GpuGather | None:
+        """Place the table and return the GPU's gather; with ``"auto"`` None where that cannot be.
+
+        `local`, (E,): the episodes that the table has, if not all.
+        """
+        from gear_offline.kernels.gather_gpu import GpuGather
+
+        options, sampler = self.options, self.stream.selection
+        draw = sampler.gpu if local is None else None
+        try:
+            if isinstance(draw, PriorityTree):
+                draw.on_device(self.device)  # the table takes what is left
+            placed = self._place(table, local)
+            return GpuGather(
+                placed.groups if local is None else [_among(each, local) for each in placed.groups],
+                self.data.episodes.offsets,
+                device=placed.device,
+                context_length=options.context_length,
+                padding=options.padding,
+                rank_batch=self.stream.rank_batch,
+                draw=draw,
+                drawn_from=sampler.index.offsets,
+                seed=self.stream.seed,
+                first_slot=self.stream.first_slot,
+                global_batch=self.stream.global_batch,
+                reads_host=placed.host_bytes > 0 or local is not None,
+                reason=placed.reason,
+                keep=placed,
+            )
+        except GearError as error:
+            if options.engine == "on" or options.placement != "auto":
+                raise
+            say(f"engine auto: batches are gathered by the CPU: {error}")
+            return None
+
+    def _place(self, table: Table, local: BoolArray | None) -> PlacedTable:
+        """Place a table; loaders that were given the same table share its copy on the GPU."""
+        from gear_offline.tables.placement import Ranks, place_table
+
+        options, world = self.options, self.world
+        key = (str(self.device), options.placement, options.hbm_budget)
+        if key not in table.placed:
+            _need_rows(table)
+            weights = self.stream.selection.episode_weight
+            if weights is not None and local is not None:
+                weights = weights[local]
+            if weights is not None and len(weights) != table.episodes.episodes:
+                weights = None
+            table.placed[key] = place_table(
+                table,
+                device=self.device,
+                placement=options.placement,  # type: ignore[arg-type]  # not on disk
+                hbm_budget=options.hbm_budget,
+                episode_weight=weights,
+                ranks=Ranks(rank=world.rank, nodes=world.nodes, gather=world.gather),
+                landing=local is not None,
+            )
+        placed: PlacedTable = table.placed[key]
+        return placed
+
+
+def choose_share(
+    data: TableData, sampler: Sampler, world: World, options: LoaderOptions
+) -> NodeShare | None:
+    """Return what this rank's node holds, or None if every node holds all.
+
+    Nodes get equal shares of the probability where the sampler knows it, else of steps.
+    """
+    if world.node_count == 1 or options.sharding == "replicate":
+        return None
+    needed = table_bytes(data, **options.sizes)
+    if options.sharding == "auto":
+        limits = world.gather(available_bytes() - RESERVE_BYTES)
+        if needed <= min(limits):
+            return None
+    steps, weight = shard_weights(data), sampler.episode_weight
+    weights = steps if weight is None else shard_weights(data, weight)
+    owners = share_shards(weights, world.node_count, sizes=steps)
+    share, own = take_share(data, owners, world.node), owners == world.node
+    say(
+        f"sharding {options.sharding}: {len(share.shards)} of {len(weights)} shards, "
+        f"{steps[own].sum() / steps.sum():.1%} of {size_text(needed)} and "
+        f"{weights[own].sum() / weights.sum():.1%} of the draws, on this one of "
+        f"{world.node_count} nodes",
+        quiet=world.rank != world.leader,
+    )
+    return share
+
+
+def window_bytes(groups: Sequence[ColumnGroup], context_length: int) -> int:
+    """Return the bytes that a window of `context_length` steps takes while it is gathered."""
+    rows = sum(
+        (context_length + group.history)
+        * group.width
+        * max(group.dtype.itemsize, max(field.dtype.itemsize for field in group.fields))
+        for group in groups
+    )
+    return rows + 16 * context_length  # timesteps and mask
+
+
+def _need_rows(table: Table) -> None:
+    if not table.owned_bytes:
+        raise InputError(
+            "LOADER_OPTION",
+            "the rows of the table are in a GPU's memory alone",
+            remedy="build one with build_table and give it to all loaders",
+        )
+
+
+def _among(each: GroupAddresses, local: BoolArray) -> GroupAddresses:
+    """Return the addresses of all episodes of a dataset, 0 of those that the table lacks."""
+    addresses = np.zeros(len(local), np.int64)
+    addresses[local] = each.addresses
+    return replace(each, addresses=addresses)

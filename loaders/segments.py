@@ -1,0 +1,238 @@
+"""The segments of a rank's batches, and where rows that other nodes hold have landed.
+
+Every rank draws the same global batches.  Where each node holds all rows, a rank has its slots of
+them.  Where a dataset is spread over nodes, all ranks assign the segments alike, most of them to a
+rank of the node that holds them.  The rows of the others are read ahead, a block of steps at a
+time, into a ring of landing rows behind those of the table, where the gather reads them like any
+others: a thread draws, assigns and exchanges, so that a step of training does not wait for it.
+
+Shape legend: T steps of a block, B segments of a rank, E episodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gear_offline.core.types import Array, Int64Array
+from gear_offline.distributed.assignment import Assigner
+from gear_offline.distributed.reads import NodeRows, Reads
+from gear_offline.distributed.sharding import NodeShare
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+from gear_offline.kernels.gather import Padding, filled, real_steps
+from gear_offline.kernels.segments import Segments
+from gear_offline.sampling.base import Stream
+from gear_offline.tables.table import Table
+
+if TYPE_CHECKING:
+    from gear_offline.distributed.exchange import Exchange
+
+PARTS = 3  # of the ring: rows that are on their way, that are read, and that were read just now
+
+
+class OwnSegments:
+    """All rows are here: a rank has its slots of the global batch, in order."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array | None]:
+        """Return (T, B) segments, and the landing row of each, -1 for those of the table."""
+        return self._stream.segments(first_step, steps), None
+
+    def release(self, event: Any = None) -> None:
+        """Say that the block taken last is read, or will be when a CUDA event has come."""
+
+    def slots_at(self, step: int) -> Int64Array:
+        """Return (B,) int64: which slots of a step's global batch are this rank's."""
+        return np.arange(self._stream.rank_batch) + self._stream.first_slot
+
+    def close(self) -> None:
+        """End what runs in the background; all ranks together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The landing rows of a rank, for blocks of up to `steps` x `rank_batch` segments."""
+
+    steps: int
+    rank_batch: int
+    context_length: int
+    history: int
+    place: int  # how many ranks of the node have theirs in front, in the same memory
+
+    @property
+    def segment_rows(self) -> int:
+        return self.context_length + self.history
+
+    @property
+    def part_rows(self) -> int:
+        return self.steps * self.rank_batch * self.segment_rows
+
+    @property
+    def rows(self) -> int:
+        return PARTS * self.part_rows
+
+    def first_row(self, table: Table) -> int:
+        """Return the row of a table's memory that this rank's first landing row is."""
+        return table.landing_row + self.place * self.rows
+
+    def of(self, table: Table) -> tuple[Array, ...]:
+        """Return this rank's (rows, W) landing rows of each column group."""
+        first = self.first_row(table)
+        return tuple(group.rows[first : first + self.rows] for group in table.groups)
+
+
+def node_rows(table: Table, share: NodeShare) -> NodeRows:
+    """Return what other nodes may read from this one: whole episodes, in their order."""
+    first, end = table.margin, table.margin + table.episodes.steps
+    rows = tuple(group.rows[first:end] for group in table.groups)
+    return NodeRows(lengths=share.lengths, nodes=share.nodes, rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """The (T, B) segments of a rank, whose rows have landed."""
+
+    number: int  # of the exchange's steps
+    segments: Segments
+    landing: Int64Array
+
+
+class ShardedSegments:
+    """Segments of a dataset that is spread over nodes; `exchange` fills `ring`.
+
+    The methods are those of `OwnSegments`; rows that landed stay until the block has been released
+    and two more taken.  All ranks make the same calls in the same order.  A thread of its own uses
+    the exchange: it prepares the block that follows while one is trained on.  A sampler that learns
+    from losses draws only when its step has come: then nothing is prepared.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        world: World,
+        share: NodeShare,
+        exchange: Exchange,
+        ring: Ring,
+        padding: Padding,
+        first_row: int,
+    ) -> None:
+        self._stream, self._rank, self._share = stream, world.rank, share
+        self._exchange, self._ring, self._padding = exchange, ring, padding
+        self._first_row = first_row
+        self._blocks_ahead = 1 if stream.selection.loss_sampler is None else 0
+        self._assigner = Assigner(world.nodes, stream.global_batch)
+        nodes = np.array(world.nodes)
+        self._members = [np.flatnonzero(nodes == node) for node in range(world.node_count)]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gear-exchange")
+        self._coming: deque[tuple[int, int, Future[_Block]]] = deque()  # first step, steps
+        self._posted = self._taken = -1
+        self._read: list[Any] = [None] * PARTS  # event behind the gather of each part of the ring
+        self._error: BaseException | None = None  # which ended the exchange
+        self.all_segments = self.far_segments = 0  # of this rank, since the beginning
+
+    def take(self, first_step: int, steps: int) -> tuple[Segments, Int64Array]:
+        if not self._coming or self._coming[0][:2] != (first_step, steps):
+            self._drop()
+            self._prepare(first_step, steps)
+        _, _, coming = self._coming.popleft()
+        while len(self._coming) < self._blocks_ahead:
+            self._prepare(first_step + (len(self._coming) + 1) * steps, steps)
+        block = coming.result()
+        self._taken = block.number
+        self.all_segments += block.landing.size
+        self.far_segments += int((block.landing >= 0).sum())
+        return block.segments, block.landing
+
+    def release(self, event: Any = None) -> None:
+        self._read[self._taken % PARTS] = event
+
+    def slots_at(self, step: int) -> Int64Array:
+        homes = self._share.nodes[self._stream.draw(step, 1).episodes]
+        slots: Int64Array = self._assigner.assign(homes)[0][0, self._rank]
+        return slots
+
+    def close(self) -> None:
+        try:
+            self._drop()
+        except GearError:
+            pass  # was raised where batches were asked for
+        finally:
+            self._thread.shutdown()
+            self._exchange.close()
+
+    def _drop(self) -> None:
+        while self._coming:
+            self._coming.popleft()[2].result()
+
+    def _prepare(self, first_step: int, steps: int) -> None:
+        self._posted += 1
+        number, part = self._posted, self._posted % PARTS
+        event, self._read[part] = self._read[part], None
+        block = self._thread.submit(self._try, number, first_step, steps, event)
+        self._coming.append((first_step, steps, block))
+
+    def _try(self, *arguments: Any) -> _Block:
+        """`_fetch`, but after an error nothing is asked of the exchange any more."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._fetch(*arguments)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _fetch(self, number: int, first_step: int, steps: int, event: Any) -> _Block:
+        """Draw and assign a block, and read what this rank's node does not hold; in the thread.
+
+        The rows that lay in the same part of the ring are read when `event` has come.
+        """
+        ring, rank = self._ring, self._rank
+        drawn = self._stream.draw(first_step, steps)
+        homes = self._share.nodes[drawn.episodes]
+        slots, moves = self._assigner.assign(homes)
+        step, readers, places = np.nonzero(moves)
+        moved = (step, slots[step, readers, places])
+        named = drawn[moved]
+        real = real_steps(named, self._share.lengths, ring.context_length)
+        before = np.minimum(named.starts, ring.history)
+        # A window lies as the gather copies it, so that what it copies besides is its own part.
+        begin, _ = filled(
+            named.starts,
+            real,
+            span=ring.context_length,
+            history=ring.history,
+            padding=self._padding,
+        )
+        rows = (number % PARTS) * ring.part_rows + begin
+        rows += (step * ring.rank_batch + places) * ring.segment_rows
+        owners, home = np.empty(len(step), np.int64), homes[moved]
+        for node, members in enumerate(self._members):  # the ranks of a node serve in turn
+            there = home == node
+            owners[there] = members[moved[1][there] % len(members)]
+        if event is not None:
+            event.synchronize()
+        self._exchange.post(
+            number,
+            Reads(
+                readers=readers,
+                owners=owners,
+                episodes=named.episodes,
+                starts=named.starts - before,
+                steps=before + real,
+                rows=rows,
+            ),
+        )
+        landing = np.full((steps, ring.rank_batch), -1)
+        own = readers == rank
+        landing[step[own], places[own]] = self._first_row + (rows + before)[own]
+        every = np.arange(steps)[:, None]
+        segments = drawn[every, slots[:, rank]]
+        self._exchange.wait(number)
+        return _Block(number=number, segments=segments, landing=landing)
