@@ -232,7 +232,6 @@ def test_feedback_of_several_ranks() -> None:
         loss_sampler=sampler,
         selection=sampler,
         step=1,
-
         device=torch.device("cpu"),
         world=SimpleNamespace(rank=1, gather_tensor=gather),
         segments_at=lambda step: sampler.sample(0, step, 1, 4)[0],
