@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import new_file, writing
 from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
-from gear_offline.core.types import Array, BoolArray, Int64Array
-from gear_offline.dataset.dataset import Columns, Dataset
+from gear_offline.core.types import Array
+from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source
@@ -72,10 +72,8 @@ def export_hdf5(
 
     Raises
     ------
-    InputError
-        ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``, ``COLUMN``, and what reading raises.
     GearError
-        ``OUTPUT_WRITE``.
+        ``OUTPUT_EXISTS``, ``OUTPUT_WRITE``, ``COLUMN``, and what reading raises.
 
     Examples
     --------
@@ -91,27 +89,22 @@ def export_hdf5(
     path = Path(path)
     with ExitStack() as stack:
         if isinstance(source, Dataset):
-            opened: Source = dataset_source(source)
+            source = dataset_source(source)
         elif isinstance(source, (str, Path)):
-            opened = stack.enter_context(open_source(source))
-        else:
-            opened = source
-        kept = _kept(opened, columns)
-        _check_names(kept, path)
+            source = stack.enter_context(open_source(source))
+        kept = _kept(source, columns, path)
+        flags, inside = _flags(source)
         writer = stack.enter_context(Hdf5Writer(path, overwrite=overwrite))
-        step_bytes = sum(opened.spec[name].step_bytes for name in kept)
-        total = step_bytes * opened.spec.steps
-        shown = Progress(f"export {path.name}", total=total, unit="bytes", quiet=quiet)
+        step_bytes, steps = sum(source.spec[name].step_bytes for name in kept), source.spec.steps
+        shown = Progress(f"export {path.name}", total=step_bytes * steps, unit="bytes", quiet=quiet)
         progress = stack.enter_context(shown)
         rows = max(1, PIECE_BYTES // step_bytes)
-        inside = _terminals_inside(opened, rows)
-        for start in range(0, opened.spec.steps, rows):
-            stop = min(start + rows, opened.spec.steps)
-            part = {name: opened.read(name, start, stop) for name in kept}
-            _set_flags(part, opened, start, stop, every=inside > 0)
-            writer.hold(part, stop - start)
+        for start in range(0, steps, rows):
+            stop = min(start + rows, steps)
+            part = {name: source.read(name, start, stop) for name in kept if name not in flags}
+            writer.hold(part | {k: v[start:stop] for k, v in flags.items()}, stop - start)
             progress.advance(step_bytes * (stop - start))
-        info = opened.info
+        info = source.info
         attributes = {
             "exported_from": f"{info.uri} ({info.format}; rule {info.rule})",
             "gear_offline": gear_offline.__version__,
@@ -125,76 +118,43 @@ def export_hdf5(
     return path
 
 
-def _kept(source: Source, columns: Sequence[str] | None) -> list[str]:
-    if columns is None:
-        return [c.name for c in source.spec]
-    wanted = {REWARDS, *(source.spec[name].name for name in columns)}
-    wanted |= {name for name in (TERMINALS, TIMEOUTS) if name in source.spec}
-    return [c.name for c in source.spec if c.name in wanted]
-
-
-def _check_names(names: Sequence[str], path: Path) -> None:
-    """Refuse a column whose name is that of a group too, which holds other columns."""
-    for name in names:
-        below = next((other for other in names if other.startswith(f"{name}/")), None)
+def _kept(source: Source, columns: Sequence[str] | None, path: Path) -> list[str]:
+    """Return the names to write; refuse one that is also that of a group of others."""
+    wanted = {REWARDS, *(source.spec[name].name for name in columns or ())}
+    kept = [c.name for c in source.spec if columns is None or c.name in wanted]
+    for name in kept:
+        below = next((other for other in kept if other.startswith(f"{name}/")), None)
         if below is not None:
             what = f"an HDF5 file cannot hold both {name} and {below}"
             remedy = "name the columns to keep, without one of them: columns=[...]"
             raise InputError("COLUMN", what, where=str(path), remedy=remedy)
+    return kept
 
 
-def _ends(source: Source, start: int, stop: int) -> tuple[Int64Array, BoolArray]:
-    """Return which of the steps ``[start, stop)`` end an episode, and which of those terminated."""
-    offsets = source.episodes.offsets
-    first = int(np.searchsorted(offsets[1:], start, side="right"))
-    last = int(np.searchsorted(offsets[1:], stop, side="right"))
-    return offsets[first + 1 : last + 1] - 1 - start, source.terminated[first:last]
-
-
-def _terminals_inside(source: Source, rows: int) -> int:
-    """Return how many terminals mark a step inside an episode, reading `rows` at a time."""
-    inside = 0
-    for start in range(0, source.spec.steps if TERMINALS in source.spec else 0, rows):
-        stop = min(start + rows, source.spec.steps)
-        flags = source.read(TERMINALS, start, stop).reshape(-1) != 0
-        inside += int(flags.sum()) - int(flags[_ends(source, start, stop)[0]].sum())
-    return inside
-
-
-def _set_flags(part: Columns, source: Source, start: int, stop: int, *, every: bool) -> None:
-    """Set the flags of steps ``[start, stop)``; with `every`, all ends are timeouts."""
-    ends, terminated = _ends(source, start, stop)
-    timeouts = np.zeros(stop - start, np.bool_)
-    timeouts[ends] = True if every else ~terminated
-    part[TIMEOUTS] = timeouts
-    terminals = part.get(TERMINALS, np.zeros(stop - start, np.bool_))
+def _flags(source: Source) -> tuple[dict[str, Array], int]:
+    """Return terminals and timeouts, (N, ...), and how many terminals are inside episodes."""
+    steps, ends = source.spec.steps, source.episodes.offsets[1:] - 1
+    terminals: Array = np.zeros(steps, np.bool_)
+    if TERMINALS in source.spec:
+        terminals = np.array(source.read(TERMINALS, 0, steps))
     flat = terminals.reshape(-1)
-    wrong = ends[(flat[ends] != 0) != terminated]  # of a source that told truncation by terminals
+    inside = int(np.count_nonzero(flat)) - int(np.count_nonzero(flat[ends]))
+    wrong = ends[(flat[ends] != 0) != source.terminated]  # terminals may have told truncation
     flat[wrong] = flat[wrong] == 0
-    part[TERMINALS] = flat.reshape(terminals.shape)
+    timeouts = np.zeros(steps, np.bool_)
+    timeouts[ends] = True if inside else ~source.terminated
+    return {TERMINALS: terminals, TIMEOUTS: timeouts}, inside
 
 
 class _Output:
     """The file as HDF5 sees it: never an error, which HDF5 answers with a crash of the process.
 
-    The first error is kept for `check`; what comes after it is dropped.
+    The first error is kept in `error`; what comes after it is dropped.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._handle, self._place = os.open(path, os.O_RDWR | os.O_CLOEXEC), 0
-        self._error: BaseException | None = None
-
-    def check(self) -> None:
-        """Raise the error that was met, if one was."""
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        """Make the file durable and close it."""
-        try:
-            os.fsync(self._handle)
-        finally:
-            os.close(self._handle)
+    def __init__(self, handle: int) -> None:
+        self._handle, self._place = handle, 0
+        self.error: BaseException | None = None
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._place}
@@ -217,19 +177,19 @@ class _Output:
     def write(self, content: memoryview) -> int:
         done = 0
         try:
-            while self._error is None and done < len(content):
+            while self.error is None and done < len(content):
                 done += os.pwrite(self._handle, content[done:], self._place + done)
         except BaseException as error:  # Ctrl-C as well
-            self._error = error
+            self.error = error
         self._place += len(content)
         return len(content)
 
     def truncate(self, size: int) -> int:
         try:
-            if self._error is None:
+            if self.error is None:
                 os.truncate(self._handle, size)
         except BaseException as error:  # Ctrl-C as well
-            self._error = error
+            self.error = error
         return size
 
     def flush(self) -> None:
@@ -240,18 +200,17 @@ class Hdf5Writer(Closing):
     """Writes rows of columns, part after part; leaving it without `publish` removes everything."""
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self._path, self._new = path, new_file(path, overwrite=overwrite)
-        part, self._is_open = self._new.__enter__(), True
-        try:
-            with writing(path):
-                self._output = _Output(part)
-            # HDF5's own lock would conflict with ours.
-            self._file = h5py.File(self._output, "w", locking=False)
-        except BaseException as error:
-            self._new.__exit__(type(error), error, None)
-            raise
-        self.held: dict[str, list[Array]] = {}
+        self._path, self.held = path, dict[str, list[Array]]()
         self._held_rows = self._held_bytes = 0
+        with ExitStack() as stack:
+            part = stack.enter_context(new_file(path, overwrite=overwrite))
+            with writing(path):
+                self._handle = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+            stack.callback(os.close, self._handle)
+            self._output = _Output(self._handle)
+            # HDF5's own lock would conflict with ours.
+            self._file = stack.enter_context(h5py.File(self._output, "w", locking=False))
+            self._open = stack.pop_all()
 
     def hold(self, part: Mapping[str, Array], steps: int) -> None:
         """Add `steps` rows of every column; they are written when there are enough."""
@@ -287,7 +246,11 @@ class Hdf5Writer(Closing):
             dataset[start:] = rows
             parts.clear()
         self._held_rows = self._held_bytes = 0
-        self._output.check()
+        self._check()
+
+    def _check(self) -> None:
+        if self._output.error is not None:
+            raise self._output.error
 
     def publish(
         self,
@@ -307,17 +270,11 @@ class Hdf5Writer(Closing):
                 stored = np.bytes_(content.encode()) if isinstance(content, str) else content
                 self._file.create_dataset(name, data=stored)
             self._file.close()
-            self._output.check()
-            self._is_open = False
-            self._output.close()
-        self._new.__exit__(None, None, None)
+            self._check()
+            os.fsync(self._handle)
+        self._open.close()
 
     def close(self) -> None:
         """Remove what is not published; may be called again."""
-        if self._is_open:
-            self._is_open = False
-            self._file.close()
-            with suppress(OSError):
-                self._output.close()
         unpublished = RuntimeError("not published")
-        self._new.__exit__(RuntimeError, unpublished, None)
+        self._open.__exit__(RuntimeError, unpublished, None)

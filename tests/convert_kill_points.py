@@ -62,7 +62,7 @@ def child(work: Callable[[], None]) -> int:
 def state(target: Path) -> str:
     """Return what a reader sees: "absent", or the seed of the data, or the error's code."""
     try:
-        dataset = open_dataset(target, threads=1)
+        dataset = open_dataset(target)
     except InputError as error:
         return "absent" if error.code == "DATASET_NOT_FOUND" else error.code
     found = dataset.column("observations").tobytes()

@@ -285,3 +285,9 @@ def test_a_stream_gives_the_rows_of_its_shard_in_order(
             assert rows.tobytes() == expected[first : first + len(rows)].tobytes()
             step += len(rows)
     assert step == dataset.spec.steps
+
+
+@pytest.mark.parametrize("name", ["d4rl:hopper-medium-v2", "minari:a/b-v0", "hopper-medium-v2"])
+def test_the_name_of_a_source_is_told_from_a_dataset(name: str) -> None:
+    with pytest.raises(InputError, match=f"gear-offline convert (d4rl:)?{name} OUT"):
+        open_dataset(name)

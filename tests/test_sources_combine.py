@@ -355,7 +355,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
     ]:
         assert code(convert, file, tmp_path / "e", columns=bad)[0] in (error, "USAGE")
     for both, said in [
-        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step: it can be no part"),
+        ("act+obs/cam", "obs/cam is uint8 (2, 2) a step"),
         ("act+obs", "obs is a group of 2 columns (column observations)"),
     ]:
         given = [f"observations={both}", "actions=act", "rewards=r", "dones=end"]
@@ -412,7 +412,7 @@ def test_the_part_that_does_not_fit_is_named() -> None:
     for names, said in [
         (["image", "direction"], "observations/image is uint8 (7, 7, 3) a step"),
         (["direction", "image"], "observations/image is uint8 (7, 7, 3) a step"),
-        (["speed", "direction"], "observations/direction is int64 and observations/speed float64"),
+        (["speed", "direction"], "observations/direction is int64 () a step"),
     ]:
         wanted = {"observations": tuple(f"observations/{name}" for name in names)}
         assert said in code(with_columns, source, wanted)[1]
@@ -431,3 +431,10 @@ def test_names_that_no_column_may_have_are_mapped(tmp_path: Path) -> None:
     wanted = ["observations=o p/x y", "actions"]
     convert(file, tmp_path / "d", columns=wanted, rule="none", quiet=True)
     assert np.array_equal(open_dataset(tmp_path / "d").column("observations"), rows)
+
+
+def test_episodes_without_observations_are_warned_of_at_once() -> None:
+    columns = {"obs": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.zeros(3)}
+    with pytest.warns(UserWarning, match="observations, which training needs: obs, actions"):
+        source = from_episodes([columns])
+    assert source.info.attributes["warnings"]

@@ -333,5 +333,13 @@ def test_download_and_its_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         server.shutdown()
         server.server_close()
     assert caught.value.code == "SOURCE_READ"
-    assert str(cache / "hopper_expert-v2.hdf5") in caught.value.remedy
+    assert str(cache / "hopper_expert-v2.hdf5") == caught.value.where
     assert [p.name for p in cache.iterdir()] == ["hopper_medium-v2.hdf5"]
+
+
+def test_a_missing_file_of_d4rl_says_where_it_comes_from(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="give d4rl:hopper-medium-v2, which downloads it"):
+        open_source(tmp_path / "hopper_medium-v2.hdf5")
+    (tmp_path / "recipe.yaml").write_text("train: {steps: 5}")
+    with pytest.raises(InputError, match="not an HDF5 file"):
+        open_source(tmp_path / "recipe.yaml")

@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damaged_code(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        open_dataset(path, threads=1)
+        open_dataset(path)
     assert "\n" not in str(caught.value)
     return caught.value.code
 
@@ -239,5 +239,5 @@ def test_a_header_that_is_not_the_manifests_is_refused(copy: Path) -> None:
 def test_progress_counts_every_byte(tiny: Path) -> None:
     done: list[int] = []
     manifest = Manifest.read(tiny)
-    open_dataset(tiny, verify=False).verify(threads=2, on_progress=done.append)
+    open_dataset(tiny, verify=False).verify(on_progress=done.append)
     assert sum(done) == sum(shard.bytes - shard.header_bytes for shard in manifest.shards)

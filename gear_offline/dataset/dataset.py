@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from operator import index
 from pathlib import Path
+from threading import Event
 from typing import SupportsIndex
 
 import numpy as np
@@ -43,7 +44,7 @@ from gear_offline.errors import InputError, given_path
 
 PIECE_BYTES = 1 << 20  # read and digested while it is in the cache
 RUN_BYTES = 16 << 20  # episodes that follow each other are read together up to this
-MAX_THREADS = 8
+MAX_THREADS = 8  # that verify shards
 
 Columns = dict[str, Array]
 OnProgress = Callable[[int], None]
@@ -118,8 +119,6 @@ class Dataset:
         firsts.setflags(write=False)
         return firsts
 
-    # whole columns ---------------------------------------------------------------------------
-
     def read(self, column: str, start: int, stop: int) -> Array:
         """Return rows ``[start, stop)`` of `column` in memory of their own, digests unread.
 
@@ -162,26 +161,13 @@ class Dataset:
     ) -> Iterator[tuple[int, Array]]:
         """Iterate over the rows of one column in one shard, in order, and compare its digests.
 
-        Parameters
-        ----------
-        shard
-            ``0 <= shard < len(manifest.shards)``.  A shard holds whole episodes.
-        column
-            A column of the source.
-        chunk_bytes
-            Rows read at once, in bytes; at least one row.
-
         Yields
         ------
         step, rows
-            First step of the chunk in the whole dataset, and (n, *shape) of the column's dtype.
-            The memory of `rows` is used again for the next chunk.  What was made of them counts
-            only once the iteration has ended without an error.
-
-        Raises
-        ------
-        InputError
-            ``DATASET_DAMAGED`` once a block does not match its digest.
+            First step of the chunk in the whole dataset, and (n, *shape) of the column's dtype, at
+            most `chunk_bytes` or one row.  The memory of `rows` is used again for the next chunk.
+            What was made of them counts only once the iteration has ended without an error
+            (``DATASET_DAMAGED`` once a block does not match its digest).
         """
         spec, tensor = self.spec[column], self._tensor(shard, column)
         step = int(self.first_steps[shard])
@@ -201,8 +187,6 @@ class Dataset:
             for step, rows in self.stream(shard, name):
                 whole[step : step + len(rows)] = rows
         return whole
-
-    # episodes --------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Return E, the number of episodes."""
@@ -250,39 +234,31 @@ class Dataset:
             raise InputError("COLUMN", what, remedy=f"give a list: [{columns!r}]")
         chosen = np.arange(len(self)) if which is None else chosen_episodes(which, len(self))
         names = [c.name for c in self.spec] if columns is None else list(columns)
-        widest = max((self.spec[name].step_bytes for name in names), default=1)
-        return self._read_runs(chosen, names, max(1, RUN_BYTES // widest))
+        most = max(1, RUN_BYTES // max((self.spec[n].step_bytes for n in names), default=1))
+        return self._read_runs(chosen, names, most)
 
     def _read_runs(self, chosen: Int64Array, names: Sequence[str], most: int) -> Iterator[Columns]:
         """Yield episodes; those that follow each other are read together, up to `most` steps."""
-        offsets, at = self.episodes.offsets, 0
+        offsets, at = self.episodes.offsets.tolist(), 0
         while at < chosen.size:
-            first, count = int(chosen[at]), 1
-            low = int(offsets[first])
+            first = last = int(chosen[at])
             while (
-                at + count < chosen.size
-                and chosen[at + count] == first + count
-                and offsets[first + count + 1] - low <= most
+                at + 1 < chosen.size
+                and chosen[at + 1] == last + 1
+                and offsets[last + 2] - offsets[first] <= most
             ):
-                count += 1
-            rows = {name: self.read(name, low, int(offsets[first + count])) for name in names}
-            for number in range(first, first + count):
-                begin, end = int(offsets[number]) - low, int(offsets[number + 1]) - low
+                at, last = at + 1, last + 1
+            at, low = at + 1, offsets[first]
+            rows = {name: self.read(name, low, offsets[last + 1]) for name in names}
+            for begin, end in pairwise(offsets[first : last + 2]):
                 # Copies, so that holding one episode does not hold all that were read with it.
-                yield {name: run[begin:end].copy() for name, run in rows.items()}
-            at += count
+                yield {name: run[begin - low : end - low].copy() for name, run in rows.items()}
 
-    # verification ----------------------------------------------------------------------------
-
-    def verify(
-        self, *, threads: int | None = None, on_progress: OnProgress = lambda n: None
-    ) -> Dataset:
+    def verify(self, *, on_progress: OnProgress = lambda n: None) -> Dataset:
         """Return the dataset with every block of every shard compared with its digest, once.
 
         Parameters
         ----------
-        threads
-            Shards checked at once, default one per core up to 8.
         on_progress
             Called with the number of bytes checked, from several threads.
 
@@ -293,29 +269,27 @@ class Dataset:
         """
         if self.verified:
             return self
-        failed: list[int] = []
+        failed = Event()
 
         def check(shard: int) -> None:
             buffer, record = np.empty(PIECE_BYTES, np.uint8), self.manifest.shards[shard]
             with self._opened(shard) as handle:
                 for tensor in self.manifest.tensors(record):
                     for count in _stream(handle, self.path, self.manifest, record, tensor, buffer):
-                        if failed:
+                        if failed.is_set():
                             return
                         on_progress(count)
 
-        with ThreadPoolExecutor(max_workers=threads or min(MAX_THREADS, usable_cores())) as pool:
+        with ThreadPoolExecutor(max_workers=min(MAX_THREADS, usable_cores())) as pool:
             jobs = [pool.submit(check, shard) for shard in range(len(self.manifest.shards))]
             try:
                 for job in jobs:
                     job.result()
             except BaseException:
-                failed.append(1)
+                failed.set()
                 pool.shutdown(cancel_futures=True)
                 raise
         return replace(self, verified=True)
-
-    # files -----------------------------------------------------------------------------------
 
     def open_shard(self, shard: int) -> int:
         """Return a descriptor of a shard's file, which must not have changed since opening."""
@@ -345,7 +319,7 @@ class Dataset:
         return next(t for t in tensors if t.name == name)
 
 
-def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None = None) -> Dataset:
+def open_dataset(path: str | Path, *, verify: bool = True) -> Dataset:
     """Open the dataset directory at `path`.
 
     Parameters
@@ -356,8 +330,6 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         Compare every block of every shard with its digest now.  Otherwise the manifest, the sizes
         and headers of the shards and the per-episode tensors are checked; what is loaded whole
         (`Dataset.stream`, `Dataset.column`, a table) is compared in any case.
-    threads
-        Shards checked at once, default one per core up to 8.
 
     Raises
     ------
@@ -410,7 +382,7 @@ def open_dataset(path: str | Path, *, verify: bool = True, threads: int | None =
         verified=False,
         identities=tuple(identities),
     )
-    return dataset.verify(threads=threads) if verify else dataset
+    return dataset.verify() if verify else dataset
 
 
 def _read_episodes(

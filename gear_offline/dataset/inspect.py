@@ -27,14 +27,12 @@ MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = 200, 14, 100  # of the source; --js
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def inspect(
-    path: str | Path, *, verify: bool = True, threads: int | None = None, quiet: bool = True
-) -> dict[str, Any]:
+def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dict[str, Any]:
     """Describe a dataset.
 
     Parameters
     ----------
-    path, verify, threads
+    path, verify
         As `gear_offline.dataset.dataset.open_dataset`.
     quiet
         Show no progress.
@@ -51,7 +49,7 @@ def inspect(
         total = dataset.manifest.total_bytes
         what = f"verify {Path(path).name}"
         with Progress(what, total=total, unit="bytes", quiet=quiet) as progress:
-            dataset = dataset.verify(threads=threads, on_progress=progress.advance)
+            dataset = dataset.verify(on_progress=progress.advance)
     manifest = dataset.manifest
     document = manifest.model_dump()
     blocks = 0

@@ -5,6 +5,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ from gear_offline.sources.episode_ends import (
 
 METADATA = "metadata"
 OBSERVATIONS, NEXT_OBSERVATIONS, REWARDS = "observations", "next_observations", "rewards"
+_ONE_EACH = "a mapping of column names to arrays for each episode"
 Columns = dict[str, Array]
 
 
@@ -42,10 +44,10 @@ def from_episodes(
     ----------
     episodes
         One mapping an episode: column name to an array or list of T rows.  ``observations``,
-        ``actions`` and ``rewards`` are needed for training.  A mapping in place of an array (Dict
-        observations) becomes a column for each of its parts, ``observations/camera``.
-        ``observations`` of T + 1 rows, as Gymnasium and Minari have them, become ``observations``
-        (the first T) and ``next_observations`` (the last T).
+        ``actions`` and ``rewards`` are needed for training; without the first it warns.  A mapping
+        in place of an array (Dict observations) becomes a column for each of its parts,
+        ``observations/camera``.  ``observations`` of T + 1 rows, as Gymnasium and Minari have
+        them, become ``observations`` (the first T) and ``next_observations`` (the last T).
 
         How an episode ended is said by a flag: ``terminals``, ``terminations``, ``terminated``,
         ``dones`` or ``done``, and ``timeouts``, ``truncations`` or ``truncated``.  A flag of T
@@ -83,8 +85,8 @@ def from_episodes(
     [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     if not isinstance(episodes, Iterable):
-        what = f"a {type(episodes).__name__} is given"
-        raise _misfit(what, "episodes", "give a mapping of column names to arrays for each episode")
+        what, remedy = f"a {type(episodes).__name__} is given", f"give {_ONE_EACH}"
+        raise _misfit(what, "episodes", remedy)
     read = [_episode(number, episode) for number, episode in enumerate(episodes)]
     if not read:
         raise _misfit("there are no episodes", "", "give at least one")
@@ -92,15 +94,17 @@ def from_episodes(
     for number, (columns, _) in enumerate(read):
         _check_same(number, columns, first)
     names = legal_names(first)
-    pieces = [_piece(columns, names) for columns, _ in read]
-    ended = np.array([flags for _, flags in read])
+    notes = warnings_about(names)
+    if not any(n.split("/")[0] == OBSERVATIONS for n in first):
+        notes.append(f"no column is named {OBSERVATIONS}, which training needs: {', '.join(first)}")
+        warnings.warn(notes[-1], stacklevel=2)
     return PieceSource(
-        pieces,
+        [_piece(columns, names) for columns, _ in read],
         _specs(first, names),
-        lengths=[piece.steps for piece in pieces],
-        terminated=ended[:, 0],
-        truncated=ended[:, 1],
-        info=_info(name, "episodes", environment, attributes, warnings_about(names)),
+        lengths=[len(next(iter(columns.values()))) for columns, _ in read],
+        terminated=[terminated for _, (terminated, _) in read],
+        truncated=[truncated for _, (_, truncated) in read],
+        info=_info(name, "episodes", environment, attributes, notes),
     )
 
 
@@ -144,9 +148,9 @@ def from_arrays(
     metadata = {key: named.pop(key) for key in tuple(named) if key.split("/")[0] == METADATA}
     arrays = {key: _array(value, key, "") for key, value in named.items()}
     steps = _steps(arrays, "")
-    warnings: list[str] = []
+    notes: list[str] = []
     if rule is None:
-        rule, warnings = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
+        rule, notes = default_rule([flag for flag in FLAGS if flag in arrays], where=name)
     ends = split_episodes(
         rule, list(arrays), steps, lambda flag, a, b: arrays[flag][a:b], where=name
     )
@@ -158,7 +162,7 @@ def from_arrays(
         lengths=ends.lengths,
         terminated=ends.terminated,
         truncated=ends.truncated,
-        info=_info(name, rule, environment, facts, warnings + warnings_about(names)),
+        info=_info(name, rule, environment, facts, notes + warnings_about(names)),
     )
 
 
@@ -191,8 +195,7 @@ def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool
     """Return an episode's columns, and whether it terminated or was truncated."""
     where = f"episode {number}"
     if not isinstance(given, Mapping):
-        what = f"an episode is a {type(given).__name__}"
-        raise _misfit(what, where, "give a mapping of column names to arrays for each episode")
+        raise _misfit(f"an episode is a {type(given).__name__}", where, f"give {_ONE_EACH}")
     arrays = {key: _array(value, key, where) for key, value in _named(given, where).items()}
     flags = {key: arrays.pop(key) for key in FLAGS if key in arrays and not arrays[key].ndim}
     _split_observations(arrays, where)
@@ -295,16 +298,13 @@ def _info(
     rule: str,
     environment: str | None,
     attributes: Mapping[str, Any] | None,
-    warnings: list[str],
+    notes: list[str],
 ) -> SourceInfo:
     if environment is not None:
         check_environment_id(environment, where="environment")
+    facts = {**(attributes or {}), **({"warnings": notes} if notes else {})}
     return SourceInfo(
-        uri=name,
-        format="arrays",
-        rule=rule,
-        environment_id=environment,
-        attributes={**(attributes or {}), **({"warnings": warnings} if warnings else {})},
+        uri=name, format="arrays", rule=rule, environment_id=environment, attributes=facts
     )
 
 

@@ -144,32 +144,29 @@ def _common_columns(sources: Sequence[Source]) -> tuple[list[ColumnSpec], dict[s
 
 
 def _joint_attributes(sources: Sequence[Source], left_out: dict[str, str]) -> dict[str, Any]:
-    warnings = [
-        f"{source.info.uri}: {text}"
-        for source in sources
-        for text in source.info.attributes.get("warnings", ())
-    ]
+    infos = [source.info for source in sources]
+    notes = [f"{i.uri}: {text}" for i in infos for text in i.attributes.get("warnings", ())]
     for what, names in (
-        ("environment id", {source.info.environment_id for source in sources}),
-        ("reference name", {source.info.reference_name for source in sources}),
+        ("environment id", {info.environment_id for info in infos}),
+        ("reference name", {info.reference_name for info in infos}),
     ):
         if len(names) > 1:
-            warnings.append(f"the parts differ in {what}: {', '.join(sorted(map(str, names)))}")
+            notes.append(f"the parts differ in {what}: {', '.join(sorted(map(str, names)))}")
+    if len(notes) > MOST_NAMED:
+        notes[MOST_NAMED:] = [f"and {len(notes) - MOST_NAMED} more"]
     parts = [
         f"{source.info.uri}: {count_text(source.spec.episodes, 'episode')}, "
         f"{count_text(source.spec.steps, 'step')}; {source.info.rule}"
         for source in sources[:MOST_NAMED]
     ]
-    for source in sources:
-        for name, why in source.info.attributes.get("left_out", {}).items():
+    for info in infos:
+        for name, why in info.attributes.get("left_out", {}).items():
             left_out.setdefault(name, why)
-    if len(warnings) > MOST_NAMED:
-        warnings[MOST_NAMED:] = [f"and {len(warnings) - MOST_NAMED} more"]
     return {
         "parts": len(sources),
         "part": {str(index): text for index, text in enumerate(parts)},
         "left_out": left_out,
-        "warnings": warnings,
+        "warnings": notes,
     }
 
 
@@ -257,29 +254,24 @@ def with_columns(source: Source, parts: Parts, given: Mapping[str, str] | None =
 def _column(
     source: Source, new: str, olds: tuple[str, ...], given: Mapping[str, str]
 ) -> ColumnSpec:
-    def refuse(what: str, remedy: str) -> InputError:
-        return InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
-
+    """Return the column that `olds` make, or refuse (``COLUMN``)."""
     if len(olds) == 1:
         return replace(source.spec[olds[0]], name=new)
+    width = 0
     for old in olds:
+        name = given.get(old, old)
         below = [c.name.removeprefix(old) for c in source.spec if c.name.startswith(f"{old}/")]
         if below and old not in source.spec:
-            name = given.get(old, old)
             what = f"{name} is a group of {count_text(len(below), 'column')}"
-            raise refuse(what, f"name its parts: {'+'.join(name + part for part in below)}")
-    specs = [source.spec[old] for old in olds]
-    names = [given.get(old, old) for old in olds]
-    remedy = "put vectors and numbers of one dtype together"
-    for name, spec in zip(names, specs, strict=True):
-        if len(spec.shape) > 1:
-            what = f"{name} is {spec.dtype} {spec.shape} a step: it can be no part of a column"
-            raise refuse(what, remedy)
-        if spec.dtype != specs[0].dtype:
-            what = f"{name} is {spec.dtype} and {names[0]} {specs[0].dtype}"
-            raise refuse(f"{what}: they do not make one column", remedy)
-    width = sum(spec.shape[0] if spec.shape else 1 for spec in specs)
-    return ColumnSpec(name=new, dtype=specs[0].dtype, shape=(width,))
+            remedy = f"name its parts: {'+'.join(name + part for part in below)}"
+            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+        spec, dtype = source.spec[old], source.spec[olds[0]].dtype
+        if len(spec.shape) > 1 or spec.dtype != dtype:
+            what = f"{name} is {spec.dtype} {spec.shape} a step: it makes no column of {dtype}"
+            remedy = "put vectors and numbers of one dtype together"
+            raise InputError("COLUMN", what, where=f"column {new}", remedy=remedy)
+        width += spec.shape[0] if spec.shape else 1
+    return ColumnSpec(name=new, dtype=dtype, shape=(width,))
 
 
 def open_folder(path: Path, *, rule: str | None, names: Mapping[str, str]) -> PieceSource:

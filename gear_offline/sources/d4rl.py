@@ -7,20 +7,17 @@ reasons and the public reports behind each rule.
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 import re
-import shutil
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from gear_offline.core.files import new_file
 from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import (
@@ -29,12 +26,12 @@ from gear_offline.dataset.scores import (
     dataset_of_file,
     reference_scores,
 )
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS, Boundaries
 from gear_offline.sources.hdf5 import Hdf5Dataset
 
 SERVER = "http://rail.eecs.berkeley.edu/datasets/offline_rl/"  # d4rl/infos.py; it has no https
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT_SECONDS = 30.0
 MAX_DOWNLOAD_BYTES = 64 << 30
 
 
@@ -86,11 +83,6 @@ FAMILIES = (
 _BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def looks_like_d4rl(datasets: Mapping[str, Hdf5Dataset]) -> bool:
-    """Whether the file has D4RL's columns at its root."""
-    return {"observations", "actions", "rewards", "terminals"} <= set(datasets)
-
-
 @dataclass(frozen=True, kw_only=True)
 class D4rlFile:
     """What is known of a file in D4RL's layout."""
@@ -105,22 +97,28 @@ class D4rlFile:
     @classmethod
     def detect(
         cls, name: str, attributes: Mapping[str, Any], datasets: Mapping[str, Hdf5Dataset]
-    ) -> D4rlFile:
-        """Find out by the file's name, then its attribute ``env_id``, then its content."""
-        env_id = attributes.get("env_id")
-        environment = gymnasium_id(env_id)
+    ) -> D4rlFile | None:
+        """Find out by the file's name, then ``env_id``, then its content; None: another layout."""
+        if not {"observations", "actions", "rewards", "terminals"} <= set(datasets):
+            return None
+        env_id = str(attributes.get("env_id") or "")
+        environment = env_id if is_gymnasium_id(env_id) else None
         has_timeouts = "timeouts" in datasets
         foreign = next((f for f in TIME_FLAGS if f in datasets and not has_timeouts), None)
-        family, evidence = _detect_family(name, env_id, foreign, datasets)
+        if foreign:
+            known = "d4rl", f"a column {foreign}, which no file of D4RL has"
+        else:
+            known = _family_named(name, env_id) or _family_of_content(datasets)
+        family = _BY_NAME[known[0]]
         rule = family.rule if has_timeouts else family.rule_without_timeouts
         dataset = dataset_of_file(name)
-        reference = dataset or dataset_of_file(str(env_id or ""))
+        reference = dataset or dataset_of_file(env_id)
         if environment:
             reference = environment if reference_scores(environment) else None
         return cls(
             name=dataset or name,
             family=family,
-            evidence=evidence,
+            evidence=known[1],
             rule=f"terminals|{foreign}" if foreign else rule,
             environment=environment,
             reference=reference,
@@ -128,35 +126,35 @@ class D4rlFile:
 
     def warnings(self, ends: Boundaries, columns: Container[str], *, overridden: bool) -> list[str]:
         """Return what a user should know of the episodes that the rule gave."""
-        family, limit = self.family, self.family.step_limit
+        family, limit, lengths = self.family.name, self.family.step_limit, ends.lengths
+        _, content, evidence = self.evidence.rpartition("content: ")
         notes: list[str] = []
-        if self.evidence.startswith("content: ") and family.name != "d4rl" and not overridden:
+        if content and family != "d4rl" and not overridden:
             notes.append(
-                f"taken for {family.name} by its {self.evidence.removeprefix('content: ')}: "
-                f"episodes end by {family.name}'s rule; rule='terminals|timeouts' overrides"
+                f"taken for {family} by its {evidence}: episodes end by {family}'s rule; "
+                "rule='terminals|timeouts' overrides"
             )
-        lengths = ends.lengths
-        finished = lengths[:-1] if ends.tail_steps else lengths
-        own = "terminals" if family.name == "mujoco" else "timeouts"
         if limit and int(lengths.max()) > limit:
+            own = "terminals" if family == "mujoco" else "timeouts"
             notes.append(
                 f"{count_text(int((lengths > limit).sum()), 'episode')} longer than the {limit} "
-                f"steps of {family.name} (the longest has {int(lengths.max())}): flags may be "
+                f"steps of {family} (the longest has {int(lengths.max())}): flags may be "
                 f"missing; rule='{own}|steps={limit}' would cut them"
             )
-        if family.name == "mujoco" and limit and "timeouts" in columns:
-            cut = ~ends.terminated[: finished.size] & (finished < limit)
-            if cut.any():
+        if family == "mujoco" and limit and "timeouts" in columns:
+            finished = lengths[:-1] if ends.tail_steps else lengths
+            cut = int((~ends.terminated[: finished.size] & (finished < limit)).sum())
+            if cut:
                 notes.append(
-                    f"{count_text(int(cut.sum()), 'episode')} cut by a timeout before step "
-                    f"{limit}: replay data can be cut in mid-episode, and returns-to-go of such "
-                    "episodes are too small (D4RL#162)"
+                    f"{count_text(cut, 'episode')} cut by a timeout before step {limit}: replay "
+                    "data can be cut in mid-episode, and returns-to-go of such episodes are too "
+                    "small (D4RL#162)"
                 )
         if overridden:
             return notes
-        if not any(flag in columns for flag in TIME_FLAGS) or family.name == "kitchen":
-            notes.append(_NOTES[family.name.split("-")[0]])
-        if family.name == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
+        if not any(flag in columns for flag in TIME_FLAGS) or family == "kitchen":
+            notes.append(_NOTES[family.split("-")[0]])
+        if family == "antmaze" and re.search(r"-v0(?:\D|$)", self.name):
             notes.append(
                 "antmaze v0: timeouts are out of step with the resets in the released files, so "
                 "episodes can hold jumps of metres (D4RL#77, D4RL#146); v2 repairs this"
@@ -180,43 +178,39 @@ _NOTES = {
 }
 
 
-def gymnasium_id(value: Any) -> str | None:
-    """Return `value` if it is the id of a Gymnasium environment.
+def is_gymnasium_id(name: str) -> bool:
+    """Whether it is the id of a Gymnasium environment, and not a name of D4RL's.
 
     They begin with a capital, or with the module that registers them: D4RL's names do neither.
     """
-    found = isinstance(value, str) and re.fullmatch(
-        r"[\w.]+:(?:[\w-]+/)?[\w-]+|(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*", value
-    )
-    return str(value) if found else None
+    id_text = r"[\w.]+:(?:[\w-]+/)?[\w-]+|(?:[\w-]+/)?[A-Z]\w*(?:-\w+)*"
+    return re.fullmatch(id_text, name) is not None
 
 
-def _detect_family(
-    name: str, env_id: Any, foreign: str | None, datasets: Mapping[str, Hdf5Dataset]
-) -> tuple[Family, str]:
-    """Return the family and what told it: the name, then ``env_id``, then the content.
+def _family_named(name: str, env_id: str) -> tuple[str, str] | None:
+    """Return the family that the file's name or ``env_id`` tells, and which of them.
 
     A Gymnasium id says that the file was collected with today's flags, which need no repair: only
-    D4RL's own files give terminals another meaning.  So does a time flag that D4RL has not.
+    D4RL's own files give terminals another meaning.
     """
-    if foreign:
-        return _BY_NAME["d4rl"], f"a column {foreign}, which no file of D4RL has"
-    for text, evidence in ((Path(name).stem, "name"), (str(env_id or ""), "env_id")):
+    for text, evidence in ((Path(name).stem, "name"), (env_id, "env_id")):
         for family in FAMILIES:
             if text and re.search(family.pattern, text.lower()):
-                if gymnasium_id(env_id) and family.name != "mujoco":
-                    return _BY_NAME["d4rl"], "env_id"
-                return family, evidence
-    if gymnasium_id(env_id):
-        return _BY_NAME["d4rl"], "env_id"
+                if is_gymnasium_id(env_id) and family.name != "mujoco":
+                    return "d4rl", "env_id"
+                return family.name, evidence
+    return ("d4rl", "env_id") if is_gymnasium_id(env_id) else None
+
+
+def _family_of_content(datasets: Mapping[str, Hdf5Dataset]) -> tuple[str, str]:
     widths = tuple((datasets[n].shape or ())[1:] for n in ("observations", "actions"))
     if "infos" in datasets and "timeouts" not in datasets:
-        return _BY_NAME["kitchen"], "content: a flat infos column, no timeouts"
+        return "kitchen", "content: a flat infos column, no timeouts"
     if widths == ((29,), (8,)):
-        return _BY_NAME["antmaze"], "content: 29 observations, 8 actions"
+        return "antmaze", "content: 29 observations, 8 actions"
     if widths == ((4,), (2,)) and "infos/goal" in datasets:
-        return _BY_NAME["maze2d"], "content: 4 observations, 2 actions, infos/goal"
-    return _BY_NAME["d4rl"], "content: D4RL's column names"
+        return "maze2d", "content: 4 observations, 2 actions, infos/goal"
+    return "d4rl", "content: D4RL's column names"
 
 
 def locate(name: str) -> Path:
@@ -233,13 +227,6 @@ def _url(name: str) -> str:
     file = dataset_file(name)
     if file is not None:
         return SERVER + file
-    try:
-        # The package raises a plain Exception where MuJoCo 2.1 is missing, hence the wide net.
-        url = importlib.import_module("d4rl.infos").DATASET_URLS.get(name)
-    except Exception:
-        url = None
-    if isinstance(url, str) and urlsplit(url).scheme in ("http", "https"):
-        return url
     near = difflib.get_close_matches(name, dataset_names(), n=3)
     raise InputError(
         "SOURCE_READ",
@@ -249,37 +236,31 @@ def _url(name: str) -> str:
 
 
 def _download(url: str, target: Path) -> None:
-    """Fetch `url` to `target`: to a temporary file beside it, then renamed."""
-    temporary: str | None = None
+    """Fetch `url` to `target`, which appears when it is complete."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with urllib.request.urlopen(url, timeout=TIMEOUT.total_seconds()) as answer:
+        with (
+            urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer,
+            new_file(target, overwrite=True) as part,
+            open(part, "wb") as file,
+        ):
             total = int(answer.headers.get("Content-Length") or 0)
             if total > MAX_DOWNLOAD_BYTES:
                 raise OSError(f"the server offers {total} bytes")
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-            with (
-                os.fdopen(handle, "wb") as file,
-                Progress(f"download {target.name}", total=total, unit="bytes") as progress,
-            ):
+            with Progress(f"download {target.name}", total=total, unit="bytes") as progress:
                 while block := answer.read(1 << 20):
                     file.write(block)
                     progress.advance(len(block))
-                if file.tell() != total and total:
-                    raise OSError(f"got {file.tell()} of {total} bytes")
-                file.flush()
-                os.fsync(file.fileno())
-        shutil.move(temporary, target)
-        temporary = None
-    except (OSError, ValueError) as error:
+            if file.tell() != total and total:
+                raise OSError(f"got {file.tell()} of {total} bytes")
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, ValueError, GearError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
         raise UnavailableError(
             "SOURCE_READ",
-            f"cannot fetch {url}: {error}",
+            f"cannot fetch {url}: {error.__cause__ if isinstance(error, GearError) else error}",
             where=str(target),
-            remedy=f"download it on a machine with network and put it there: {target}",
+            remedy="download it on a machine with network and put it there",
         ) from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

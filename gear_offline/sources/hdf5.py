@@ -74,6 +74,9 @@ class Hdf5File:
         os.close(file)
         self.warnings: list[str] = []
         with _told_as_damaged(path):
+            if not h5py.is_hdf5(path):
+                what, remedy = "not an HDF5 file", "give a .hdf5 file, or a file of that format"
+                raise InputError("SOURCE_READ", what, where=str(path), remedy=remedy)
             try:
                 self._file = h5py.File(path, "r", locking="best-effort")
             except BlockingIOError as error:  # locked: not damaged, but not complete either

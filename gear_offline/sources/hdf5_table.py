@@ -15,7 +15,7 @@ from gear_offline.core.types import Array
 from gear_offline.dataset.schema import ColumnSpec, is_step_shape
 from gear_offline.errors import InputError
 from gear_offline.sources.base import Piece, PieceSource, SourceInfo, legal_names, warnings_about
-from gear_offline.sources.d4rl import D4rlFile, looks_like_d4rl
+from gear_offline.sources.d4rl import D4rlFile
 from gear_offline.sources.episode_ends import FLAGS, SCALARS, default_rule, split_episodes
 from gear_offline.sources.hdf5 import Hdf5File, some_names
 
@@ -28,18 +28,11 @@ def open_hdf5(
 ) -> PieceSource:
     """Open an HDF5 file of D4RL's or the generic layout; `name` tells D4RL's family."""
     with Hdf5File(path.absolute(), names=names) as file:
-        known = ("terminals", "timeouts") if looks_like_d4rl(file.datasets) else FLAGS
+        attributes = file.attributes()
+        d4rl = D4rlFile.detect(name, attributes, file.datasets)
+        known = ("terminals", "timeouts") if d4rl else FLAGS
         flags = [flag for flag in known if flag in file.datasets]
         stored, rows, left_out = find_columns(file, ("next_observations", *flags))
-        attributes = file.attributes()
-        d4rl = D4rlFile.detect(name, attributes, file.datasets) if len(known) == 2 else None
-        warnings: list[str] = []
-        environment = d4rl.environment if d4rl else attributes.get("env_id")
-        overridden = rule is not None
-        if rule is None and d4rl:
-            rule = d4rl.rule
-        elif rule is None:
-            rule, warnings = default_rule(flags, where=str(path))
         new_names = legal_names(stored)
         columns = {new_names[old]: file.column(old, scalar=old in SCALARS) for old in stored}
         facts: dict[str, Any] = {"attributes": attributes, "metadata": file.metadata()}
@@ -47,23 +40,27 @@ def open_hdf5(
     def read(column: str, start: int, stop: int) -> Array:
         return columns[column].read(start, stop)
 
+    notes: list[str] = []
+    overridden = rule is not None
+    if rule is None and d4rl:
+        rule = d4rl.rule
+    elif rule is None:
+        rule, notes = default_rule(flags, where=str(path))
     preferred = {new: column.preferred_rows for new, column in columns.items()}
     block = max(preferred[name] for name in [*flags, "rewards"])
     ends = split_episodes(rule, list(columns), rows, read, where=str(path), block=block)
     if d4rl:
-        warnings = d4rl.warnings(ends, columns, overridden=overridden)
+        notes = d4rl.warnings(ends, columns, overridden=overridden)
         facts |= {"family": d4rl.family.name, "family_from": d4rl.evidence}
     facts |= {
         "left_out": left_out,
         "unfinished_tail_steps": ends.tail_steps,
-        "warnings": file.warnings + warnings_about(new_names) + warnings,
+        "warnings": file.warnings + warnings_about(new_names) + notes,
     }
+    environment = d4rl.environment if d4rl else attributes.get("env_id")
     return PieceSource(
         [Piece(read=read, steps=rows)],
-        [
-            ColumnSpec(name=new, dtype=column.dtype, shape=column.shape[1:])
-            for new, column in columns.items()
-        ],
+        [ColumnSpec(name=n, dtype=c.dtype, shape=c.shape[1:]) for n, c in columns.items()],
         lengths=ends.lengths,
         terminated=ends.terminated,
         truncated=ends.truncated,

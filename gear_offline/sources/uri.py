@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gear_offline.dataset.manifest import is_dataset
+from gear_offline.dataset.scores import dataset_of_file
 from gear_offline.errors import InputError, given_path
 from gear_offline.sources.base import Source
 from gear_offline.sources.combine import (
@@ -62,8 +63,8 @@ def open_source(
     text = str(uri)
     scheme, _, name = text.partition(":")
     if isinstance(uri, str) and scheme == "d4rl" and name:
-        found = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
-        return with_columns(found, after, before)
+        source = open_hdf5(locate(name), uri=text, name=name, rule=rule, names=before)
+        return with_columns(source, after, before)
     if isinstance(uri, str) and scheme == "minari" and name:
         return with_columns(open_minari(find_directory(name), uri=text, rule=rule), parts)
     path = given_path(uri, "SOURCE_READ", where="uri")
@@ -81,9 +82,14 @@ def open_source(
         if hdf5_files(path):
             return with_columns(open_folder(path, rule=rule, names=before), after, before)
         raise _unknown(f"the directory {text!r} holds neither a Minari dataset nor HDF5 files")
-    if exists or path.suffix.lower() in SUFFIXES:
-        found = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
-        return with_columns(found, after, before)
+    if exists:
+        source = open_hdf5(path, uri=path.name, name=path.name, rule=rule, names=before)
+        return with_columns(source, after, before)
+    if known := dataset_of_file(path.name):
+        remedy = f"check the path, or give d4rl:{known}, which downloads it from D4RL's server"
+        raise InputError("SOURCE_READ", "no such file", where=text, remedy=remedy)
+    if path.suffix.lower() in SUFFIXES:
+        raise InputError("SOURCE_READ", "no such file", where=text, remedy="check the path")
     raise _unknown(f"{text if len(text) <= 100 else text[:100] + '...'!r} is not a source")
 
 

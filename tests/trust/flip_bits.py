@@ -139,7 +139,7 @@ def main() -> int:
         document = {
             "dataset": flip_all(
                 list(dataset_spans(dataset)),
-                lambda: open_dataset(dataset, threads=1),
+                lambda: open_dataset(dataset),
                 arguments.flips,
                 seed=arguments.seed,
             ),

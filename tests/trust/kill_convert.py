@@ -70,7 +70,7 @@ def status_of(child: int) -> int:
 def state(target: Path, wanted: dict[str, bytes]) -> str:
     """Return what a reader sees: "absent", the name of a whole dataset, or something wrong."""
     try:
-        found = open_dataset(target, threads=1).column("observations").tobytes()
+        found = open_dataset(target).column("observations").tobytes()
     except InputError as error:
         return "absent" if error.code == "DATASET_NOT_FOUND" else f"error {error.code}"
     return next((name for name, content in wanted.items() if content == found), "mixed")
