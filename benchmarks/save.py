@@ -1,4 +1,4 @@
-"""Seconds of training that a checkpoint costs: written beside training, waited for, and peers.
+"""Seconds of training that a checkpoint costs: ours and peers.
 
 The model trains on one fixed batch with AdamW; a checkpoint is the parameters and both moments, in
 float32.  Steps are timed before each save; then steps go on until the checkpoint is on the disk.
@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # options, batch, turns
     "87 M": ({"hidden_size": 768, "layers": 12, "heads": 12}, 256, 3),
     "1.2 B": ({"hidden_size": 2048, "layers": 24, "heads": 16}, 256, 1),
 }
-WAYS = ("async", "sync", "torch.save", "dcp.async_save")
+WAYS = ("ours", "torch.save", "dcp.async_save")
 BEFORE_SECONDS = 1.0  # of undisturbed steps before each save
 
 Save = Callable[[Path, int], Callable[[], bool]]  # begins; what it returns says whether it is done
@@ -146,7 +146,8 @@ class _Trained:
         shutil.rmtree(place)
         return lost, saved
 
-    def _ours(self, folder: Path, step: int, *, background: bool) -> Callable[[], bool]:
+    def save_ours(self, folder: Path, step: int) -> Callable[[], bool]:
+        """A `Saver`."""
         moments = {n: t for n, t in self.tensors().items() if n.startswith("optimizer/")}
         learner: Any = SimpleNamespace(  # what a Saver asks
             step=step,
@@ -160,18 +161,10 @@ class _Trained:
             tensors=lambda: moments,
             weights=self.model.state_dict,
         )
-        saver = Saver(learner, folder, background=background)
+        saver = Saver(learner, folder)
         self._savers.append(saver)
         saver.save(seconds=0.0, keep=Keep(newest=1))
         return lambda: saver.path(step).is_dir()
-
-    def save_async(self, folder: Path, step: int) -> Callable[[], bool]:
-        """Ours, beside training."""
-        return self._ours(folder, step, background=True)
-
-    def save_sync(self, folder: Path, step: int) -> Callable[[], bool]:
-        """Ours, waited for."""
-        return self._ours(folder, step, background=False)
 
     def save_torch_save(self, folder: Path, step: int) -> Callable[[], bool]:
         """One file by ``torch.save``, synced."""

@@ -5,6 +5,7 @@ Each launch does all that needs its number of ranks, since starting them takes l
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import shutil
 import sys
@@ -21,11 +22,12 @@ from safetensors.torch import load_file, save_file
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World, open_world
+from gear_offline.errors import GearError
 from gear_offline.runs import trainer
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.sharded import offsets_of, own_pieces, read_into, write_shard
+from gear_offline.training.sharded import ShardWriter, read_into
 
 # what FSDP2 collects weights with; older torch does not have the first
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -97,9 +99,8 @@ def check_pieces(world: World, folder: Path) -> None:
         whole = {name: tensor.full_tensor() for name, tensor in trained.items()}
         if rank == 0:
             save_file(whole, folder / "whole.safetensors")
-    pieces = own_pieces(tensors, rank=rank)
-    write_shard(folder / str(size), pieces, offsets_of(tensors), rank=rank)
-    dist.barrier()
+    writer = ShardWriter(world)
+    writer.write(folder / str(size), writer.pieces(tensors))
 
 
 def train(recipe: str, out: Path, *options: str) -> None:
@@ -196,10 +197,24 @@ def three(world: World, recipe: str, out: Path) -> None:
     """Go on from two ranks' shards, first as if ranks did not see one folder."""
     with pytest.MonkeyPatch.context() as patched:
         if world.rank == 2:
-            patched.setattr("gear_offline.training.saving.os.access", lambda *_: False)
+            patched.setattr("gear_offline.training.sharded.os.access", lambda *_: False)
         train(recipe, out, "train.steps=10")
     assert not (out / "checkpoints" / checkpoint_name(10) / "sharded").exists()
-    train(recipe, out, "train.steps=12", "train.save=sync")
+    train(recipe, out, "train.steps=12")
+    place = out.with_name("full")
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == 2:
+            patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
+        with pytest.raises(GearError) as caught:
+            trainer.train(load_recipe(recipe, [*FSDP, "train.steps=2"]), out=place, quiet=True)
+    assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")
+    assert world.rank == 2 or "rank 2 could not save its shard: no space left" in str(caught.value)
+    dist.barrier()
+    assert not list((place / "checkpoints").iterdir()), "nothing half written stays"
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def main(recipe: str, out: str, folder: str) -> None:

@@ -123,7 +123,7 @@ def child() -> None:
     """Train with two workers and stay at the end, for a test that kills."""
     register_importable()
     # Written at once: an evaluation begins when its checkpoint is there, and steps end at 15.
-    options = ("evaluate.background=on", "evaluate.workers=2", "train.save=sync")
+    options = ("evaluate.background=on", "evaluate.workers=2")
     recipe = tiny_recipe(Path(sys.argv[1]), *options)
     with interrupted_never():
         train(recipe, out=Path(sys.argv[2]), quiet=True)

@@ -47,7 +47,7 @@ def test_the_state_of_the_call_is_written(
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     on_gpu: Any = model
     on_gpu.to("cuda")
-    saver = Saver(StandIn(model, tensors).learner, tmp_path, background=True)
+    saver = Saver(StandIn(model, tensors).learner, tmp_path)
     weights = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
     torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # the copies are not made yet
     saver.save(seconds=1.0, keep=Keep(newest=1))

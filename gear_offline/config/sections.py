@@ -338,8 +338,6 @@ class TrainSettings(Section):
     """Newest checkpoints that are kept; the best one stays too."""
     evaluate_every: Positive | None = 10_000
     """Steps between two evaluations; null: at the end only."""
-    save: Literal["async", "sync"] = "async"
-    """Write checkpoints in the background, or let training wait for the disk."""
     deterministic: bool = False
     """Only kernels that give the same bits each time: resumed runs end in the same weights."""
     tensorboard: bool = True

@@ -55,7 +55,6 @@ RESUMABLE = (  # what may differ when a run is resumed: none of it changes a ste
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.tensorboard",
-    "train.save",
     "evaluate.background",
     "evaluate.device",
     "evaluate.workers",

@@ -116,9 +116,7 @@ class Run:
         self.saves = self._writer(before=lambda: None)
 
     def _writer(self, *, before: Callable[[], None]) -> Saver:
-        background = self.settings.save == "async"
-        folder = self.path / "checkpoints"
-        return Saver(self.learner, folder, background=background, before=before)
+        return Saver(self.learner, self.path / "checkpoints", before=before)
 
     def _settle(self) -> None:
         """Wait until what was saved is on the disk."""

@@ -10,26 +10,19 @@ run directory; elsewhere it is collected on the first rank.
 
 from __future__ import annotations
 
-import os
 import queue
 import secrets
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.core.files import write_error
-from gear_offline.distributed.world import World, peers
-from gear_offline.errors import GearError
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
     SHARDED,
@@ -47,7 +40,9 @@ from gear_offline.training.checkpoint import (
 from gear_offline.training.checkpoint_folder import Keep, checkpoint_name, prune
 from gear_offline.training.learner import Learner
 from gear_offline.training.parallel import collect, is_spread
-from gear_offline.training.tensor_file import FileFacts
+
+if TYPE_CHECKING:
+    from gear_offline.training.sharded import ShardWriter
 
 Kinds = Mapping[str, Mapping[str, Tensor]]  # named tensors by kind: "model", "training", "shard"
 ROOM_SHARE = 0.5  # of the free GPU memory that a copy may take
@@ -61,8 +56,6 @@ class Saver:
     ----------
     folder
         Of the run's checkpoints.
-    background
-        Write in a thread; False: training waits until everything is on the disk.
     before
         Called before a checkpoint takes its name, in the writer's thread: makes metrics durable.
 
@@ -75,27 +68,20 @@ class Saver:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        folder: Path,
-        *,
-        background: bool,
-        before: Callable[[], None] = lambda: None,
+        self, learner: Learner, folder: Path, *, before: Callable[[], None] = lambda: None
     ) -> None:
         self._learner, self._folder, self._before = learner, folder, before
         self._world = learner.world
-        self._worker = _Worker(background=background)
+        self._worker = _Worker()
         self._writing: int | None = None  # the step that is written, or was last
-        self._group: World | None = None  # of the writers, where each writes a shard
+        self._shards: ShardWriter | None = None
         self.stalled_seconds, self.remark = 0.0, ""
         if learner.parallel.sharded:
+            from gear_offline.training import sharded  # 1 s, for torch.distributed
+
             self.remark = "collected by the first rank, as not all ranks see one run directory"
-            if _all_see(self._world, folder):
-                self.remark = "a shard of each rank"
-                limit = timedelta(seconds=self._world.timeout)
-                with peers("connecting those who save"):
-                    group = dist.new_group(backend="gloo", timeout=limit)
-                self._group = replace(self._world, control=group)
+            if sharded.all_see(self._world, folder):
+                self._shards, self.remark = sharded.ShardWriter(self._world), "a shard of each rank"
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of `step` is, or will be."""
@@ -123,29 +109,24 @@ class Saver:
         self.stalled_seconds += time.perf_counter() - began
 
     def _begin(self, place: Path, seconds: float, keep: Keep) -> None:
-        learner, is_first = self._learner, self._world.is_first
-        offsets: dict[str, list[int]] = {}
-        kinds: dict[str, Mapping[str, Tensor]] = {}
-        if self._group is None:
-            training = collect(learner.tensors(), wanted=is_first)
+        learner = self._learner
+        training, kinds = learner.tensors(), {}
+        if self._shards is None:
+            training = collect(training, wanted=self._world.is_first)
             kinds["model"] = learner.weights()
         else:
-            from gear_offline.training.sharded import offsets_of, own_pieces
-
-            everything = learner.tensors()
-            spread = named(MODEL_PREFIX, learner.model.state_dict())
-            moments = {name: tensor for name, tensor in everything.items() if is_spread(tensor)}
-            spread |= named(TRAINING_PREFIX, moments)
-            offsets = offsets_of(spread)
-            kinds["shard"] = own_pieces(spread, rank=self._world.rank)
-            training = {n: t for n, t in everything.items() if n not in moments}
-        if is_first:
+            moments = {name: tensor for name, tensor in training.items() if is_spread(tensor)}
+            training = {n: t for n, t in training.items() if n not in moments}
+            everything = named(MODEL_PREFIX, learner.model.state_dict())
+            everything |= named(TRAINING_PREFIX, moments)
+            kinds["shard"] = self._shards.pieces(everything)
+        if self._world.is_first:
             kinds["training"] = training
-        elif self._group is None:
+        elif self._shards is None:
             return
         ready = _snapshot(kinds)
         state, config = self._state(seconds), config_text(learner.model)
-        self._worker.submit(partial(self._write, place, ready, offsets, state, config, keep))
+        self._worker.submit(partial(self._write, place, ready, state, config, keep))
 
     def _state(self, seconds: float) -> SavedState:
         learner, statistics = self._learner, None
@@ -161,21 +142,16 @@ class Saver:
         )
 
     def _write(
-        self,
-        place: Path,
-        ready: Callable[[], Kinds],
-        offsets: Mapping[str, list[int]],
-        state: SavedState,
-        config: str,
-        keep: Keep,
+        self, place: Path, ready: Callable[[], Kinds], state: SavedState, config: str, keep: Keep
     ) -> None:
         kinds = ready()
         try:
             model = kinds.get("model", {})
-            if self._group is not None:
+            if self._shards is not None:
                 from gear_offline.training.sharded import read_whole
 
-                files = _write_shards(self._group, place / SHARDED, kinds["shard"], offsets)
+                files = self._shards.write(place / SHARDED, kinds["shard"])
+                files = {f"{SHARDED}/{name}": facts for name, facts in files.items()}
                 state = state.model_copy(update={"files": files})
                 if self._world.is_first:
                     model = part(read_whole(place / SHARDED, MODEL_PREFIX), MODEL_PREFIX)
@@ -204,40 +180,6 @@ class Saver:
         """End the thread, after its work if `finish`; errors stay with `check`."""
         if finish:
             self._worker.close()
-
-
-def _all_see(world: World, folder: Path) -> bool:
-    """Return whether all ranks can write into one folder, which is made."""
-    probe = folder / f".partial-{secrets.token_hex(8)}"
-    world.lead(lambda: probe.mkdir(parents=True))
-    probe = folder / world.gather(probe.name)[0]
-    all_see = all(world.gather(os.access(probe, os.W_OK | os.X_OK)))
-    if world.is_first:
-        probe.rmdir()
-    return all_see
-
-
-def _write_shards(
-    group: World, folder: Path, pieces: Mapping[str, Tensor], offsets: Mapping[str, list[int]]
-) -> dict[str, FileFacts]:
-    """Write this rank's shard; return what all ranks have written, by name."""
-    from gear_offline.training.sharded import write_shard
-
-    written, failure = None, None
-    try:
-        name, facts = write_shard(folder, pieces, offsets, rank=group.rank)
-        written = {"name": f"{SHARDED}/{name}", "facts": facts.model_dump()}
-    except OSError as error:
-        failure = write_error(error, str(folder))
-    answers = group.gather({"written": written, "failure": failure and failure.what})
-    if failure is not None:
-        raise failure
-    for rank, answer in enumerate(answers):
-        if answer["failure"] is not None:
-            what = f"rank {rank} could not save its shard: {answer['failure']}"
-            raise GearError("RANK_FAILED", what, str(folder), "see its own message")
-    shards = [answer["written"] for answer in answers]
-    return {shard["name"]: FileFacts(**shard["facts"]) for shard in shards}
 
 
 def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float:
@@ -360,20 +302,16 @@ class _Worker:
     It is a daemon: a second Ctrl-C ends the process at once, as it ends everything else.
     """
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self) -> None:
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._background = background
 
     def submit(self, work: Callable[[], None]) -> None:
         """Have `work` done after what was submitted before."""
         self.check()
         self._work.put(work)
-        if not self._background:
-            self._next()
-            self.check()
-        elif self._thread is None:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear-saver", daemon=True)
             self._thread.start()
 
@@ -392,16 +330,13 @@ class _Worker:
             thread.join()
 
     def _run(self) -> None:
-        while self._next():
-            pass
-
-    def _next(self) -> bool:
-        work = self._work.get()
-        try:
-            if work is not None and self._error is None:
-                work()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._work.task_done()
-        return work is not None
+        while (work := self._work.get()) is not None:
+            try:
+                if self._error is None:
+                    work()
+            except BaseException as error:
+                self._error = error
+            finally:
+                del work  # it may hold a copy of the model
+                self._work.task_done()
+        self._work.task_done()

@@ -10,65 +10,97 @@ tells no digests.  Reading through its planner needs no message at all.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from gear_offline.core.files import write_error
+from gear_offline.distributed.world import World, peers
+from gear_offline.errors import GearError
 from gear_offline.training.tensor_file import FileFacts, write_tensors
 
 
-def own_pieces(tensors: Mapping[str, Tensor], *, rank: int) -> dict[str, Tensor]:
-    """Return what `rank` writes of `tensors`: all ranks together write each part once.
+class ShardWriter:
+    """Writes a rank's part of tensors, while each other rank writes its own.
 
-    Of tensors that every rank has whole the first rank writes all.
+    The ranks make it, and call `write`, together: in threads of theirs, which tell each other of
+    files and failures over a group of their own.
     """
-    pieces: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            place = tensor.device_mesh.get_coordinate()
-            ways = zip(place or (), tensor.placements, strict=True)
-            is_writer = all(at == 0 or not isinstance(way, Replicate) for at, way in ways)
-            spread: Any = tensor.detach()
-            piece: Tensor = spread.to_local()
-        else:
-            is_writer, piece = rank == 0, tensor.detach()
-        if is_writer and piece.numel():
-            pieces[name] = piece
-    return pieces
+
+    def __init__(self, world: World) -> None:
+        with peers("connecting the ranks that save"):
+            limit = timedelta(seconds=world.timeout)
+            group = dist.new_group(backend="gloo", timeout=limit)
+        self._world = replace(world, control=group)
+        self._places: dict[str, dict[str, list[int]]] = {}  # stay as they are in a run
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this rank writes of `tensors`: all ranks together write each part once.
+
+        Of tensors that every rank has whole the first rank writes all.
+        """
+        pieces: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            offsets = [0] * tensor.ndim
+            if isinstance(tensor, DTensor):
+                mesh, ways = tensor.device_mesh, tensor.placements
+                at = zip(mesh.get_coordinate() or (), ways, strict=True)
+                is_writer = all(n == 0 or not isinstance(way, Replicate) for n, way in at)
+                shape = tuple(tensor.shape)
+                offsets = [*compute_local_shape_and_global_offset(shape, mesh, ways)[1]]
+                spread: Any = tensor.detach()
+                piece: Tensor = spread.to_local()
+            else:
+                is_writer, piece = self._world.is_first, tensor.detach()
+            if is_writer and piece.numel():
+                pieces[name] = piece
+                self._places[name] = {"saved_offsets": offsets}
+        return pieces
+
+    def write(self, folder: Path, pieces: Mapping[str, Tensor]) -> dict[str, FileFacts]:
+        """Write this rank's pieces; return size and digest of the files of all ranks, by name."""
+        name = f"shard-{self._world.rank + 1:05d}-model-00001-of-00001.safetensors"
+        places = {key: self._places[key] for key in pieces}
+        facts, error = None, None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            metadata = ("DCP_SHARDING_INFO", json.dumps(places, sort_keys=True))
+            facts = write_tensors(folder / name, pieces, metadata)
+        except OSError as caught:
+            error = write_error(caught, str(folder))
+        answers = self._world.gather(
+            {"name": name, "facts": facts and facts.model_dump(), "error": error and error.what}
+        )
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(answers):
+            if answer["error"] is not None:
+                what = f"rank {rank} could not save its shard: {answer['error']}"
+                raise GearError("RANK_FAILED", what, str(folder), "see its own message")
+        return {answer["name"]: FileFacts(**answer["facts"]) for answer in answers}
 
 
-def offsets_of(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Return, for each tensor, the first index in it of what this rank holds."""
-    offsets = {}
-    for name, tensor in tensors.items():
-        offsets[name] = [0] * tensor.ndim
-        if isinstance(tensor, DTensor):
-            shape = tuple(tensor.shape)
-            mesh, placements = tensor.device_mesh, tensor.placements
-            offsets[name] = [*compute_local_shape_and_global_offset(shape, mesh, placements)[1]]
-    return offsets
-
-
-def write_shard(
-    folder: Path,
-    pieces: Mapping[str, Tensor],
-    offsets: Mapping[str, list[int]],
-    *,
-    rank: int,
-) -> tuple[str, FileFacts]:
-    """Write one rank's pieces into `folder`; return the file's name, size and digest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-    places = {key: {"saved_offsets": offsets[key]} for key in pieces}
-    metadata = ("DCP_SHARDING_INFO", json.dumps(places, sort_keys=True))
-    return name, write_tensors(folder / name, pieces, metadata)
+def all_see(world: World, folder: Path) -> bool:
+    """Return whether all ranks can write into one folder, which is made."""
+    probe = folder / f".partial-{secrets.token_hex(8)}"
+    world.lead(lambda: probe.mkdir(parents=True))
+    probe = folder / world.gather(probe.name)[0]
+    all_may_write = all(world.gather(os.access(probe, os.W_OK | os.X_OK)))
+    if world.is_first:
+        probe.rmdir()
+    return all_may_write
 
 
 def names_in(folder: Path) -> list[str]:
