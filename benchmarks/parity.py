@@ -38,8 +38,11 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.evaluation.results import mean_interval
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.checks import trainable_parameters
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import (
+    DecisionTransformer,
+    build_model,
+    trainable_parameters,
+)
 from gear_offline.models.policy import Policy
 
 RELEASED, OURS = "released", "gear_offline"

@@ -5,7 +5,7 @@
 
 Each row trains one of the recipes dt_1m to dt_1b with some options changed, on data of
 hopper's shape, as `gear-offline train` does.  TFLOP/s are those of one GPU by the formula of
-`training.throughput`, their share of the datasheet's peak is the MFU.  "Stall" is how much
+`training.cost`, their share of the datasheet's peak is the MFU.  "Stall" is how much
 longer steps take than the same steps on one batch that is never replaced.  With several ranks the
 global batch grows with them.  Wall time around many steps, every GPU waited for at both ends, the
 median of the turns.
@@ -29,10 +29,10 @@ from gear_offline.core.text import size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.batch import Batch
-from gear_offline.training.captured_step import CapturedStep
+from gear_offline.training.cost import FORMULA, peak_tflops
+from gear_offline.training.graph import capture
 from gear_offline.training.learner import Learner
-from gear_offline.training.throughput import FORMULA, peak_tflops
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 AUTOCAST = ("train.weights=fp32",)
 DDP = ("train.parallel=ddp", "train.graph=off")  # replicas are captured otherwise
@@ -204,20 +204,20 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
             learner._batches = stream
         return
     captured = learner._captured
-    assert isinstance(captured, CapturedStep), "steps were done"
-    filled, captured._batches.begin = captured._batches.begin, lambda **_: None  # type: ignore[method-assign]
-    captured._graph = torch.cuda.CUDAGraph()
+    assert captured is not None, "steps were done"
+    batches, filled = captured.part.batches, captured.part.batches.begin
+    batches.begin = lambda **_: None  # type: ignore[method-assign]
+    captured.graph.reset()
     gc.collect()
     torch.cuda.empty_cache()  # what the graph before held
     try:
         learner.optimizer.zero_gradients()
-        captured._row.zero_()
-        with torch.cuda.graph(captured._graph):
-            captured._run()
+        captured.part.begin_window()
+        captured.graph = capture(captured._run)
         learner.optimizer.finish_capture()
         yield captured.replay
     finally:
-        captured._batches.begin = filled  # type: ignore[method-assign]
+        batches.begin = filled  # type: ignore[method-assign]
 
 
 def _copy(batch: Batch) -> Batch:

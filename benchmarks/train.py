@@ -20,10 +20,10 @@ from benchmarks.loader_peers import original_procedure
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import trainable_parameters
 from gear_offline.models.loss import action_loss
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 BATCH = 64
 OURS = {

@@ -40,8 +40,13 @@ from transformers import (
 
 from gear_offline import Dataset, GearLoader, open_dataset
 from gear_offline.distributed.world import joined_world
-from gear_offline.models.checks import beyond_tanh, check_timesteps, trainable_parameters
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import (
+    DecisionTransformer,
+    beyond_tanh,
+    build_model,
+    check_timesteps,
+    trainable_parameters,
+)
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
 

@@ -148,7 +148,7 @@ def packed_attention(
     Raises
     ------
     InputError
-        ``MODEL_INPUT`` if `dropout` is not in [0, 1), `seeds` are missing, or `seeds` or `bias` do
+        ``MODEL`` if `dropout` is not in [0, 1), `seeds` are missing, or `seeds` or `bias` do
         not divide the windows or fit each other.
     """
     batch, tokens, width = qkv.shape
@@ -241,7 +241,7 @@ def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | 
     fits = fits and bias.dtype in (torch.float32, qkv.dtype) and groups in (None, len(bias))
     if not fits or not len(bias) or windows % len(bias):
         raise InputError(
-            "MODEL_INPUT",
+            "MODEL",
             f"bias is {tuple(bias.shape)} {bias.dtype} for {windows} windows of {qkv.dtype} rows "
             f"{width} wide and {groups or 'no'} seeds",
             remedy="give (G, 3H) float32 or of the rows' type, contiguous, where G is the number "
@@ -253,14 +253,14 @@ def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | 
 def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
     """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
     if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL_INPUT", f"dropout is {dropout}", remedy="take one in [0, 1)")
+        raise InputError("MODEL", f"dropout is {dropout}", remedy="take one in [0, 1)")
     if seeds is None:
         if dropout == 0.0:
             return 0
-        raise InputError("MODEL_INPUT", f"dropout is {dropout} without seeds", remedy="give seeds")
+        raise InputError("MODEL", f"dropout is {dropout} without seeds", remedy="give seeds")
     if seeds.ndim != 1 or seeds.dtype != torch.int64 or not len(seeds) or windows % len(seeds):
         raise InputError(
-            "MODEL_INPUT",
+            "MODEL",
             f"seeds are {tuple(seeds.shape)} {seeds.dtype} for {windows} windows",
             remedy="give (G,) int64 where G divides the windows",
         )

@@ -109,7 +109,7 @@ def _dropout_mask(like: Tensor, probability: float) -> tuple[Tensor, float]:
     of it for one random number an element.  16 random bits an element suffice: the probability
     is rounded to a multiple of 2^-16, and the factor is that of the rounded one.
     """
-    dropped = round(probability * 65536)
+    dropped = min(round(probability * 65536), 65535)  # one in 65,536 stays at least
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64)
     words.random_(-(2**63), None)  # all 64 bits, from PyTorch's default generator
     bits = words.view(torch.int16)[: like.numel()].view(like.shape)

@@ -12,10 +12,14 @@ size, S state elements, A action elements or discrete actions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Literal, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import DecisionTransformerConfig as DecisionTransformerConfig
 from transformers import DecisionTransformerModel
@@ -24,23 +28,22 @@ from transformers.models.decision_transformer.modeling_decision_transformer impo
 )
 
 from gear_offline.errors import InputError
-from gear_offline.models.blocks import Block, Keep, dense_mask
-from gear_offline.models.checks import check_actions
-from gear_offline.models.checks import check_timesteps as check_timesteps
-from gear_offline.models.checks import trainable_parameters as trainable_parameters
-from gear_offline.models.config import make_config
-from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder
+from gear_offline.models.blocks import Block, Keep, dense_mask, drop
+from gear_offline.models.encoders import Encoder, FrameEncoder, build_encoder, resolve_encoder
 from gear_offline.models.loss import Padding, TrainingBatch, action_loss
 from gear_offline.models.multitask import ModelTask, make_embedding
-from gear_offline.models.tokens import Tokens
+from gear_offline.models.narrow import LOADED, half_type, joint_maps, narrow_linear
 
 __all__ = ["DecisionTransformer", "build_model"]
 
 Attention = Literal["auto", "sdpa", "eager"]
 STATE_TOKENS = slice(1, None, 3)  # of (return, state, action); actions are predicted there
+JOINT_INPUTS = 512  # elements of all inputs: beyond, zeros cost more than narrow products
+UNUSED = ("predict_state.", "predict_return.", "encoder.wte.")  # no gradient from the action loss
+TANH_TOLERANCE = 1e-6  # float32 rounding of actions that were clipped to [-1, 1]
 
 
-class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-untyped-call]
+class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-call]
     """Decision Transformer with the released class's weights, inputs and outputs.
 
     Some keys of the configuration are ours; the released class carries them along unread:
@@ -92,10 +95,10 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         """Take the released class's configuration; `build_model` makes one of plain options."""
         discrete = bool(getattr(config, "discrete_actions", False))
         if config.add_cross_attention:
-            raise InputError("MODEL_CONFIG", "add_cross_attention is not part of this model")
+            raise InputError("MODEL", "add_cross_attention is not part of this model")
         if discrete and config.action_tanh:
             raise InputError(
-                "MODEL_CONFIG",
+                "MODEL",
                 "discrete actions need logits, but a tanh would bound them",
                 where="action_tanh",
                 remedy="set action_tanh to false",
@@ -125,7 +128,7 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         returns_to_go: Tensor | None = None,
         timesteps: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         *,
@@ -151,7 +154,8 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         attention_mask
             (B, K), non-zero at real steps; None means that all are real.
         output_hidden_states, output_attentions, return_dict
-            As in the released class; default from the configuration.
+            As in the released class; default from the configuration.  Hidden states may be chosen
+            by their numbers, the others are None then.
         tasks
             (B,) int64, the task of each window, of a model of several tasks.
         padding
@@ -169,26 +173,26 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         Raises
         ------
         InputError
-            ``TIMESTEP_RANGE`` on CPU; ``MODEL_INPUT`` for a missing input.
+            ``MODEL`` for a missing input, and on CPU for a timestep without an embedding.
         TypeError
             For keyword arguments that do not exist; the released class ignores them.
         """
         config = self.config
         attentions = config.output_attentions if output_attentions is None else output_attentions
-        with_hidden = (
-            config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        wanted: bool | int | Sequence[int] = config.output_hidden_states
+        if output_hidden_states is not None:
+            wanted = output_hidden_states
         tokens = self._embed(states, actions, returns_to_go, timesteps, tasks)
         mask = self._mask(attention_mask, padding)
         if only_actions:
             state_tokens = self._encode(tokens, mask, keep=STATE_TOKENS)
-            return DecisionTransformerOutput(action_preds=self.predict_action(state_tokens))
-        layers: list[Tensor] | None = [] if with_hidden else None
+            return DecisionTransformerOutput(action_preds=self._head(state_tokens))
+        layers: list[Tensor] | None = None if wanted is False else []
         weights: list[Tensor] | None = [] if attentions else None
         hidden = self._encode(tokens, mask, layers=layers, weights=weights)
         at_state, at_action = hidden[:, 1::3], hidden[:, 2::3]
         state_preds = self.predict_state(at_action)
-        action_preds = self.predict_action(at_state)
+        action_preds = self._head(at_state)
         return_preds = self.predict_return(at_action)
         if not (config.return_dict if return_dict is None else return_dict):
             return state_preds, action_preds, return_preds
@@ -196,10 +200,32 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
             state_preds=state_preds,
             action_preds=action_preds,
             return_preds=return_preds,
-            hidden_states=_as_output(layers),
+            hidden_states=_as_output(layers, wanted),
             attentions=_as_output(weights),
             last_hidden_state=hidden,
         )
+
+    def valid_actions(self, batch: TrainingBatch) -> Tensor | None:
+        """Return (B, A) bool, the action elements that each window's task has; None for all."""
+        tasks: Tensor | None = getattr(batch, "tasks", None)  # batches of one's own may lack it
+        if self.embed_task is None or tasks is None:
+            return None
+        return self.embed_task.valid_actions(tasks)
+
+    def features(self, states: Tensor) -> Tensor:
+        """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
+
+        Parameters
+        ----------
+        states
+            (B, K, ...) floating, further dimensions are flattened into S.  With an encoder
+            (B, K, *frame) or (B, K, stack, *frame) uint8, or its features, floating.
+        """
+        if states.is_floating_point():
+            return states.flatten(2).to(self.embed_state.weight.dtype)
+        if self.frame_encoder is not None:
+            return cast(Tensor, self.frame_encoder(states))
+        return states.flatten(2).to(self.embed_state.weight.dtype)
 
     def loss(self, batch: TrainingBatch, *, valid_steps: Tensor | float | None = None) -> Tensor:
         """Return the scalar loss of a batch.
@@ -243,7 +269,77 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         """
         tokens = self._embed(states, actions, returns_to_go, timesteps)
         hidden = self._encode(tokens, None, keep=3 * last_step + 1)
-        return cast(Tensor, self.predict_action(hidden)[:, 0])
+        return self._head(hidden)[:, 0]
+
+    def _embed(
+        self,
+        states: Tensor | None,
+        actions: Tensor | None,
+        returns_to_go: Tensor | None,
+        timesteps: Tensor | None,
+        tasks: Tensor | None = None,
+    ) -> Tensor:
+        """Interleave (return, state, action) of each step: (B, 3K, H)."""
+        if states is None or actions is None or returns_to_go is None or timesteps is None:
+            raise InputError("MODEL", "states, actions, returns_to_go and timesteps are all needed")
+        if self.embed_task is not None and tasks is None:
+            raise InputError(
+                "MODEL",
+                "a model of several tasks needs the task of each window",
+                where="tasks",
+                remedy="give tasks, or take one out: gear_offline.models.multitask.single_task",
+            )
+        if timesteps.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_timesteps(timesteps, self.config.max_ep_len)
+        parts = self._parts(returns_to_go, self.features(states), actions)
+        stacked = parts + self.embed_timestep(timesteps).unsqueeze(2)
+        if self.embed_task is not None:
+            stacked = stacked + self.embed_task(tasks)
+        tokens = self.embed_ln(stacked.flatten(1, 2)) + self.encoder.wpe.weight[0]
+        return drop(tokens, self.encoder.drop.p if self.training else 0.0)
+
+    def _parts(self, returns: Tensor, states: Tensor, actions: Tensor) -> Tensor:
+        """Return what the maps of the inputs make of them, (B, K, 3, H)."""
+        layers = (self.embed_return, self.embed_state, self.embed_action)
+        kind = half_type(self.embed_state.weight)
+        width = sum(layer.in_features for layer in layers)
+        if kind is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
+            inputs = [given.to(states.dtype).flatten(0, 1) for given in (returns, states, actions)]
+            maps = [(layer.weight.t(), layer.bias) for layer in layers]
+            tokens = joint_maps(inputs, maps, kind)
+            return tokens.view(*states.shape[:2], *tokens.shape[1:])
+        # the data's type is float32, weights may be narrower
+        parts = (
+            self.embed_return(returns.to(self.embed_ln.weight.dtype)),
+            self.embed_state(states),
+            self._embed_actions(actions),
+        )
+        # on a new axis after the steps, so that reshaping interleaves by step: R s a R s a
+        return torch.stack(parts, dim=2)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """(B, T', H) -> (B, T', A), the predicted actions."""
+        linear, *rest = cast(list[nn.Module], list(self.predict_action))
+        assert isinstance(linear, nn.Linear)
+        if half_type(linear.weight) is None or linear.out_features % LOADED == 0:
+            return cast(Tensor, self.predict_action(hidden))
+        found = narrow_linear(hidden, linear.weight, linear.bias)
+        for layer in rest:
+            found = layer(found)
+        return found
+
+    def _embed_actions(self, actions: Tensor) -> Tensor:
+        layer = self.embed_action
+        if actions.is_floating_point():
+            return cast(Tensor, layer(actions.to(layer.weight.dtype)))
+        if not self.discrete:
+            raise InputError(
+                "MODEL",
+                f"actions are {actions.dtype} but the model's actions are continuous",
+                where="actions",
+                remedy="build the model with discrete=True, or give floating-point actions",
+            )
+        return F.embedding(actions, layer.weight.t()) + layer.bias
 
     def _mask(self, attention_mask: Tensor | None, padding: Padding | None) -> Tensor | None:
         if attention_mask is None or (padding or self.padding) == "right":
@@ -291,9 +387,17 @@ class DecisionTransformer(Tokens, DecisionTransformerModel):  # type: ignore[no-
         return asked and DecisionTransformerModel._supports_sdpa
 
 
-def _as_output(parts: list[Tensor] | None) -> Tensor | None:
-    # The released class returns a tuple here and declares a tensor.
-    return None if parts is None else cast(Tensor, tuple(parts))
+def _as_output(
+    parts: list[Tensor] | None, wanted: bool | int | Sequence[int] = True
+) -> Tensor | None:
+    """Return a tuple, as the released class does, which declares a tensor; None: not wanted."""
+    if parts is None:
+        return None
+    if isinstance(wanted, bool):
+        return cast(Tensor, tuple(parts))
+    count, numbers = len(parts), [wanted] if isinstance(wanted, int) else wanted
+    chosen = {n % count for n in numbers if -count <= n < count}
+    return cast(Tensor, tuple(part if n in chosen else None for n, part in enumerate(parts)))
 
 
 def build_model(
@@ -352,7 +456,7 @@ def build_model(
     Raises
     ------
     InputError
-        ``MODEL_CONFIG`` for a size below 1, a dropout outside [0, 1), heads that do not divide
+        ``MODEL`` for a size below 1, a dropout outside [0, 1), heads that do not divide
         `hidden_size`, or frames that the encoder cannot take.
 
     Examples
@@ -366,23 +470,141 @@ def build_model(
     >>> model(**inputs).action_preds.shape
     torch.Size([2, 5, 1])
     """
-    config = make_config(
-        state_dim=state_dim,
-        action_dim=action_dim,
-        discrete=discrete,
+    sizes = {
+        "state_dim": state_dim,
+        "action_dim": action_dim,
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "heads": heads,
+        "max_timestep": max_timestep,
+        "context_length": context_length,
+        "frame_stack": frame_stack,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError("MODEL", f"{size} is less than 1", where=f"model.{name}")
+    if hidden_size % heads:
+        raise InputError(
+            "MODEL",
+            f"{heads} heads do not divide a hidden size of {hidden_size}",
+            where="model.heads",
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise InputError("MODEL", f"{dropout} is not in [0, 1)", where="model.dropout")
+    kind = resolve_encoder(encoder, frame_shape)
+    if frame_shape and (len(frame_shape) not in (2, 3) or prod(frame_shape) != state_dim):
+        raise InputError(
+            "MODEL",
+            f"{state_dim} pixels do not make frames of shape {tuple(frame_shape)}",
+            where="model.frame_shape",
+            remedy="use frames (height, width) or (height, width, colours)",
+        )
+    config = DecisionTransformerConfig(
+        # The transformer sees an encoder's features in place of the state.
+        state_dim=hidden_size if kind != "none" else state_dim * frame_stack,
+        act_dim=action_dim,
         hidden_size=hidden_size,
-        layers=layers,
-        heads=heads,
-        activation=activation,
-        dropout=dropout,
-        max_timestep=max_timestep,
-        context_length=context_length,
-        action_tanh=action_tanh,
-        encoder=encoder,
-        frame_shape=frame_shape,
-        frame_stack=frame_stack,
-        tasks=tasks,
+        max_ep_len=max_timestep,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=1,  # only row 0 is ever used
+        activation_function=activation,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        action_tanh=action_tanh and not discrete,
+        use_cache=False,
+        # Nothing uses these; the defaults lie outside the vocabulary of one token, which is
+        # warned of, and None would be left out of the file and become the default when loaded.
+        bos_token_id=0,
+        eos_token_id=0,
     )
+    config.discrete_actions = discrete
+    config.context_length = context_length
+    if frame_shape:  # files of models of vectors stay as they were
+        config.frame_encoder = kind
+        config.frame_shape = list(frame_shape)
+        config.frame_stack = frame_stack
+    if tasks:
+        config.tasks = [task.to_json() for task in tasks]
     model = DecisionTransformer(config)
     model.attention = attention
     return model
+
+
+def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
+    """Refuse timesteps that the embedding has no row for.
+
+    On a GPU such a timestep would stop the process with a device assertion, so check the data
+    once before training: pass the length of the longest episode minus one.
+
+    Parameters
+    ----------
+    timesteps
+        Integer tensor of any shape on the CPU, or the largest timestep of the data.
+    max_timestep
+        Rows of the timestep embedding.
+
+    Raises
+    ------
+    InputError
+        ``MODEL``.
+    """
+    if isinstance(timesteps, int):
+        low, high = min(timesteps, 0), timesteps
+    elif timesteps.numel() == 0:
+        return
+    else:
+        low, high = (int(value) for value in torch.aminmax(timesteps))
+    if low < 0 or high >= max_timestep:
+        raise InputError(
+            "MODEL",
+            f"timestep {low if low < 0 else high} has no embedding among {max_timestep}",
+            where="model.max_timestep",
+            remedy="set max_timestep to at least the longest episode",
+        )
+
+
+def check_actions(actions: Tensor, *, discrete: bool) -> None:
+    """Refuse the actions of a batch that a model with discrete actions cannot learn from.
+
+    Raises
+    ------
+    InputError
+        ``MODEL``: as targets of its logits they must be integers, one a step.
+    """
+    if discrete and (actions.is_floating_point() or actions.ndim != 2):
+        raise InputError(
+            "MODEL",
+            f"actions are {actions.dtype} {tuple(actions.shape)}, the model's are discrete",
+            where="actions",
+            remedy="give integers (B, K), or build the model with discrete=False",
+        )
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Freeze the parameters that the action loss never reaches, and return the others.
+
+    Frozen they are still saved, so the file stays complete for the released class, and
+    DistributedDataParallel does not wait for gradients that never come.
+    """
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if name.removeprefix("module.").startswith(UNUSED):
+            parameter.requires_grad_(False)
+        else:
+            kept.append(parameter)
+    return kept
+
+
+def beyond_tanh(minimum: npt.ArrayLike, maximum: npt.ArrayLike) -> list[int]:
+    """Return the action elements whose data leave [-1, 1], where a tanh output cannot follow.
+
+    Parameters
+    ----------
+    minimum, maximum
+        (A,) extremes of each action element over the data.
+    """
+    low, high = np.atleast_1d(np.asarray(minimum)), np.atleast_1d(np.asarray(maximum))
+    outside = (low < -1.0 - TANH_TOLERANCE) | (high > 1.0 + TANH_TOLERANCE)
+    return [int(i) for i in np.flatnonzero(outside)]

@@ -103,6 +103,28 @@ class FrameEncoder(nn.Module):
         return self.linear.weight.dtype
 
 
+def resolve_encoder(encoder: str, frame_shape: Sequence[int]) -> str:
+    """Return ``none``, ``cnn`` or ``patch``; ``auto`` is ``cnn`` for frames.
+
+    Raises
+    ------
+    InputError
+        ``MODEL`` for an unknown name, or an encoder of states that are not frames.
+    """
+    if encoder not in ("auto", "none", "cnn", "patch"):
+        raise InputError("MODEL", f"no encoder {encoder!r}", where="model.encoder")
+    if encoder == "auto":
+        return "cnn" if frame_shape else "none"
+    if encoder != "none" and not frame_shape:
+        raise InputError(
+            "MODEL",
+            f"the {encoder} encoder needs frames, the states are vectors",
+            where="model.encoder",
+            remedy="use model.encoder=auto",
+        )
+    return encoder
+
+
 def build_encoder(
     kind: str, *, frame_shape: Sequence[int], frame_stack: int, features: int
 ) -> FrameEncoder:
@@ -124,12 +146,12 @@ def build_encoder(
     Raises
     ------
     InputError
-        ``MODEL_CONFIG`` for another kind or frames that it cannot take.
+        ``MODEL`` for another kind or frames that it cannot take.
     """
     height, width, *colours = frame_shape
     channels = frame_stack * prod(colours)
     if kind not in ("cnn", "patch"):
-        raise InputError("MODEL_CONFIG", f"no encoder {kind!r}", where="model.encoder")
+        raise InputError("MODEL", f"no encoder {kind!r}", where="model.encoder")
     make = _nature if kind == "cnn" else _patches
     layers, positions = make(channels, height, width)
     return FrameEncoder(
@@ -148,7 +170,7 @@ def _nature(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], in
         channels, sizes = out, [(size - kernel) // stride + 1 for size in sizes]
         if min(sizes) < 1:
             raise InputError(
-                "MODEL_CONFIG",
+                "MODEL",
                 f"frames of {height} x {width} pixels are too small for the cnn encoder",
                 where="model.encoder",
                 remedy="use frames (height, width) or (height, width, colours) from 36 x 36 on, "
@@ -161,7 +183,7 @@ def _patches(channels: int, height: int, width: int) -> tuple[list[nn.Conv2d], i
     fitting = [s for s in range(2, LARGEST_PATCH + 1) if height % s == 0 and width % s == 0]
     if not fitting:
         raise InputError(
-            "MODEL_CONFIG",
+            "MODEL",
             f"frames of {height} x {width} pixels have no patches of up to {LARGEST_PATCH} pixels",
             where="model.encoder",
             remedy="use frames whose sides have a common divisor, or model.encoder=cnn",

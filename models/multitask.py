@@ -73,7 +73,7 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
     Raises
     ------
     InputError
-        ``MODEL_CONFIG`` for tasks that do not fit the model.
+        ``MODEL`` for tasks that do not fit the model.
     """
     found = []
     for entry in getattr(config, "tasks", None) or ():
@@ -81,7 +81,7 @@ def tasks_of_config(config: DecisionTransformerConfig) -> tuple[ModelTask, ...]:
             found.append(_task(dict(entry), config))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                "MODEL_CONFIG", f"a task does not fit the model: {error}", where="tasks"
+                "MODEL", f"a task does not fit the model: {error}", where="tasks"
             ) from error
     return tuple(found)
 
@@ -163,11 +163,11 @@ def make_embedding(config: DecisionTransformerConfig) -> TaskEmbedding | None:
 
 
 def task_number(model: DecisionTransformer, name: str | None) -> int:
-    """Return the number of a model's task; raises `InputError` (``TASK_UNKNOWN``)."""
+    """Return the number of a model's task; raises `InputError` (``RECIPE``)."""
     names = [task.name for task in tasks_of_config(model.config)]
     if name not in names:
         raise InputError(
-            "TASK_UNKNOWN",
+            "RECIPE",
             "the model has several tasks, and none was named"
             if name is None
             else f"no task {name!r}",
@@ -187,7 +187,7 @@ def single_task(model: DecisionTransformer, name: str) -> DecisionTransformer:
     Raises
     ------
     InputError
-        ``TASK_UNKNOWN``
+        ``RECIPE``
     """
     number = task_number(model, name)
     task = tasks_of_config(model.config)[number]

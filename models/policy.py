@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
-from gear_offline.models.checks import check_observations, check_rewards
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.tables.fields import STD_FLOOR
 
@@ -75,11 +74,11 @@ class Policy:
         device: str | torch.device = "cpu",
     ) -> None:
         if not returns_scale > 0.0:
-            raise InputError("POLICY_CONFIG", f"returns_scale {returns_scale} is not positive")
+            raise InputError("MODEL", f"returns_scale {returns_scale} is not positive")
         if context_length < 1:
-            raise InputError("POLICY_CONFIG", f"context_length {context_length} is less than 1")
+            raise InputError("MODEL", f"context_length {context_length} is less than 1")
         if (state_mean is None) != (state_std is None):
-            raise InputError("POLICY_CONFIG", "state_mean and state_std belong together")
+            raise InputError("MODEL", "state_mean and state_std belong together")
         self.model = model.to(torch.device(device)).eval()  # type: ignore[arg-type, unused-ignore]
         self.device = torch.device(device)
         self.context_length = context_length
@@ -138,7 +137,7 @@ class Policy:
         if chosen.size == 0:
             return
         if chosen.min() < 0:
-            raise InputError("POLICY_INPUT", f"environment {chosen.min()} is negative")
+            raise InputError("MODEL", f"environment {chosen.min()} is negative")
         if int(chosen.max()) >= self.environments:
             self._grow(int(chosen.max()) + 1 - self.environments)
         self._targets[chosen] = np.asarray(targets, dtype=np.float64)
@@ -172,7 +171,7 @@ class Policy:
         Raises
         ------
         InputError
-            ``POLICY_INPUT`` for wrong shapes, observations that are not finite, or an environment
+            ``MODEL`` for wrong shapes, observations that are not finite, or an environment
             that still waits for a reward.
         """
         check_observations(observations)
@@ -180,11 +179,11 @@ class Policy:
         given = np.asarray(observations).reshape(len(chosen), -1)
         if given.shape[1] != self.state_dim:
             raise InputError(
-                "POLICY_INPUT",
+                "MODEL",
                 f"observations have {given.shape[1]} elements, the model expects {self.state_dim}",
             )
         if self._waiting[chosen].any():
-            raise InputError("POLICY_INPUT", "act was called twice without observe_reward")
+            raise InputError("MODEL", "act was called twice without observe_reward")
         rows = torch.from_numpy(chosen).to(self.device)
         if self.frame_shape:
             return self._act(chosen, rows, self._see(rows, given), everyone=indices is None)
@@ -198,7 +197,7 @@ class Policy:
     def _see(self, rows: Tensor, frames: npt.NDArray[Any]) -> Tensor:
         """Put the newest frame (n, pixels) on each stack; return the stacks' features (n, S)."""
         if frames.dtype != np.uint8:
-            raise InputError("POLICY_INPUT", f"frames are {frames.dtype}, the model expects uint8")
+            raise InputError("MODEL", f"frames are {frames.dtype}, the model expects uint8")
         newest = torch.from_numpy(np.ascontiguousarray(frames)).to(self.device)
         stacks = self._frames[rows].roll(-1, dims=1)
         stacks[:, -1] = newest.view(-1, *self.frame_shape)
@@ -240,7 +239,7 @@ class Policy:
         Raises
         ------
         InputError
-            ``POLICY_INPUT`` for rewards that are not finite, or environments that there are not.
+            ``MODEL`` for rewards that are not finite, or environments that there are not.
         """
         chosen = self._chosen(indices)
         given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
@@ -255,7 +254,7 @@ class Policy:
             chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if chosen.size == 0 or chosen.min() < 0 or chosen.max() >= self.environments:
             raise InputError(
-                "POLICY_INPUT",
+                "MODEL",
                 f"{chosen.size} environments chosen among {self.environments}",
                 remedy="reset an environment before acting in it",
             )
@@ -318,7 +317,51 @@ def _statistic(
     array = np.asarray(values, dtype=np.float64).reshape(-1)
     if array.size != size or not np.isfinite(array).all():
         raise InputError(
-            "POLICY_CONFIG",
+            "MODEL",
             f"{name} has {array.size} elements or is not finite, the model expects {size} states",
         )
     return array
+
+
+def check_observations(observations: npt.ArrayLike) -> None:
+    """Refuse observations that the model's arithmetic would spread over a whole window.
+
+    Parameters
+    ----------
+    observations
+        Numbers of any shape and dtype.
+
+    Raises
+    ------
+    InputError
+        ``MODEL`` for NaN, infinities, and what is infinite in float32.
+    """
+    given = np.asarray(observations)
+    if given.dtype.kind in "biu":
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(given.astype(np.float32))
+    if not finite.all():
+        row = int(np.argmin(finite.reshape(len(given), -1).all(axis=1))) if given.ndim else 0
+        raise InputError(
+            "MODEL",
+            f"observation {row} holds NaN, an infinity or a value too large for float32",
+            remedy="look at the environment: its simulation has probably diverged",
+        )
+
+
+def check_rewards(rewards: npt.NDArray[np.float64]) -> None:
+    """Refuse rewards, (n,), after which nothing sensible could be asked of an environment.
+
+    Raises
+    ------
+    InputError
+        ``MODEL`` for NaN and infinities.
+    """
+    if not np.isfinite(rewards).all():
+        row = int(np.argmin(np.isfinite(rewards)))
+        raise InputError(
+            "MODEL",
+            f"reward {row} is {rewards[row]}",
+            remedy="look at the environment: its simulation has probably diverged",
+        )

@@ -21,14 +21,17 @@ from torch.nn import functional as F
 from gear_offline.errors import UnavailableError
 from gear_offline.kernels.short_attention import packed_attention, supports_packed
 from gear_offline.models.blocks import add_dropped, attend, drop
-from gear_offline.models.checks import check_timesteps
-from gear_offline.models.decision_transformer import STATE_TOKENS, DecisionTransformer
+from gear_offline.models.decision_transformer import (
+    STATE_TOKENS,
+    DecisionTransformer,
+    check_timesteps,
+)
 from gear_offline.models.loss import TrainingBatch, step_losses
+from gear_offline.models.narrow import LOADED, joint_maps
 
 __all__ = ["StackedModels", "refuse_stack", "why_not_stacked"]
 
 INPUTS = ("returns_to_go", "states", "actions", "timesteps", "attention_mask")
-LOADED = 8  # 16-bit numbers of a load: products of other widths take slow kernels
 EMBED_EPSILON = 1e-5  # of the released class, whatever its configuration says of the other norms
 
 
@@ -52,10 +55,10 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def refuse_stack(reason: str) -> None:
-    """Raise `UnavailableError` (``STACK_UNAVAILABLE``) if there is a reason, a clause."""
+    """Raise `UnavailableError` (``UNAVAILABLE``) if there is a reason, a clause."""
     if reason:
         raise UnavailableError(
-            "STACK_UNAVAILABLE",
+            "UNAVAILABLE",
             f"these runs cannot be stacked: {reason}",
             remedy="use --mode streams, processes or serial",
         )
@@ -89,7 +92,7 @@ class StackedModels(nn.Module):
     Raises
     ------
     UnavailableError
-        ``STACK_UNAVAILABLE``, see `why_not_stacked`.
+        ``UNAVAILABLE``, see `why_not_stacked`.
     """
 
     def __init__(
@@ -177,29 +180,9 @@ class StackedModels(nn.Module):
         return hidden, self._plain(hidden)
 
     def _tokens(self, *inputs: Tensor) -> Tensor:
-        """(N, B * K, width) each -> (N, R, H), what the maps of all inputs make of them, in turn.
-
-        One product whose matrix has zeros where an input does not belong to a token: products of
-        few columns are slow, and this one gives the gradients of the biases too.  These are two
-        rows, so that they keep 16 bits and more in products of 16-bit numbers.
-        """
+        """(N, B * K, width) each -> (N, R, H): what their maps make of them, by turns."""
         maps = [self._map(name) for name in ("embed_return", "embed_state", "embed_action")]
-        biases = torch.stack([bias for _, bias in maps], dim=1)  # (N, 3, H)
-        rest = _lower_half(biases)
-        wide = sum(x.shape[-1] for x in inputs)
-        blank = -(wide + 2) % LOADED
-        columns = []
-        before = 0
-        for weight, _ in maps:
-            after = wide - before - weight.shape[1]
-            columns.append(F.pad(weight, (0, 0, before, after)))
-            before += weight.shape[1]
-        matrix = torch.stack(columns, dim=2)  # (N, width, 3, H)
-        matrix = torch.cat((matrix, (biases - rest)[:, None], rest[:, None]), dim=1)
-        matrix = F.pad(matrix.flatten(2), (0, 0, 0, blank))
-        one = inputs[0].new_ones(*inputs[0].shape[:2], 2)
-        rows = F.pad(torch.cat((*inputs, one), dim=2), (0, blank))
-        return self._product(rows, matrix).view(self.count, -1, biases.shape[-1])
+        return joint_maps(inputs, maps, self._kind).flatten(1, 2)
 
     def _head(self, rows: Tensor) -> Tensor:
         """(N, R, H) -> (N, R, actions), as one product, as wide as whole loads."""
@@ -299,12 +282,3 @@ class StackedModels(nn.Module):
     def _plain(self, rows: Tensor) -> Tensor:
         """Normalise rows, without the norm's weight and bias, which `_map` takes."""
         return F.layer_norm(rows.float(), rows.shape[-1:], eps=self._epsilon)
-
-
-def _lower_half(values: Tensor) -> Tensor:
-    """Return what float32 values have beyond their first 8 bits, detached.
-
-    By their bits: that a value rounded to 16 bits and back is another one, compilers forget.
-    """
-    values = values.detach()
-    return values - (values.view(torch.int32) & ~0xFFFF).view(torch.float32)

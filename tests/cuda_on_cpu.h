@@ -216,6 +216,8 @@ static inline unsigned long long __umul64hi(unsigned long long a, unsigned long 
     return (unsigned long long)(((unsigned __int128)a * b) >> 64);
 }
 
+#define cospi(value) cos(3.14159265358979323846 * (value))
+
 static inline float __fsqrt_rn(float value) { return sqrtf(value); }
 
 template <typename T>

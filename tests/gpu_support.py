@@ -10,10 +10,10 @@ import torch
 
 from gear_offline.loaders.batch import Batch
 
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device"),
-]
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="run on a machine with a CUDA device"
+)
+ON_GPU = [pytest.mark.gpu, NEEDS_GPU]
 NEEDS_CUPY = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="needs CuPy")
 INDUCTOR = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 # products of bfloat16 numbers, and their sums over some hundred: two or three of its last bits

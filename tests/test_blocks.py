@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gear_offline.models.blocks import add_dropped, drop
-from gear_offline.models.checks import trainable_parameters
+from gear_offline.models.decision_transformer import trainable_parameters
 from gear_offline.models.loss import Padding, action_loss
 from tests.model_support import (
     TOLERANCE,

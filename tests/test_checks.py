@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from gear_offline.errors import InputError
-from gear_offline.models.checks import beyond_tanh, check_timesteps, trainable_parameters
+from gear_offline.models.decision_transformer import (
+    beyond_tanh,
+    check_timesteps,
+    trainable_parameters,
+)
 from gear_offline.models.loss import action_loss
 from tests.model_support import inputs, make
 

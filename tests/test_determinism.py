@@ -12,7 +12,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.trainer import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
-from gear_offline.training.determinism import deterministic
+from gear_offline.training.seeding import deterministic
 from tests.support import make_dataset
 from tests.test_parallel_training import RECIPE, trained
 from tests.test_resume import interrupted_in

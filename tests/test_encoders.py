@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from transformers import DecisionTransformerModel
 
 from gear_offline.errors import InputError
-from gear_offline.models.checks import trainable_parameters
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import (
+    DecisionTransformer,
+    build_model,
+    trainable_parameters,
+)
 from gear_offline.models.encoders import FrameEncoder, build_encoder
 
 BATCH, STEPS, STACK = 2, 3, 4
@@ -172,7 +175,7 @@ def test_auto_and_what_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=said) as caught:
             model_of_frames(**changes)
-        assert caught.value.code == "MODEL_CONFIG"
+        assert caught.value.code == "MODEL"
 
 
 def test_all_of_the_encoder_is_trained() -> None:

@@ -26,8 +26,7 @@ from gear_offline.dataset.scores import normalized_score, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.models.checks import beyond_tanh
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import DecisionTransformer, beyond_tanh, build_model
 from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
 from gear_offline.training.checkpoint import config_text

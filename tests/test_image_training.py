@@ -122,7 +122,7 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
     policy.reset([0], [1.0])
     wrong: list[Any] = [np.zeros((1, SIZE, SIZE), np.float32), np.zeros((1, 4, 4), np.uint8)]
     for frames in wrong:
-        assert failing_code(lambda frames=frames: policy.act(frames)) == "POLICY_INPUT"  # type: ignore[misc]
+        assert failing_code(lambda frames=frames: policy.act(frames)) == "MODEL"  # type: ignore[misc]
     check_sizes(model, ENVIRONMENT)
     with pytest.raises(InputError, match="observation values"):
         check_sizes(model, "CartPole-v1")

@@ -7,10 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from gear_offline.kernels import adamw as kernels_adamw
-from gear_offline.kernels.adamw import DeviceAdamW, Update, enqueue_together
 from gear_offline.kernels.gather import Padding
 from gear_offline.kernels.select import DeviceSelect
 from gear_offline.sampling import make_sampler
@@ -27,11 +24,6 @@ SHAPES = [(1, "float32", 7), (3, "float32", 40), (40, "float64", 9), (3, "float3
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
     return compile_threads(tmp_path_factory.mktemp("threads"), "sample")
-
-
-@pytest.fixture(scope="module")
-def optimizer(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
-    return compile_threads(tmp_path_factory.mktemp("threads"), "adamw")
 
 
 def table_of(width: int, rewards: str = "float32") -> Table:
@@ -174,145 +166,3 @@ def test_importance(kernels: ThreadedKernels, count: int) -> None:
                         out=out)  # fmt: skip
     expected = law.importance(chances, step=500).astype(np.float32)
     np.testing.assert_array_max_ulp(out.numpy(), expected, maxulp=1)
-
-
-class Beside:
-    """Copies of tensors that begin `offset` elements after an address that loads like."""
-
-    def __init__(self, offset: int) -> None:
-        self._offset, self._buffers = offset, list[torch.Tensor]()
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        buffer = torch.full((self._offset + tensor.numel() + 1,), 7.0, dtype=tensor.dtype)
-        self._buffers.append(buffer)
-        found = buffer[self._offset : -1]
-        found.copy_(tensor)
-        return found
-
-    def check(self) -> None:
-        for buffer in self._buffers:
-            assert (buffer[: self._offset] == 7).all() and buffer[-1] == 7, "written beside"
-
-
-@pytest.mark.parametrize("shadowed", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "group"),
-    [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)],
-)
-def test_adamw(
-    optimizer: ThreadedKernels,
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: list[int],
-    group: int,
-    shadowed: bool,
-) -> None:
-    """As PyTorch's, the same bits in any order and at any address, and counted once a step."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kernels_adamw, "LEAST_GROUP", group)
-    options: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1}
-    rates, results = torch.tensor([1e-3, 2e-3, 1e-2]), []
-    # of gradients, weights, shadows: whole loads of everything, of some, of nothing
-    for offsets in [(0, 0, 0), (1, 0, 0), (0, 1, 2), (3, 2, 1)]:
-        beside = [Beside(offset) for offset in offsets]
-        generator = torch.Generator().manual_seed(0)
-        weights = [
-            nn.Parameter(beside[1].place(torch.randn(size, generator=generator))) for size in sizes
-        ]
-        plain = [nn.Parameter(w.detach().clone()) for w in weights]
-        shadows = (
-            [nn.Parameter(beside[2].place(w.detach().bfloat16())) for w in weights]
-            if shadowed
-            else None
-        )
-        used = weights if shadows is None else shadows
-        adamw = torch.optim.AdamW(plain, **options)
-        index, row = (torch.zeros(1, dtype=torch.int64) for _ in range(2))
-        window = torch.full((4, 2), -1.0)
-        with on_cpu(optimizer):
-            mine = DeviceAdamW(weights, rates, clip_norm=0.5, shadows=shadows, **options)
-            for step, rate in enumerate(rates.tolist()):
-                for parameter, other in zip(used, plain, strict=True):
-                    drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                    parameter.grad = beside[0].place(drawn)
-                    other.grad = drawn.float()
-                norm = nn.utils.clip_grad_norm_(plain, 0.5)
-                adamw.param_groups[0]["lr"] = rate
-                adamw.step()
-                mine.enqueue(torch.tensor(float(step)), index=index, row=row, window=window)
-                assert (int(index), int(row)) == (step + 1, step + 1)
-                assert window[step].tolist() == [step, pytest.approx(float(norm), rel=1e-5)]
-        assert window[-1].tolist() == [-1, -1] and mine.steps.tolist() == [3.0] * len(sizes)
-        for one, other in zip(weights, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-7)
-        for one, two in zip(weights, shadows or (), strict=False):
-            assert torch.equal(one.detach().bfloat16(), two)
-        for each in beside:
-            each.check()
-        results.append([*(w.detach().clone() for w in weights), *mine.first, *mine.second, window])
-    for found in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True))
-
-
-def test_norm_of_many_sums(optimizer: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are threads in a block, of pieces that few threads have a part of."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kernels_adamw, "LEAST_GROUP", 1)
-    monkeypatch.setattr(kernels_adamw, "PIECE", 30)
-    weights = [nn.Parameter(torch.zeros(9000))]
-    weights[0].grad = torch.randn(9000, generator=torch.Generator().manual_seed(0))
-    place, window = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2)
-    row = place.clone()
-    with on_cpu(optimizer):
-        optimizer.launched.clear()
-        mine = DeviceAdamW(
-            weights, torch.zeros(1), betas=(0.5, 0.5), weight_decay=0.0, clip_norm=None
-        )
-        mine.enqueue(torch.tensor(2.0), index=place, row=row, window=window)
-    assert optimizer.launched[0] == ("adamw_norm", 301)
-    assert window[0].tolist() == [2.0, pytest.approx(float(weights[0].grad.norm()), rel=1e-6)]
-    torch.testing.assert_close(mine.first[0], weights[0].grad / 2)
-    assert int(place) == int(row) == 1 and (weights[0] == 0).all()
-
-
-@pytest.mark.parametrize("count", [1, 3, 17])
-def test_adamw_of_several_models_is_that_of_each(
-    optimizer: ThreadedKernels, monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    """Bit for bit, with rates, decay, limits, steps and rows of their own; 17 need two launches."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    sizes, results = [1500, 7], []
-    for together in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        models, updates = [], []
-        with on_cpu(optimizer):
-            for number in range(count):
-                weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
-                rates = torch.tensor([1e-3, 2e-3, 1e-2]) * (number + 1)
-                limit = None if number % 2 else 0.5
-                adamw = DeviceAdamW(
-                    weights, rates, betas=(0.9, 0.99), weight_decay=0.1 * number, clip_norm=limit
-                )
-                places = [torch.full((1,), n, dtype=torch.int64) for n in (number % 2, number % 3)]
-                window, loss = torch.full((4, 2), -1.0), torch.tensor(float(number))
-                models.append((weights, adamw, window, places))
-                updates.append(Update(adamw, loss, places[0], places[1], window))
-            for _ in range(2):
-                for number, size in enumerate(sizes):  # as stacked models give them: views
-                    stacked = torch.randn(count, size, generator=generator)
-                    for (weights, *_), drawn in zip(models, stacked, strict=True):
-                        weights[number].grad = drawn if together else drawn.clone()
-                if together:
-                    enqueue_together(updates)
-                    continue
-                for each in updates:
-                    each.adamw.enqueue(
-                        each.loss, index=each.index, row=each.row, window=each.window
-                    )
-        results.append(
-            [
-                [*weights, *adamw.first, *adamw.second, adamw.steps, window, *places]
-                for weights, adamw, window, places in models
-            ]
-        )
-    for number, (alone, beside) in enumerate(zip(*results, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True)), number

@@ -12,7 +12,6 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.kernels.adamw import DeviceAdamW
 from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.kernels.short_attention import (
     packed_attention,
@@ -20,7 +19,7 @@ from gear_offline.kernels.short_attention import (
     supports_packed,
 )
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 from tests.gpu_support import BF16, INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
 
@@ -64,29 +63,6 @@ def test_relu_linear(compiled: bool) -> None:
     )
     for one, other in zip(mine, plain, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=3e-2, atol=0.2)
-
-
-def test_updates_write_the_shadows() -> None:
-    torch.manual_seed(0)
-    weights = [torch.randn(size, device="cuda") for size in (70_001, 5)]
-    shadows = [torch.nn.Parameter(w.bfloat16()) for w in weights]
-    plain = [torch.nn.Parameter(w.clone()) for w in weights]
-    options: Any = {"betas": (0.9, 0.99), "weight_decay": 0.1}
-    adamw = torch.optim.AdamW(plain, lr=1e-2, **options)
-    rates = torch.full((STEPS,), 1e-2, device="cuda")
-    mine = DeviceAdamW(weights, rates, clip_norm=0.5, shadows=shadows, **options)
-    index, row = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
-    window = torch.zeros(STEPS, 2, device="cuda")
-    for _ in range(STEPS):
-        for shadow, parameter in zip(shadows, plain, strict=True):
-            shadow.grad = torch.randn_like(shadow)
-            parameter.grad = shadow.grad.float()
-        torch.nn.utils.clip_grad_norm_(plain, 0.5)
-        adamw.step()
-        mine.enqueue(torch.zeros((), device="cuda"), index=index, row=row, window=window)
-    for weight, shadow, parameter in zip(weights, shadows, plain, strict=True):
-        torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(shadow, weight.bfloat16())
 
 
 @pytest.fixture(scope="module")

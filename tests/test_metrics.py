@@ -75,7 +75,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     path.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
     with pytest.raises(InputError, match=r"metrics.jsonl line 2") as caught:
         read_records(path)
-    assert caught.value.code == "METRICS_DAMAGED"
+    assert caught.value.code == "RUN_DAMAGED"
 
 
 def test_best_is_the_highest_score_and_the_latest_of_equals(tmp_path: Path) -> None:

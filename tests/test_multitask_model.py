@@ -232,8 +232,8 @@ def test_a_model_of_one_task_is_the_plain_one() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     model, batch = make_model(), make_batch([0, 1])
     inputs = {key: value for key, value in batch.model_inputs().items() if key != "tasks"}
-    assert failing_code(lambda: model(**inputs)) == "MODEL_INPUT"
-    assert failing_code(lambda: single_task(model, "nowhere")) == "TASK_UNKNOWN"
+    assert failing_code(lambda: model(**inputs)) == "MODEL"
+    assert failing_code(lambda: single_task(model, "nowhere")) == "RECIPE"
     good = json.loads(json.dumps(model.config.tasks))
     for key, value in (
         ("state_dim", 7),
@@ -248,4 +248,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ("name", 3),
     ):
         model.config.tasks = [{**good[0], key: value}, *good[1:]]
-        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL_CONFIG", key
+        assert failing_code(lambda: tasks_of_config(model.config)) == "MODEL", key

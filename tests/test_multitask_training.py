@@ -206,8 +206,8 @@ def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
     statistics = dataset.tasks[1].dataset.statistics["observations"]
     np.testing.assert_array_equal(parts.state_mean, statistics.mean)
     np.testing.assert_array_equal(parts.state_std, statistics.std)
-    assert failing_code(lambda: load_policy_parts(run)) == "TASK_UNKNOWN"
-    assert failing_code(lambda: load_policy_parts(run, "nowhere")) == "TASK_UNKNOWN"
+    assert failing_code(lambda: load_policy_parts(run)) == "RECIPE"
+    assert failing_code(lambda: load_policy_parts(run, "nowhere")) == "RECIPE"
     config = json.loads((run / "checkpoints" / "best" / "config.json").read_text())
     assert [task["name"] for task in config["tasks"]] == ["tiny", "wide"]
 

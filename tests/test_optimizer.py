@@ -1,22 +1,52 @@
-"""The learning rate as a function of the step, and optimiser state that moves between runs."""
+"""Clipping, AdamW and the learning rate: PyTorch's, and the kernel's own text on CPU threads.
 
+`tests.kernels_on_cpu` runs the kernel's blocks and threads; the same steps on a GPU are at the end.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from gear_offline.config.sections import OptimizerSettings
-from gear_offline.training.optimizer import Optimizer, learning_rate
+from gear_offline.errors import GearError
+from gear_offline.kernels import adamw as adamw_module
+from gear_offline.kernels.adamw import (
+    KINDS,
+    MOST_PARTIALS,
+    PIECE,
+    STEP_BLOCKS_PER_SM,
+    DeviceAdamW,
+    Schedule,
+    Update,
+    cut,
+    enqueue_together,
+    laid_out_alike,
+    share_norm,
+    step_blocks,
+)
+from gear_offline.training.optimizer import Optimizer
+from tests.gpu_support import NEEDS_CUPY, NEEDS_GPU
+from tests.kernels_on_cpu import ThreadedKernels, compile_threads, on_cpu
+
+# One rounding more or less in each operation, over a few steps.
+CLOSE: Any = {"rtol": 2e-6, "atol": 2e-7}
+SCHEDULE = Schedule(1e-2, warmup=2, steps=6, kind="linear")
+OPTIONS: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.1, "clip_norm": 0.5}
 
 
-def rates(schedule: str, *, warmup: int, steps: int) -> list[float]:
-    settings = OptimizerSettings.model_validate(
-        {"learning_rate": 2.0, "warmup_steps": warmup, "schedule": schedule}
-    )
-    return [learning_rate(step, settings, steps=steps) for step in range(steps)]
+def rates(kind: Any, *, warmup: int, steps: int) -> list[float]:
+    schedule = Schedule(2.0, warmup=warmup, steps=steps, kind=kind)
+    return [schedule.rate(step) for step in range(steps)]
 
 
 def test_warm_up_is_that_of_the_papers_code() -> None:
@@ -27,15 +57,14 @@ def test_warm_up_is_that_of_the_papers_code() -> None:
 
 def test_falling_schedules_start_full_and_near_zero_at_the_end() -> None:
     assert rates("linear", warmup=2, steps=6) == [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]
-    cosine = rates("cosine", warmup=2, steps=6)
     expected = [1 + math.cos(math.pi * k / 4) for k in range(4)]
-    assert cosine == pytest.approx([1.0, 2.0, *expected])
+    assert rates("cosine", warmup=2, steps=6) == pytest.approx([1.0, 2.0, *expected])
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_rates_are_positive_and_never_above_the_asked(schedule: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_are_positive_and_never_above_the_asked(kind: str) -> None:
     for warmup in (0, 1, 7, 30):
-        found = rates(schedule, warmup=warmup, steps=30)
+        found = rates(kind, warmup=warmup, steps=30)
         assert all(0.0 < rate <= 2.0 for rate in found)
         assert max(found) == pytest.approx(2.0)
 
@@ -49,20 +78,18 @@ def network() -> nn.Sequential:
 
 def steps_of(net: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
     for step in range(first, last):
-        inputs = torch.full((5, 3), float(step))
         optimizer.zero_gradients()
-        net(inputs).square().mean().backward()
+        net(torch.full((5, 3), float(step))).square().mean().backward()
         optimizer.clip()
         optimizer.update(step)
 
 
 def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
-    settings = OptimizerSettings(warmup_steps=3)
+    chosen = OptimizerSettings(warmup_steps=3)
     whole = network()
-    steps_of(whole, Optimizer(whole, settings, steps=9), 0, 9)
-
+    steps_of(whole, Optimizer(whole, chosen, steps=9), 0, 9)
     first = network()
-    optimizer = Optimizer(first, settings, steps=9)
+    optimizer = Optimizer(first, chosen, steps=9)
     assert optimizer.state() == {}
     steps_of(first, optimizer, 0, 4)
     saved = {name: tensor.clone() for name, tensor in optimizer.state().items()}
@@ -70,7 +97,7 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
     assert not any("0.bias" in name for name in saved), "frozen parameters have no moments"
     second = network()
     second.load_state_dict(first.state_dict())
-    resumed = Optimizer(second, settings, steps=9)
+    resumed = Optimizer(second, chosen, steps=9)
     resumed.load_state({**saved, "random/cpu": torch.zeros(1)})
     steps_of(second, resumed, 4, 9)
     for name, value in whole.state_dict().items():
@@ -78,17 +105,16 @@ def test_state_moves_to_another_optimizer_bit_for_bit() -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    settings = OptimizerSettings()
-    net = network()
-    optimizer = Optimizer(net, settings, steps=9)
+    net, chosen = network(), OptimizerSettings()
+    optimizer = Optimizer(net, chosen, steps=9)
     steps_of(net, optimizer, 0, 1)
     saved = optimizer.state()
     with pytest.raises(KeyError):
-        Optimizer(nn.Linear(3, 4), settings, steps=9).load_state(saved)
-    del saved["optimizer/exp_avg/0.weight"], saved["optimizer/exp_avg_sq/0.weight"]
-    del saved["optimizer/step/0.weight"]
+        Optimizer(nn.Linear(3, 4), chosen, steps=9).load_state(saved)
+    for kind in ("exp_avg", "exp_avg_sq", "step"):
+        del saved[f"optimizer/{kind}/0.weight"]
     with pytest.raises(KeyError):
-        Optimizer(network(), settings, steps=9).load_state(saved)
+        Optimizer(network(), chosen, steps=9).load_state(saved)
 
 
 @pytest.mark.parametrize("limit", [None, 0.25, 1e9])
@@ -96,8 +122,243 @@ def test_clipping(limit: float | None) -> None:
     net = network()
     optimizer = Optimizer(net, OptimizerSettings(clip_norm=limit), steps=9)
     net(torch.full((5, 3), 9.0)).square().mean().backward()
-    gradients = [p.grad for p in net.parameters() if p.grad is not None]
-    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+    found = [p.grad for p in net.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(float(g.square().sum()) for g in found))
     assert float(optimizer.clip()) == pytest.approx(norm, rel=1e-5)
-    after = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+    after = math.sqrt(sum(float(g.square().sum()) for g in found))
     assert after == pytest.approx(min(norm, limit or math.inf), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory: pytest.TempPathFactory) -> ThreadedKernels:
+    return compile_threads(tmp_path_factory.mktemp("threads"), "adamw")
+
+
+@pytest.fixture
+def kernels(threads: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedKernels]:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    threads.launched.clear()
+    with on_cpu(threads):
+        yield threads
+
+
+class Placed:
+    """Copies of tensors that begin `offset` elements after an address that loads like."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset, self._buffers = offset, list[Tensor]()
+
+    def place(self, tensor: Tensor) -> Tensor:
+        buffer = tensor.new_full((self._offset + tensor.numel() + 1,), 7.0)
+        self._buffers.append(buffer)
+        buffer[self._offset : -1].copy_(tensor)
+        return buffer[self._offset : -1]
+
+    def check(self) -> None:
+        for buffer in self._buffers:
+            assert (buffer[: self._offset] == 7).all() and buffer[-1] == 7, "written beside"
+
+
+def check_steps(
+    sizes: list[int], *, shadowed: bool, device: str = "cpu", schedule: Schedule = SCHEDULE
+) -> None:
+    """As PyTorch's, the same bits in any order and at any address, and counted once a step."""
+    results, steps = [], 4
+    # of gradients, weights, shadows: whole loads of everything, of some, of nothing
+    for offsets in [(0, 0, 0), (1, 0, 0), (0, 1, 2), (3, 2, 1)]:
+        placed = [Placed(offset) for offset in offsets]
+        source = torch.Generator().manual_seed(0)
+        start = [torch.randn(size, generator=source).to(device) for size in sizes]
+        weights = [nn.Parameter(placed[1].place(w)) for w in start]
+        plain = [nn.Parameter(w.clone()) for w in start]
+        shadows = None
+        if shadowed:
+            shadows = [nn.Parameter(placed[2].place(w.bfloat16())) for w in start]
+        adamw = torch.optim.AdamW(plain, betas=(0.9, 0.99), weight_decay=0.1)
+        index, row = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        window = torch.full((steps, 2), -1.0, device=device)
+        mine = DeviceAdamW(weights, schedule, shadows=shadows, **OPTIONS)
+        for step in range(steps):
+            for used, other in zip(shadows or weights, plain, strict=True):
+                drawn = torch.randn(used.shape, generator=source).to(used)
+                used.grad, other.grad = placed[0].place(drawn), drawn.float()
+            norm = nn.utils.clip_grad_norm_(plain, 0.5)
+            adamw.param_groups[0]["lr"] = schedule.rate(step)
+            adamw.step()
+            last = window[: steps - 1]  # the last step's row is not there
+            loss = torch.tensor(float(step), device=device)
+            mine.enqueue(loss, index=index, row=row, window=last)
+            assert (int(index), int(row)) == (step + 1, step + 1)
+            if step < len(last):
+                assert window[step].tolist() == [step, pytest.approx(float(norm), rel=1e-5)]
+        assert window[-1].tolist() == [-1, -1]
+        for one, other in zip(weights, plain, strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
+        for state, parameter in zip(mine.states(), plain, strict=True):
+            for kind, value in state.items():
+                theirs = adamw.state[parameter][kind].to(value.device)
+                torch.testing.assert_close(value, theirs, rtol=1e-5, atol=1e-9)
+        for one, two in zip(weights, shadows or (), strict=False):
+            assert torch.equal(one.detach().bfloat16(), two)
+        for each in placed:
+            each.check()
+        results.append([*(w.detach().clone() for w in weights), *mine.first, *mine.second, window])
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True))
+
+
+@pytest.mark.parametrize("shadowed", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "group"),
+    [([1], 4), ([3, 7000, 128, 999], 4), ([20_001, 5], 7), ([1023, 1025, 4], 1)],
+)
+def test_steps_are_those_of_pytorch(
+    kernels: ThreadedKernels,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    group: int,
+    shadowed: bool,
+) -> None:
+    monkeypatch.setattr(adamw_module, "LEAST_GROUP", group)
+    check_steps(sizes, shadowed=shadowed)
+
+
+def no_decay(weights: list[Tensor], schedule: Schedule, **options: Any) -> DeviceAdamW:
+    usual: dict[str, Any] = {"betas": (0.5, 0.5), "weight_decay": 0.0, "clip_norm": None}
+    return DeviceAdamW(weights, schedule, **(usual | options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_the_kernel_computes_the_rate_of_any_step(
+    kernels: ThreadedKernels, kind: Any, warmup: int
+) -> None:
+    """Of the last of 10^12 steps too: no memory grows with their number."""
+    for steps in (9, 10**12):
+        schedule = Schedule(0.25, warmup=warmup, steps=steps, kind=kind)
+        for step in {0, 1, warmup, steps // 3, steps - 1}:
+            weight = nn.Parameter(torch.zeros(1))
+            weight.grad = torch.ones(1)
+            index, row = torch.tensor([step]), torch.zeros(1, dtype=torch.int64)
+            mine = no_decay([weight], schedule, betas=(0.0, 0.0))
+            mine.enqueue(torch.zeros(()), index=index, row=row, window=torch.zeros(1, 2))
+            assert -float(weight.detach()) == pytest.approx(
+                schedule.rate(step), rel=1e-6, abs=1e-12
+            )
+
+
+@settings(max_examples=60, deadline=None)
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=9))
+def test_shadows_are_rounded_as_pytorch_rounds(threads: ThreadedKernels, bits: list[int]) -> None:
+    numbers = torch.from_numpy(np.array(bits, np.uint32).view(np.float32))
+    weight, shadow = nn.Parameter(numbers.clone()), nn.Parameter(numbers.bfloat16() * 0)
+    shadow.grad = torch.zeros_like(shadow)
+    place = torch.zeros(1, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch, on_cpu(threads):
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        mine = no_decay([weight], Schedule(0.0), shadows=[shadow])
+        mine.enqueue(torch.zeros(()), index=place, row=place.clone(), window=torch.zeros(1, 2))
+    same: Any = {"rtol": 0.0, "atol": 0.0, "equal_nan": True}
+    torch.testing.assert_close(shadow.detach(), weight.detach().bfloat16(), **same)
+
+
+def test_norm_of_many_sums(kernels: ThreadedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are threads in a block, of pieces that few threads have a part of."""
+    monkeypatch.setattr(adamw_module, "LEAST_GROUP", 1)
+    monkeypatch.setattr(adamw_module, "PIECE", 30)
+    weight = nn.Parameter(torch.zeros(9000))
+    weight.grad = torch.randn(9000, generator=torch.Generator().manual_seed(0))
+    place, window = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2)
+    mine = no_decay([weight], Schedule(0.0))
+    mine.enqueue(torch.tensor(2.0), index=place, row=place.clone(), window=window)
+    assert kernels.launched[0] == ("adamw_norm", 301)
+    assert window[0].tolist() == [2.0, pytest.approx(float(weight.grad.norm()), rel=1e-6)]
+    torch.testing.assert_close(mine.first[0], weight.grad / 2)
+
+
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_several_models_take_the_steps_of_each(kernels: ThreadedKernels, count: int) -> None:
+    """Bit for bit, with rates, decay, limits, steps and rows of their own; 17 need two launches."""
+    sizes, results = [1500, 7], []
+    for together in (False, True):
+        source = torch.Generator().manual_seed(0)
+        models, updates = [], []
+        for number in range(count):
+            weights = [nn.Parameter(torch.randn(size, generator=source)) for size in sizes]
+            adamw = DeviceAdamW(
+                weights,
+                Schedule(1e-3 * (number + 1), warmup=number % 4),
+                betas=(0.9, 0.99),
+                weight_decay=0.1 * number,
+                clip_norm=None if number % 2 else 0.5,
+            )
+            places = [torch.full((1,), n, dtype=torch.int64) for n in (number % 2, number % 3)]
+            window, loss = torch.full((4, 2), -1.0), torch.tensor(float(number))
+            models.append((weights, adamw, window, places))
+            updates.append(Update(adamw, loss, places[0], places[1], window))
+        for _ in range(2):
+            for number, size in enumerate(sizes):  # as stacked models give them: views
+                stacked = torch.randn(count, size, generator=source)
+                for (weights, *_), drawn in zip(models, stacked, strict=True):
+                    weights[number].grad = drawn if together else drawn.clone()
+            if together:
+                enqueue_together(updates)
+            else:
+                for u in updates:
+                    u.adamw.enqueue(u.loss, index=u.index, row=u.row, window=u.window)
+        results.append(
+            [
+                [*weights, *adamw.first, *adamw.second, adamw.steps, window, *places]
+                for weights, adamw, window, places in models
+            ]
+        )
+    for number, (alone, both) in enumerate(zip(*results, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True)), number
+
+
+def test_a_missing_gradient_is_refused(kernels: ThreadedKernels) -> None:
+    mine = no_decay([nn.Parameter(torch.zeros(3, 2))], Schedule(1.0))
+    place = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(GearError, match=r"shape \(3, 2\)") as caught:
+        mine.enqueue(torch.zeros(()), index=place, row=place, window=torch.zeros(1, 2))
+    assert caught.value.code == "MODEL"
+
+
+@given(sizes=st.lists(st.integers(1, 5 * PIECE), max_size=5))
+def test_pieces_partition_the_tensors(sizes: list[int]) -> None:
+    seen = [np.zeros(size, int) for size in sizes]
+    for tensor, begin, count in cut(sizes).tolist():
+        assert 0 < count <= PIECE
+        seen[tensor][begin : begin + count] += 1
+    assert all((part == 1).all() for part in seen)
+
+
+@given(pieces=st.integers(1, 3_000_000), processors=st.integers(1, 200), models=st.integers(1, 16))
+def test_sums_and_blocks_are_few_and_of_all_pieces(
+    pieces: int, processors: int, models: int
+) -> None:
+    group, sums = share_norm(pieces)
+    assert 0 < sums <= MOST_PARTIALS and (sums - 1) * group < pieces <= sums * group
+    blocks = step_blocks(pieces, processors, models=models)
+    most = max(1, STEP_BLOCKS_PER_SM * processors // models)
+    assert 0 < blocks <= min(pieces, most)
+    assert -(-pieces // blocks) == -(-pieces // most), "no more turns than the most blocks take"
+
+
+def test_strides_of_single_elements_mean_nothing() -> None:
+    plain = torch.empty(8, 1, 3, 3)
+    assert laid_out_alike(plain, plain.contiguous(memory_format=torch.channels_last))
+    wide = torch.empty(8, 2, 3, 3)
+    assert not laid_out_alike(wide, wide.contiguous(memory_format=torch.channels_last))
+    assert laid_out_alike(wide, torch.empty_like(wide))
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@NEEDS_CUPY
+@pytest.mark.parametrize("shadowed", [False, True])
+@pytest.mark.parametrize("sizes", [[1], [3, 70000, 128, 999], [4_000_001, 5]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_on_a_gpu_are_those_of_pytorch(sizes: list[int], shadowed: bool, kind: Any) -> None:
+    schedule = Schedule(1e-2, warmup=2, steps=6, kind=kind)
+    check_steps(sizes, shadowed=shadowed, device="cuda", schedule=schedule)

@@ -25,7 +25,7 @@ from gear_offline.planning.plan import crossing_share, expected_excess, lay_out,
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.preparation import resolve
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 from tests.support import failing_code
 from tests.training_support import tiny_data, tiny_recipe
 

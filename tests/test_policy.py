@@ -226,7 +226,7 @@ def test_model_is_left_in_evaluation_mode_and_acts_alike_each_time() -> None:
 def test_impossible_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         make_policy(**changes)
-    assert caught.value.code == "POLICY_CONFIG"
+    assert caught.value.code == "MODEL"
 
 
 def test_wrong_use_is_refused() -> None:
@@ -255,7 +255,7 @@ def test_observations_that_are_not_finite_are_refused(value: float) -> None:
     seen[1, 2] = value
     with pytest.raises(InputError, match="observation 1 holds") as caught:
         policy.act(seen)
-    assert caught.value.code == "POLICY_INPUT"
+    assert caught.value.code == "MODEL"
     assert np.isfinite(policy.act(np.zeros((2, MEAN.size)))).all(), "nothing of it is remembered"
 
 
@@ -267,5 +267,5 @@ def test_rewards_that_are_not_finite_are_refused(value: float) -> None:
     policy.act(np.zeros((2, MEAN.size)))
     with pytest.raises(InputError, match="reward 1 is") as caught:
         policy.observe_reward([1.0, value])
-    assert caught.value.code == "POLICY_INPUT"
+    assert caught.value.code == "MODEL"
     assert policy.targets.tolist() == [5.0, 5.0], "nothing of it is remembered"

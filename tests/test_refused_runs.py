@@ -74,7 +74,7 @@ def test_a_run_whose_records_are_damaged_is_left_as_it_was(
     (run / "checkpoints" / ".partial-step-00000009").mkdir()  # a killed run left it
     longer = ("train.steps=9", "train.log_every=1", "train.keep_checkpoints=7")
     before = content(run)
-    assert refusal(data, run, *longer, resume=True) == "METRICS_DAMAGED"
+    assert refusal(data, run, *longer, resume=True) == "RUN_DAMAGED"
     assert content(run) == before
     later = b'{"step": 99}\ndamaged\n'  # after the checkpoint: cut, and never read
     (run / name).write_bytes(b"".join(lines) + later)
@@ -105,7 +105,7 @@ def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path
         assert content(run) == before
     (run / "metrics.jsonl").write_text("damaged\n")
     before = content(run)
-    assert refusal(data, run, resume=True) == "METRICS_DAMAGED"
+    assert refusal(data, run, resume=True) == "RUN_DAMAGED"
     assert content(run) == before
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
     assert "damaged" not in (run / "metrics.jsonl").read_text()

@@ -250,7 +250,7 @@ def test_senseless_dropout_is_refused(dropout: float, seeds: Tensor | None, word
     ):
         with pytest.raises(InputError, match=words) as caught:
             call()
-        assert caught.value.code == "MODEL_INPUT"
+        assert caught.value.code == "MODEL"
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -276,7 +276,7 @@ def test_a_bias_that_does_not_fit_is_refused(
     ):
         with pytest.raises(InputError, match=words) as caught:
             call()
-        assert caught.value.code == "MODEL_INPUT"
+        assert caught.value.code == "MODEL"
 
 
 @pytest.fixture

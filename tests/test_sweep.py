@@ -27,7 +27,7 @@ from gear_offline.sweep.results import is_complete, steps_done
 from gear_offline.sweep.sweep import run_sweep
 from gear_offline.sweep.turns import Turns
 from gear_offline.training.learner import Learner
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import torch_threads
 from tests import sweep_support
 from tests.training_support import learnt, tiny_recipe
 

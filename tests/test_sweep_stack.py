@@ -294,7 +294,7 @@ def test_recipes_that_cannot_be_stacked_are_refused(
 ) -> None:
     with pytest.raises(UnavailableError, match=words) as caught:
         run_sweep(make_recipes(data, change), tmp_path / "sweep", mode="stacked", quiet=True)
-    assert caught.value.code == "STACK_UNAVAILABLE"
+    assert caught.value.code == "UNAVAILABLE"
     assert not (tmp_path / "sweep").exists()
 
 

@@ -21,8 +21,8 @@ from gear_offline.runs.trainer import train
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
+from gear_offline.training.model import resolve_precision
 from gear_offline.training.policies import load_policy, load_policy_parts
-from gear_offline.training.precision import resolve_precision
 from tests.image_support import image_columns
 from tests.support import make_dataset
 from tests.training_support import (

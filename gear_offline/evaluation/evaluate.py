@@ -37,7 +37,7 @@ from gear_offline.evaluation.results import (
     keep_earlier,
 )
 from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import torch_threads
 
 __all__ = ["EvaluationReport", "TargetResult", "evaluate", "evaluate_policy", "random_return"]
 

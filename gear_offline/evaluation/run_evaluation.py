@@ -22,7 +22,7 @@ from gear_offline.evaluation.tasks import (
     print_tasks,
 )
 from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import torch_threads
 
 
 def evaluate_run(

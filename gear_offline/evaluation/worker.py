@@ -18,7 +18,7 @@ from typing import Any
 from gear_offline.core.processes import die_with_parent
 from gear_offline.errors import GearError
 from gear_offline.training.metrics import finite
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import torch_threads
 
 NICENESS = 5  # where cores are short, training goes first
 

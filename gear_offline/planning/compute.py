@@ -10,6 +10,7 @@ Shape legend: b segments of a GPU, K steps, n = 3 b K tokens, h width, L layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,17 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from gear_offline.config.recipe import Recipe
 from gear_offline.kernels.short_attention import HEAD_SIZES, MOST_TOKENS
 from gear_offline.planning.hardware import Cluster
-from gear_offline.training.compilation import BLOCKWISE_FROM, is_compiled
-from gear_offline.training.parallel import gathered_bytes, has_half_gradients
-from gear_offline.training.throughput import step_flops
-from gear_offline.training.training_memory import (
-    FULL_BYTES,
-    SHADOW_BYTES,
+from gear_offline.training.cost import (
+    CONTEXT_BYTES,
     USABLE,
-    shard_bytes,
-    state_bytes,
+    has_half_gradients,
+    is_compiled,
+    memory_bytes,
+    step_flops,
 )
-from gear_offline.training.training_model import ModelSizes, recipe_model
+from gear_offline.training.gradients import BLOCKWISE_FROM
+from gear_offline.training.model import ModelSizes, recipe_model
 
 # Kernels outside the blocks, and of one block forward and backward; bytes that everything but
 # matrix products moves, for each token, layer and unit of width.
@@ -36,9 +36,6 @@ COMPILED = (45, 33, 184.0)
 PLAIN = (70, 70, 420.0)
 OPTIMIZER_BYTES = 34  # moved for each parameter: weight, gradient, two moments, and clearing
 CAST_BYTES = 53  # moved for each parameter where autocast casts weights, and gradients back
-KEPT_BYTES = 28.5  # from forward to backward, for each token, layer and unit of width
-KEPT_RECOMPUTED = 2.0  # where blocks are computed again: their inputs
-KEPT_PLAIN = 64.0  # without compiling
 DRAW_SECONDS = 9e-9  # for each weight of a new model
 
 
@@ -88,17 +85,15 @@ def step_cost(
     busy += parameters * CAST_BYTES * casts * train.accumulate / gpu.memory_rate
     if train.recompute:
         busy += (products + moving) / 3
-    each = (KEPT_BYTES if compiled else KEPT_PLAIN) * (1 if half else 2)
-    kept = model.layers * KEPT_RECOMPUTED + each if train.recompute else model.layers * each
-    kept *= tokens / train.accumulate * model.hidden_size
-    state = state_bytes(parameters, half=casts)
-    travelling, reshard = float(SHADOW_BYTES if narrow else FULL_BYTES), False
+    travelling, reshard = 2.0 if narrow else 4.0, False  # bytes a parameter
+    memory = partial(memory_bytes, recipe, parameters, segments=segments, half=half)
+    needed = memory()
     if sharded:
-        gathered = gathered_bytes(recipe, parameters, ranks=ranks, half=half)
+        gathered = memory(shards=ranks, reshard=False)
         reshard = train.reshard == "on"
-        reshard |= train.reshard == "auto" and gathered > USABLE * gpu.memory
-        state = shard_bytes(parameters, ranks=ranks, half=half, gathered=not reshard)
-        weights = (2 if reshard else 1) * (SHADOW_BYTES if half else FULL_BYTES)
+        reshard |= train.reshard == "auto" and gathered + CONTEXT_BYTES > USABLE * gpu.memory
+        needed = memory(shards=ranks) if reshard else gathered
+        weights = (2 if reshard else 1) * (2 if half else 4)
         travelling = (travelling + weights) / 2  # an all-reduce sends everything twice
     compiling = start.compile_deep if model.layers >= BLOCKWISE_FROM else start.compile
     beginning = compiling if compiled else start.graph if captured else 0.0
@@ -108,7 +103,7 @@ def step_cost(
         encoder_flops=encoding,
         compute_seconds=busy if captured else max(busy, gpu.host_step + launched * gpu.launch),
         travelling_bytes=parameters * travelling,
-        memory_bytes=state + kept,
+        memory_bytes=needed,
         begin_seconds=parameters * DRAW_SECONDS + beginning,
         compiled=compiled,
         captured=captured,

@@ -19,8 +19,8 @@ from gear_offline.planning.compute import StepCost, step_cost
 from gear_offline.planning.hardware import Cluster, Reads
 from gear_offline.planning.workload import Workload
 from gear_offline.tables.placement import HBM, HBM_SHARE, PEER, plan_episodes
-from gear_offline.training.data_parallel import check_parts
-from gear_offline.training.training_memory import CONTEXT_BYTES
+from gear_offline.training.cost import CONTEXT_BYTES
+from gear_offline.training.gradients import check_micro_batches
 
 HOST_SHARE = 0.9  # of a node's memory that rows may take
 AHEAD_BYTES = 8 << 20  # batches of so many bytes are fetched a step ahead
@@ -54,7 +54,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
             where="loader.batch_size",
             remedy=f"try loader.batch_size={(share + 1) * ranks}, the size of the global batch",
         )
-    check_parts(share, recipe.train.accumulate, whose="a GPU's")
+    check_micro_batches(share, recipe.train.accumulate, whose="a GPU's")
     if recipe.model.max_timestep is None:  # as training takes it from the data
         longest = max(workload.longest, recipe.loader.context_length)
         recipe = recipe.replace(model__max_timestep=longest)

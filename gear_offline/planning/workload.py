@@ -30,7 +30,7 @@ from gear_offline.sampling import Prioritized
 from gear_offline.tables.fields import is_image
 from gear_offline.tables.joint import TableData, parts_of
 from gear_offline.tables.table import plan_groups
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 SHARD_BYTES = 256 << 20  # as `convert` makes them
 MOST_SHARDS = 1 << 20  # that are planned one by one

@@ -27,7 +27,7 @@ from gear_offline.evaluation.environment_ids import check_no_import, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, TableData
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 if TYPE_CHECKING:
     pass
@@ -291,7 +291,7 @@ def _words(sizes: ModelSizes) -> str:
 
 def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
     """Refuse what training would stumble over much later, or quietly get wrong."""
-    from gear_offline.models.checks import beyond_tanh
+    from gear_offline.models.decision_transformer import beyond_tanh
 
     loader = recipe.loader
     standard_fields(  # refuses what does not fit frames, or vectors

@@ -10,7 +10,7 @@ from gear_offline.models.multitask import ModelTask
 from gear_offline.runs.preparation import check_memory, resolve
 from gear_offline.tables.fields import STATES, is_image
 from gear_offline.tables.joint import JointDataset, Part
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 
 def resolve_tasks(

@@ -29,10 +29,9 @@ from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import list_checkpoints, sweep
-from gear_offline.training.data_parallel import check_micro_batches
-from gear_offline.training.determinism import deterministic
+from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import deterministic, torch_threads
 
 __all__ = ["TrainingInterrupted", "train"]
 
@@ -125,7 +124,7 @@ def _train(
 ) -> None:
     device = rank_device(resolve_device(recipe.train.device))
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
-        check_micro_batches(recipe.loader.batch_size, world, recipe.train.accumulate)  # at once
+        check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))

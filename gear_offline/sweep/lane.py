@@ -16,8 +16,7 @@ import torch
 from gear_offline.runs.leading_run import LeadingRun
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.track import Track
-from gear_offline.training.determinism import deterministic
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import deterministic, torch_threads
 
 CHUNK = 8  # steps of a run that are launched together
 DEEP = 4  # chunks of a run on their way, at most

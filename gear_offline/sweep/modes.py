@@ -82,7 +82,7 @@ def choose(
     InputError
         ``USAGE``
     UnavailableError
-        ``DEVICE`` for streams without a GPU; ``STACK_UNAVAILABLE``.
+        ``DEVICE`` for streams without a GPU; ``UNAVAILABLE``.
     """
     if mode not in MODES:
         raise InputError("USAGE", f"mode {mode!r} is not known", remedy=f"use {', '.join(MODES)}")

@@ -95,7 +95,7 @@ def run_sweep(
     Raises
     ------
     UnavailableError
-        ``DEVICE`` for streams without a GPU, ``STACK_UNAVAILABLE``.
+        ``DEVICE`` for streams without a GPU, ``UNAVAILABLE``.
     GearError
         ``GPU_LOST`` after an error of CUDA that ends all runs of this process.
     InputError

@@ -30,9 +30,8 @@ from gear_offline.sweep.lane import Lane, TurnRun
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.determinism import deterministic
 from gear_offline.training.learner import Learner
-from gear_offline.training.torch_threads import torch_threads
+from gear_offline.training.seeding import deterministic, torch_threads
 
 Ended = Callable[[SweepPoint, GearError | None], None]
 

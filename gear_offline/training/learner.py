@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,20 +34,15 @@ from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.captured_part import CapturedPart
-from gear_offline.training.captured_step import CapturedStep, start_compilers, why_not_captured
-from gear_offline.training.compilation import is_compiled
-from gear_offline.training.data_parallel import (
-    GradientPass,
-    random_states,
-    restore_random,
-    seed_rank,
-)
+from gear_offline.training.cost import Meter, is_compiled
+from gear_offline.training.gradients import GradientPass
+from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
+from gear_offline.training.graph_ranks import wait_for_steps
+from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
 from gear_offline.training.policies import PolicyParts, task_policy
-from gear_offline.training.throughput import make_meter
-from gear_offline.training.training_model import ModelSizes, make_training_model
+from gear_offline.training.seeding import random_states, restore_random, seed_rank
 
 
 class Learner:
@@ -70,6 +64,8 @@ class Learner:
     world
         The ranks that train together; each has a learner, and they call `advance`, `report`,
         `tensors`, `weights` and `prepare_policy` together.
+    tables
+        That several runs of one process share.
 
     Attributes
     ----------
@@ -83,6 +79,8 @@ class Learner:
         How the ranks share the model.
     meter
         The rate of the model's FLOPs over the steps that were reported.
+    graph_reason
+        Why steps are not captured as a CUDA graph; empty if they are.
     """
 
     def __init__(
@@ -96,8 +94,8 @@ class Learner:
         tables: SharedTables | None = None,
     ) -> None:
         self.recipe, self.device, self.tasks = recipe, device, sizes.tasks
-        self.world = World() if world is None else world
-        made = make_training_model(recipe, sizes, device, self.world)
+        self.world = world = World() if world is None else world
+        made = make_training_model(recipe, sizes, device, world)
         self.model, self.working, self.parallel = made.model, made.working, made.parallel
         self.precision, self.precision_reason = made.autocast, made.remark
         options = loader_options(recipe, dataset)
@@ -108,13 +106,12 @@ class Learner:
             selection=recipe_sampler(recipe, dataset),
             seed=recipe.seed,
             device=device,
-            world=self.world,
+            world=world,
         )
         self._batches = iter(self.loader)
-        self.graph_reason = why_not_captured(
-            recipe, device, self.world, self.loader, sharded=self.parallel.sharded
-        )
-        if is_compiled(recipe.train) and not self.graph_reason:
+        sharded, compiled = self.parallel.sharded, is_compiled(recipe.train)
+        self.graph_reason = why_not_captured(recipe, device, world, self.loader, sharded=sharded)
+        if compiled and not self.graph_reason:
             start_compilers()
         self.optimizer = Optimizer(
             self.model,
@@ -124,35 +121,35 @@ class Learner:
             device=device,
             working=None if self.working is self.model else self.working,
         )
-        self._captured: CapturedPart | None = None  # made by the first step
+        self._gradients: GradientPass | None = None  # of steps that are launched one by one
+        if self.graph_reason:
+            learns = self.loader.loss_sampler is not None
+            self._gradients = GradientPass(
+                self.working,
+                world,
+                parallel=self.parallel,
+                compiled=compiled and device.type == "cuda",
+                feedback=LossFeedback(self.loader) if learns else None,
+                accumulate=recipe.train.accumulate,
+                precision=self.precision,
+                fixed_buckets=recipe.train.deterministic,
+            )
+        self._part: RunPart | None = None  # of a captured step, made by the first one or `join`
+        self._captured: CapturedStep | None = None  # unless others launch it
         self._acting: DecisionTransformer | None = None  # a sharded model's copy that acts
-        self._gradients = self._launched_gradients() if self.graph_reason else None
-        seed_rank(recipe.seed, self.world)
+        seed_rank(recipe.seed, world)
         self.state_mean: Float64Array | None = None
         self.state_std: Float64Array | None = None
         if recipe.loader.normalize_states and isinstance(dataset, Dataset):
             statistics = dataset.statistics["observations"]
             self.state_mean, self.state_std = statistics.mean.ravel(), statistics.std.ravel()
-        self.meter = make_meter(recipe, self.loader.rank_batch, device, half=made.half)
+        self.meter = Meter(recipe, self.loader.rank_batch, device, half=made.half)
         self.step = 0
         self._window = torch.zeros(recipe.train.log_every, 2, device=device)  # loss, norm
-        self._filled = self._timed = 0
-        self._busy_seconds = self._wait_seconds = self._began = 0.0
+        self._filled = 0  # rows of it
+        self._timed = 0  # steps of it that this process did
+        self._busy_seconds = self._wait_seconds = self._began = 0.0  # of these
         self._all_busy_seconds = self._all_wait_seconds = 0.0  # of what was reported
-
-    def _launched_gradients(self) -> GradientPass:
-        """Return the passes of steps that are launched one by one."""
-        train = self.recipe.train
-        return GradientPass(
-            self.working,
-            self.world,
-            parallel=self.parallel,
-            compiled=is_compiled(train) and self.device.type == "cuda",
-            feedback=LossFeedback(self.loader) if self.loader.loss_sampler is not None else None,
-            accumulate=train.accumulate,
-            precision=self.precision,
-            fixed_buckets=train.deterministic,
-        )
 
     @property
     def step_kind(self) -> str:
@@ -177,16 +174,16 @@ class Learner:
     def advance(self) -> None:
         """Do one optimiser step.
 
-        Raises
-        ------
-        GearError
-            ``LOSS_NONFINITE``; on the CPU before the weights are touched, on a GPU, which is
-            not waited for at each step, at the next `report` or `check`.
+        A loss that is not finite is `GearError` (``LOSS_NONFINITE``): on the CPU before the weights
+        are touched, on a GPU, which is not waited for at each step, at the next `report` or
+        `check`.  A collective that fails, whoever calls it, is ``RANK_LOST``.
         """
         if self._gradients is None:
             self._replay()
             return
-        self.apply(self._gradients(self.take()))
+        batch = self.take()
+        with self.world.guard("training"):
+            self.apply(self._gradients(batch))
 
     def take(self) -> Batch:
         """Begin a step that is launched by itself: return its batch."""
@@ -215,25 +212,21 @@ class Learner:
 
     def _replay(self) -> None:
         began = time.perf_counter()
-        if self._captured is None:
-            batches = self.loader.static_batch(ahead=True)
-            learns = self.loader.loss_sampler is not None
+        if self._part is None:
+            feedback = None
+            part = self.join(None)
+            if self.loader.loss_sampler is not None:
+                feedback = DeviceFeedback(self.loader, part.batches)
             self._captured = CapturedStep(
+                part,
                 self.working,
-                self.optimizer,
-                batches,
-                self._window,
-                step=self.step,
-                filled=self._filled,
                 precision=self.precision,
                 compiled=is_compiled(self.recipe.train),
-                feedback=DeviceFeedback(self.loader, batches) if learns else None,
+                feedback=feedback,
                 world=self.world,
             )
             began = time.perf_counter()  # not a part of this step
-        assert isinstance(self._captured, CapturedStep), (
-            "others launch the steps of one that joined"
-        )
+        assert self._captured is not None, "others launch the steps of one that joined"
         self._captured.replay()
         self.count_replay()
         self._busy_seconds += time.perf_counter() - began
@@ -245,17 +238,20 @@ class Learner:
         self._filled += 1
         self._timed += 1
 
-    def join(self, windows: Windows) -> CapturedPart:
-        """Return this learner's part of a step that is captured together with others' steps.
+    def join(self, windows: Windows | None) -> RunPart:
+        """Return this learner's part of a captured step, whose batches lie in `windows` if given.
 
-        From then on those steps are launched there, and `count_replay` tells of each.  Its batches
-        lie in `windows`.
+        Of a step that is captured together with others' steps and launched there: `count_replay`
+        tells of each.
         """
-        batches = self.loader.static_batch(ahead=True, windows=windows)
-        self._captured = CapturedPart(
-            self.optimizer, batches, self._window, step=self.step, filled=self._filled
+        self._part = RunPart(
+            self.optimizer,
+            self.loader.static_batch(ahead=True, windows=windows),
+            self._window,
+            step=self.step,
+            filled=self._filled,
         )
-        return self._captured
+        return self._part
 
     def count_busy(self, seconds: float) -> None:
         """Count time in which the GPU did steps while the host looked after something else."""
@@ -264,7 +260,7 @@ class Learner:
     @property
     def is_captured(self) -> bool:
         """Whether a step is one replay of a graph that is there."""
-        return self._captured is not None
+        return self._part is not None
 
     def check(self) -> None:
         """Raise `GearError` (``LOSS_NONFINITE``) if a loss or gradient since the last report is
@@ -274,8 +270,9 @@ class Learner:
         self._busy_seconds += time.perf_counter() - began  # a GPU's steps are done only now
 
     def _check(self) -> None:
-        captured = self._captured
-        rows = self._window[: self._filled] if captured is None else captured.rows(self._filled)
+        if self._captured is not None and self.world.size > 1:
+            wait_for_steps(self.world)
+        rows = self._window[: self._filled]
         if self.device.type == "cpu":
             rows = rows[-1:]  # those before were checked in their own step
         wrong = (~torch.isfinite(rows)).nonzero()
@@ -301,17 +298,14 @@ class Learner:
         """
         began = time.perf_counter()
         self._check()
-        window = self._window[: self._filled].clone()
-        self.world.sum_into(window)  # a rank's loss is its part of the global one
-        values: Float64Array = window.cpu().double().numpy() / self.world.size  # (n, 2)
+        loss, norm = (float(value) for value in self._global_window().cpu().double().mean(0))
         busy = self._busy_seconds + time.perf_counter() - began
-        if self._captured is not None and self._timed:
-            self._wait_seconds = self._timed * self._captured.wait_seconds()
-        loss, norm = (float(v) for v in np.mean(values, axis=0))
+        if self._part is not None and self._timed:
+            self._wait_seconds = self._timed * self._part.wait_seconds()
         rate = self.optimizer.rate(self.step - 1)
-        found = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        values = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
         if steps := self._timed:  # fewer than the window has when the run was resumed in it
-            found |= {
+            values |= {
                 "step_seconds": busy / steps,
                 "data_wait_share": self._wait_seconds / busy,
                 "samples_per_second": steps * self.recipe.loader.batch_size / busy,
@@ -321,9 +315,15 @@ class Learner:
         self._all_wait_seconds += self._wait_seconds
         self._filled = self._timed = 0
         self._busy_seconds = self._wait_seconds = 0.0
-        if self._captured is not None:
-            self._captured.begin_window()
-        return found
+        if self._part is not None:
+            self._part.begin_window()
+        return values
+
+    def _global_window(self) -> Tensor:
+        """Return (n, 2), losses and norms of the global batches: a rank's loss is its part."""
+        window = self._window[: self._filled].clone()
+        self.world.sum_into(window)
+        return window / self.world.size
 
     def prepare_policy(self) -> None:
         """Collect what `policy` needs on the first rank; all ranks together."""
@@ -354,15 +354,6 @@ class Learner:
         scales = self.recipe.loader.returns_scale, self.recipe.loader.context_length
         return PolicyParts(self.acting, self.state_mean, self.state_std, *scales, self.recipe)
 
-    def close(self) -> None:
-        """Give back what the loader holds open; all ranks together."""
-        self.loader.close()
-
-    def release(self) -> None:
-        """Give back what would keep the ranks' connections from being closed; after errors too."""
-        if self._captured is not None and self.world.size > 1:
-            self._captured.close()
-
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""
         self._acting = None
@@ -371,12 +362,9 @@ class Learner:
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides parameters and loader; moments as they lie."""
         self.check()
-        found = self.optimizer.state() | random_states(self.world, self.device)
-        window = self._window[: self._filled].clone()
-        self.world.sum_into(window)
-        found["window"] = window / self.world.size
-        found |= selection_tensors(self.loader.loss_sampler)
-        return found
+        tensors = self.optimizer.state() | random_states(self.world, self.device)
+        tensors["window"] = self._global_window()
+        return tensors | selection_tensors(self.loader.loss_sampler)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters by name; ranks call this together.
@@ -395,10 +383,7 @@ class Learner:
     ) -> None:
         """Take over the state of another learner of the same recipe; None: weights are there.
 
-        Raises
-        ------
-        KeyError, RuntimeError
-            The tensors are not those of such a learner.
+        Tensors that are not those of such a learner are KeyError or RuntimeError.
         """
         if model is not None:
             load_model_tensors(self.model, model)
@@ -412,3 +397,12 @@ class Learner:
         self._filled = window.shape[0]
         self._window[: self._filled] = window
         self.step = step
+
+    def close(self) -> None:
+        """Give back what the loader holds open; all ranks together."""
+        self.loader.close()
+
+    def release(self) -> None:
+        """Give back what would keep the ranks' connections from being closed; after errors too."""
+        if self._captured is not None and self.world.size > 1:
+            self._captured.close()

@@ -23,7 +23,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises
     ------
     InputError
-        ``METRICS_DAMAGED`` for a line that is not a record with a step, other than a torn last.
+        ``RUN_DAMAGED`` for a line that is not a record with a step, other than a torn last.
     """
     return [record for record, _ in _records(path)]
 
@@ -43,7 +43,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             record["step"] = int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise InputError(
-                "METRICS_DAMAGED",
+                "RUN_DAMAGED",
                 "a line is not a record with a step",
                 where=f"{path} line {number}",
                 remedy="remove that line",
@@ -77,7 +77,7 @@ def check_records(folder: Path, *, step: int) -> None:
     Raises
     ------
     InputError
-        ``METRICS_DAMAGED``.
+        ``RUN_DAMAGED``.
     """
     for name in FILES:
         if (folder / name).exists():

@@ -5,41 +5,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gear_offline.config.sections import OptimizerSettings
+from gear_offline.kernels.adamw import DeviceAdamW, Schedule, Update
 from gear_offline.training.parallel import spread, whole
 
-if TYPE_CHECKING:
-    from gear_offline.kernels.adamw import DeviceAdamW, Update
-
 STATE = "optimizer/"  # before the names of the state's tensors
-
-
-def learning_rate(step: int, settings: OptimizerSettings, *, steps: int) -> float:
-    """Return the learning rate of one step.
-
-    The warm-up is the paper's code: step 0 already moves, with ``1 / warmup_steps`` of the rate.
-
-    Parameters
-    ----------
-    step
-        Optimiser steps done before this one.
-    steps
-        Optimiser steps of the run; where ``linear`` and ``cosine`` reach zero.
-    """
-    warmup = settings.warmup(steps)
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    if settings.schedule == "constant":
-        return settings.learning_rate
-    left = max(0.0, (steps - step) / max(1, steps - warmup))
-    if settings.schedule == "linear":
-        return settings.learning_rate * left
-    return settings.learning_rate * 0.5 * (1.0 - math.cos(math.pi * left))
 
 
 def has_cupy() -> bool:
@@ -80,7 +54,10 @@ class Optimizer:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._settings, self._steps = settings, steps
+        self._settings = settings
+        self._schedule = Schedule(
+            settings.learning_rate, settings.warmup(steps), steps, settings.schedule
+        )
         self._shadows: list[nn.Parameter] | None = None
         if working is not None:
             self._shadows = [p for p in working.parameters() if p.requires_grad]
@@ -88,7 +65,14 @@ class Optimizer:
         self._places: Tensor | None = None
         on_gpu = device is not None and device.type == "cuda"
         if captured or (self._shadows is not None and on_gpu and has_cupy()):
-            self._device_adamw = self._on_device()
+            self._device_adamw = DeviceAdamW(
+                self._parameters,
+                self._schedule,
+                betas=settings.betas,
+                weight_decay=settings.weight_decay,
+                clip_norm=settings.clip_norm,
+                shadows=self._shadows,
+            )
         else:
             self._adamw = torch.optim.AdamW(
                 self._parameters,
@@ -97,11 +81,6 @@ class Optimizer:
                 weight_decay=settings.weight_decay,
                 fused=True,
             )
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those that learn."""
-        return self._parameters
 
     @property
     def computed(self) -> list[nn.Parameter]:
@@ -118,7 +97,7 @@ class Optimizer:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
-        return learning_rate(step, self._settings, steps=self._steps)
+        return self._schedule.rate(step)
 
     def finish_on_device(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
         """Clip and update without the host; see `DeviceAdamW.enqueue`."""
@@ -129,8 +108,6 @@ class Optimizer:
         self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor
     ) -> Update:
         """Return what `finish_on_device` would do, to be done together with others."""
-        from gear_offline.kernels.adamw import Update
-
         assert self._device_adamw is not None, "made with captured=True"
         return Update(self._device_adamw, loss, index, row, window)
 
@@ -169,11 +146,6 @@ class Optimizer:
         if self._shadows is not None:
             torch._foreach_copy_([*self._shadows], [*self._parameters])
 
-    @property
-    def weights(self) -> list[Tensor]:
-        """Everything that an update writes, besides `state`."""
-        return [*self._parameters, *(self._shadows or ())]
-
     def zero_gradients(self) -> None:
         for parameter in self._parameters + (self._shadows or []):
             parameter.grad = None
@@ -197,10 +169,7 @@ class Optimizer:
     def room(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return zeros for those of `names` that `state` gives to moments, laid out as there.
 
-        Raises
-        ------
-        KeyError
-            For a parameter that there is not.
+        A parameter that there is not is KeyError.
         """
         parameters = dict(zip(self._names, self._parameters, strict=True))
         found = {}
@@ -213,10 +182,7 @@ class Optimizer:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `state` returned; other names in `tensors` are ignored.
 
-        Raises
-        ------
-        KeyError
-            A tensor is missing or too many.
+        A tensor that is missing or too many is KeyError.
         """
         state: dict[int, dict[str, Tensor]] = {}
         numbers = {name: number for number, name in enumerate(self._names)}
@@ -238,18 +204,3 @@ class Optimizer:
             return
         groups = self._adamw.state_dict()["param_groups"]
         self._adamw.load_state_dict({"state": state, "param_groups": groups})
-
-    def _on_device(self) -> DeviceAdamW:
-        from gear_offline.kernels.adamw import DeviceAdamW
-
-        settings, steps = self._settings, self._steps
-        rates = [learning_rate(step, settings, steps=steps) for step in range(steps)]
-        device = self._parameters[0].device
-        return DeviceAdamW(
-            self._parameters,
-            torch.tensor(rates, dtype=torch.float32, device=device),
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            clip_norm=settings.clip_norm,
-            shadows=self._shadows,
-        )

@@ -1,7 +1,7 @@
 """How the ranks of a run share the model: replicas (DDP), or shards of it (FSDP2).
 
 Both are torch's.  With replicas every rank has all weights, gradients and moments, and gradients
-are averaged while they are computed; captured steps do that themselves (`training.rank_gradients`).
+are averaged while they are computed; captured steps do that themselves (`training.graph_ranks`).
 With shards a rank has its part of each, and the weights of a block are collected when it runs.  A
 checkpoint says the same, tensors by the model's names, whole or in shards, so that a run goes on
 with another number of ranks, or in the other way.
@@ -9,25 +9,18 @@ with another number of ranks, or in the other way.
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.core.text import size_text
+from gear_offline.core.text import size_text as _text
 from gear_offline.distributed.world import World, peers
-from gear_offline.training.training_memory import (
-    CONTEXT_BYTES,
-    USABLE,
-    kept_bytes,
-    shard_bytes,
-    state_bytes,
-)
+from gear_offline.training.cost import CONTEXT_BYTES, USABLE, memory_bytes
 
 if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import DecisionTransformer
@@ -55,104 +48,53 @@ class Parallel:
         return self.kind == "fsdp"
 
 
+ALONE = Parallel("alone")
+
+
 def choose_parallel(
-    recipe: Recipe, model: nn.Module, world: World, device: torch.device, *, half: bool
+    recipe: Recipe, parameters: int, world: World, device: torch.device, *, half: bool
 ) -> Parallel:
-    """Return how to share `model`: as the recipe says, or replicas if they fit.
+    """Return how to share a model with so many parameters: as the recipe says, or as fits.
 
-    Shards' weights stay collected between the passes as the recipe says, or if that fits.  All
-    ranks choose alike: the one with the least free memory decides.
-
-    Parameters
-    ----------
-    half
-        Products are in bfloat16.
+    That is replicas, else shards; shards' weights stay collected between the passes if that fits.
+    All ranks choose alike: the one with the least free memory decides.  `half`: products are in
+    bfloat16.
     """
     if world.size == 1:
-        return Parallel("alone")
-    wanted = recipe.train.parallel
-    if wanted == "ddp":
+        return ALONE
+    train = recipe.train
+    if train.parallel == "ddp":
         return Parallel("ddp", "DDP, as the recipe says")
-    free = None
-    if device.type == "cuda":
-        free = min(world.gather(int(torch.cuda.mem_get_info(device)[0])))
-    needed = replica_bytes(recipe, model, world, half=half)
-    if wanted == "auto" and free is None:
-        return Parallel("ddp", "DDP: ranks in host memory")
-    if wanted == "auto" and free is not None and needed <= USABLE * free:
-        return Parallel("ddp", f"DDP: {size_text(needed)} a rank fit in {size_text(free)} free")
-    reason = "FSDP, as the recipe says"
-    if wanted == "auto" and free is not None:
-        reason = f"FSDP: replicas need {size_text(needed)} a rank, {size_text(free)} are free"
-    needed = gathered_bytes(recipe, _learning(model), ranks=world.size, half=half)
-    reshard, remark = _choose_reshard(recipe, needed, free)
-    return Parallel("fsdp", f"{reason}; weights {remark}", reshard)
-
-
-def _choose_reshard(recipe: Recipe, needed: int, free: int | None) -> tuple[bool, str]:
-    """Return whether blocks' weights are freed between the passes, and what to say of them.
-
-    Parameters
-    ----------
-    needed
-        Bytes of a rank that keeps them.
-    free
-        Least bytes of a rank's GPU; None: ranks in host memory.
-    """
-    wanted, often = recipe.train.reshard, "collected for each pass"
-    if wanted == "on":
-        return True, f"{often}, as the recipe says"
-    if wanted == "off":
-        return False, "collected once a step, as the recipe says"
-    if free is None:
-        return True, f"{often}: ranks in host memory"
-    if needed <= USABLE * free:
-        fit = f"{size_text(needed)} a rank fit in {size_text(free)} free"
-        return False, f"collected once a step: {fit}"
-    return (
-        True,
-        f"{often}: once a step needs {size_text(needed)} a rank, {size_text(free)} are free",
-    )
-
-
-def replica_bytes(recipe: Recipe, model: nn.Module, world: World, *, half: bool) -> int:
-    """Return what a rank with all of the model keeps in memory, by formula."""
-    state = state_bytes(_learning(model), half=half)
-    return state + _kept(recipe, world.size, half=half) + CONTEXT_BYTES
-
-
-def gathered_bytes(recipe: Recipe, parameters: int, *, ranks: int, half: bool) -> int:
-    """Return what a rank keeps that has shards, and all weights between the passes, by formula."""
-    state = shard_bytes(parameters, ranks=ranks, half=half, gathered=True)
-    return state + _kept(recipe, ranks, half=half) + CONTEXT_BYTES
-
-
-def _learning(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _kept(recipe: Recipe, ranks: int, *, half: bool) -> int:
-    segments = recipe.loader.batch_size // ranks // recipe.train.accumulate
-    return kept_bytes(
-        tokens=3 * segments * recipe.loader.context_length,
-        layers=recipe.model.layers,
-        width=recipe.model.hidden_size,
+    on_gpu = device.type == "cuda"
+    free = min(world.gather(int(torch.cuda.mem_get_info(device)[0]))) if on_gpu else 0
+    memory = partial(
+        memory_bytes,
+        recipe,
+        parameters,
+        segments=recipe.loader.batch_size // world.size,
         half=half,
-        recompute=recipe.train.recompute,
     )
-
-
-def has_half_gradients(recipe: Recipe, *, half: bool) -> bool:
-    """Return whether gradients are in 16 bits, also those that ranks add up.
-
-    Those of micro-batches are not: they would add up coarsely.
-
-    Parameters
-    ----------
-    half
-        Products are in bfloat16.
-    """
-    return half and recipe.train.weights == "bf16" and recipe.train.accumulate == 1
+    reason = "FSDP, as the recipe says"
+    if train.parallel == "auto":
+        if not on_gpu:
+            return Parallel("ddp", "DDP: ranks in host memory")
+        needed = memory() + CONTEXT_BYTES
+        if needed <= USABLE * free:
+            return Parallel("ddp", f"DDP: {_text(needed)} a rank fit in {_text(free)} free")
+        reason = f"FSDP: replicas need {_text(needed)} a rank, {_text(free)} are free"
+    needed = memory(shards=world.size, reshard=False) + CONTEXT_BYTES
+    fits = f"{_text(needed)} a rank fit in {_text(free)} free"
+    reshard, remark = True, f"collected for each pass: once a step needs {_text(needed)} a rank, "
+    remark += f"{_text(free)} are free"
+    if train.reshard == "on":
+        remark = "collected for each pass, as the recipe says"
+    elif train.reshard == "off":
+        reshard, remark = False, "collected once a step, as the recipe says"
+    elif not on_gpu:
+        remark = "collected for each pass: ranks in host memory"
+    elif needed <= USABLE * free:
+        reshard, remark = False, f"collected once a step: {fits}"
+    return Parallel("fsdp", f"{reason}; weights {remark}", reshard)
 
 
 def shard_model(
@@ -172,8 +114,6 @@ def shard_model(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # A linear head's result is a view; nothing here writes to it in place.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     with world.guard("sharding the model"):
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
@@ -184,32 +124,6 @@ def shard_model(
             fully_shard(block, reshard_after_forward=parallel.reshard, **options)
         fully_shard(model, **options)  # what is around the blocks is kept in any case
         model.to(device)  # type: ignore[arg-type, unused-ignore]  # what no group manages
-
-
-def working_copy(
-    recipe: Recipe,
-    model: DecisionTransformer,
-    precision: torch.dtype | None,
-    parallel: Parallel,
-) -> tuple[DecisionTransformer, torch.dtype | None, str]:
-    """Return what steps compute with, the autocast type left for them, and a remark on both.
-
-    With ``train.weights=bf16`` a copy of the model in bfloat16, of which nothing needs a cast;
-    otherwise the model itself.
-    """
-    if precision is None:
-        return model, None, ""
-    narrow = has_half_gradients(recipe, half=True)
-    if parallel.sharded:  # cast when they are collected
-        sums = "bfloat16" if narrow else "float32"
-        return model, precision, f"bfloat16 products of float32 shards, {sums} sums of gradients"
-    if narrow:
-        working: Any = copy.deepcopy(model)
-        return working.to(precision), None, "bfloat16 weights, float32 updates"
-    if recipe.train.weights == "fp32":
-        return model, precision, ""
-    remark = "; bfloat16 gradients would add up micro-batches coarsely"
-    return model, precision, f"bfloat16 autocast, float32 weights{remark}"
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
+from gear_offline.kernels.adamw import Update, enqueue_together
 from gear_offline.loaders.batch import Batch, join_batches
 from gear_offline.loaders.static_batch import side_by_side
 from gear_offline.models.loss import TrainingBatch
 from gear_offline.models.stacked import StackedModels, refuse_stack
-from gear_offline.training.captured_part import capture, warm_up
-from gear_offline.training.compilation import is_compiled
-from gear_offline.training.data_parallel import COMPILE
+from gear_offline.training.cost import is_compiled
+from gear_offline.training.gradients import COMPILE
+from gear_offline.training.graph import capture, warm_up
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
-
-if TYPE_CHECKING:
-    from gear_offline.kernels.adamw import Update
+from gear_offline.training.model import ModelSizes
 
 
 def stack_key(recipe: Recipe) -> str:
@@ -41,19 +39,10 @@ def stack_key(recipe: Recipe) -> str:
 def check_stackable(
     recipe: Recipe, sizes: ModelSizes | None = None, *, learns: bool = False
 ) -> None:
-    """Refuse a recipe whose steps need more than one forward and backward pass of plain models.
+    """Refuse a recipe whose steps need more than one pass of plain models (``UNAVAILABLE``).
 
-    Parameters
-    ----------
-    sizes
-        Of the model, where they are known already.
-    learns
-        The selection learns from losses.
-
-    Raises
-    ------
-    UnavailableError
-        ``STACK_UNAVAILABLE``
+    `sizes` are those of the model, where they are known already; `learns`: the selection does, from
+    losses.
     """
     train = recipe.train
     reason = ""
@@ -84,12 +73,8 @@ class Stack:
     Parameters
     ----------
     learners
-        After as many steps each, of recipes with one `stack_key`.
-
-    Raises
-    ------
-    UnavailableError
-        ``STACK_UNAVAILABLE`` for models or selections that cannot be stacked.
+        After as many steps each, of recipes with one `stack_key`.  What cannot be stacked is
+        `UnavailableError` (``UNAVAILABLE``).
     """
 
     def __init__(self, learners: Sequence[Learner]) -> None:
@@ -107,8 +92,8 @@ class Stack:
             self._losses = torch.compile(self._models.losses, dynamic=False, options=COMPILE)
         if first.device.type == "cuda":  # each was made on a stream of its own
             torch.cuda.synchronize(first.device)
-        self._captured: CapturedStack | None = None
         self._is_captured = not first.graph_reason
+        self._captured: CapturedStack | None = None
 
     @property
     def will_capture(self) -> bool:
@@ -146,14 +131,14 @@ class Stack:
 
     def _launch(self) -> dict[int, GearError]:
         failed: dict[int, GearError] = {}
-        there = [n for n in range(len(self.learners)) if n not in self._left]
-        taken = {n: self.learners[n].take() for n in there}
+        staying = [n for n in range(len(self.learners)) if n not in self._left]
+        taken = {n: self.learners[n].take() for n in staying}
         if not self._batches:
             self._batches = list(taken.values())
         for number, batch in taken.items():
             self._batches[number] = batch
         losses = self._gradients(join_batches(self._batches))
-        for number in there:
+        for number in staying:
             try:
                 self.learners[number].apply(losses[number])
             except GearError as error:
@@ -198,20 +183,13 @@ class CapturedStack:
             for _ in learners
         ]
         self._is_early = not self._parts[0].batches.ahead
-        if self._is_early:
-            self._prepare()
-            self._make_batches()
-        self._graph = torch.cuda.CUDAGraph()
-        written = [tensor for part in self._parts for tensor in part.written()]
-        warm_up(self._rehearse, written, self._device)
+        self._make_early()
+        warm_up(self._rehearse, self._device)
+        self._graph = capture(self._run)
         for part in self._parts:
-            part.put_back()
-        capture(self._graph, self._run)
-        for part in self._parts:
-            part.finish_capture()
-        if self._is_early:
-            self._prepare()
-            self._make_batches()
+            part.optimizer.finish_capture()
+            part.rewind()
+        self._make_early()
 
     def replay(self) -> None:
         """Do the next step of each; returns at once."""
@@ -226,9 +204,22 @@ class CapturedStack:
         if self._is_early:
             self._make_batches(updates)
         else:
-            self._update(updates)
+            enqueue_together(updates)
         for part in self._parts:
             part.batches.end(timed=True)
+
+    def _rehearse(self) -> None:
+        if not self._is_early:
+            self._make_batches()
+        self._gradients(self._batch)
+        for part in self._parts:
+            part.batches.end(timed=True)
+
+    def _make_early(self) -> None:
+        """Make the first step's batches, if those of a step are made in the one before."""
+        if self._is_early:
+            self._prepare()
+            self._make_batches()
 
     def _prepare(self) -> None:
         for part in self._parts:
@@ -242,16 +233,6 @@ class CapturedStack:
             with torch.cuda.stream(stream):
                 part.batches.begin(timed=True)
         if updates:
-            self._update(updates)
+            enqueue_together(updates)
         for stream in self._streams:
             main.wait_stream(stream)
-
-    def _update(self, updates: Sequence[Update]) -> None:
-        from gear_offline.kernels.adamw import enqueue_together
-
-        enqueue_together(updates)
-
-    def _rehearse(self) -> None:
-        for part in self._parts:
-            part.repeat()
-        self._run()

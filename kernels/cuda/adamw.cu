@@ -1,16 +1,141 @@
-// Two launches: the norm of all gradients, and the update.  See adamw.cuh for the law.
+// Clip by the norm of all gradients, then AdamW, over many tensors in two launches.
 //
-// Memory bounds both, so loads are under way early: a thread takes four elements of a piece, 16
-// bytes a load; the second kernel reads what it updates before it adds up the norm, and addresses
-// of the next piece while it works on one.
-#include "adamw.cuh"
+// AdamW is that of Loshchilov and Hutter (2019), in the order of operations of PyTorch's fused one.
+// Weights that the model computes with in bfloat16 (shadows) get their gradients in it too, and are
+// written in the same pass as the float32 ones.
+//
+// Memory bounds both launches, so loads are under way early.  The work is cut into pieces, each
+// within one tensor: a block reads a piece's addresses at once, a thread takes four elements of it,
+// 16 bytes a load.  The second kernel reads what it updates before it adds up the norm, and the
+// addresses of the next piece while it works on one.
+//
+// The norm is summed over groups of pieces: partial sums of the first kernel, which each block of
+// the second adds up in the same order.  The groups depend on the tensors' sizes alone, so neither
+// GPU, launch nor addresses change a bit.
+#include "philox.cuh"
 
 namespace gear {
 
-enum { WARP = 32, QUAD = PIECE / THREADS };
+enum { WARP = 32, THREADS = 256, QUAD = 4, PIECE = QUAD * THREADS, MOST_PARTIALS = 2 * THREADS };
+enum { CONSTANT, LINEAR, COSINE };  // of the learning rate, after the warm-up
+enum { MOST_JOBS = 16 };            // parameters of a kernel are limited to 4 KB
+
+typedef unsigned short bf16;  // the upper half of a float32
+
+struct alignas(16) Piece {  // a part of one tensor, equally laid out in all that belongs to it
+    const void* gradient;   // float, or bf16 where there is a shadow
+    i64 count;              // of elements, at most PIECE
+    float* value;
+    float* first;           // moments
+    float* second;
+    bf16* shadow;           // the value as the model computes with it
+};
+
+struct alignas(16) Rule {  // of one step, but for the clipping
+    float shrink, beta1, rest1, beta2, rest2, size, root, epsilon;
+};
+
+struct AdamwJob {
+    const Piece* pieces;
+    i64 piece_count;
+    i64 group;            // pieces a partial sum is over
+    double* partials;     // (partial_count,) sums of squared gradients
+    i64 partial_count;    // at most MOST_PARTIALS
+    Rule* rule;           // the first kernel writes it, for the second
+    i64* index;           // the step to do, counted from 0
+    i64* row;             // of `window`, or one past its end or more
+    float* window;        // (window_rows, 2): loss and norm before clipping
+    i64 window_rows;
+    const float* loss;    // a scalar
+    float* counts;        // (tensor_count,): steps done
+    i64 tensor_count;
+    i64 kind, warmup, steps;  // of the learning rate: see `Schedule` of kernels/adamw.py
+    double rate;
+    double beta1, beta2, epsilon, decay;
+    double limit;         // of the norm; infinite for none
+};
+
+struct AdamwJobs {  // of models that are updated together
+    i64 count;
+    AdamwJob jobs[MOST_JOBS];
+};
+
+GEAR_CODE double rate_of(const AdamwJob& job, i64 index) {
+    if (index < job.warmup) return job.rate * (double)(index + 1) / (double)job.warmup;
+    if (job.kind == CONSTANT) return job.rate;
+    i64 rest = job.steps - job.warmup;
+    double left = (double)(job.steps - index) / (double)(rest > 1 ? rest : 1);
+    if (left < 0.0) left = 0.0;
+    return job.rate * (job.kind == LINEAR ? left : 0.5 - 0.5 * cospi(left));
+}
+
+GEAR_CODE double power(double base, i64 exponent) {
+    double found = 1.0;
+    for (; exponent; exponent >>= 1) {
+        if (exponent & 1) found *= base;
+        base *= base;
+    }
+    return found;
+}
+
+// Block 0 of the first kernel works out what the step needs of the step number.
+GEAR_CODE void prepare(const AdamwJob& job) {
+    i64 index = *job.index;
+    for (i64 i = threadIdx.x; i < job.tensor_count; i += THREADS)
+        job.counts[i] = (float)(index + 1);
+    if (threadIdx.x) return;
+    double rate = rate_of(job, index);
+    Rule rule;
+    rule.shrink = (float)(rate * job.decay);
+    rule.beta1 = (float)job.beta1;
+    rule.rest1 = (float)(1.0 - job.beta1);
+    rule.beta2 = (float)job.beta2;
+    rule.rest2 = (float)(1.0 - job.beta2);
+    rule.size = (float)(rate / (1.0 - power(job.beta1, index + 1)));
+    rule.root = (float)sqrt(1.0 - power(job.beta2, index + 1));
+    rule.epsilon = (float)job.epsilon;
+    *job.rule = rule;
+}
+
+// The last block of the second kernel: metrics and counters.  A run that a captured stack goes on
+// without is at rows past its window's end sooner or later: nobody asks for them.
+GEAR_CODE void finish(const AdamwJob& job, double norm) {
+    i64 row = *job.row;
+    if (row < job.window_rows) {
+        job.window[2 * row] = *job.loss;
+        job.window[2 * row + 1] = (float)norm;
+    }
+    *job.row = row + 1;
+    *job.index += 1;
+}
+
+union Bits {
+    u32 bits;
+    float value;
+};
+
+GEAR_CODE float widen(float value) { return value; }
+
+GEAR_CODE float widen(bf16 value) {
+    Bits found;
+    found.bits = (u32)value << 16;
+    return found.value;
+}
+
+// To the nearest, to even between two; what is not a number stays so.
+GEAR_CODE bf16 narrow(float value) {
+    Bits found;
+    found.value = value;
+    if ((found.bits & 0x7fffffffu) > 0x7f800000u) return (bf16)(found.bits >> 16 | 0x40u);
+    return (bf16)((found.bits + 0x7fffu + (found.bits >> 16 & 1u)) >> 16);
+}
 
 struct Quad {  // what a thread has of a piece; elements that there are not are 0
     float of[QUAD];
+};
+
+struct Quads {
+    Quad value, first, second, gradient;
 };
 
 // Sum over the block in the same order every time; only thread 0 has it.
@@ -35,16 +160,13 @@ GEAR_CODE Quad quad_of(uint2 all) {
     return found;
 }
 
-GEAR_CODE float single(float value) { return value; }
-GEAR_CODE float single(bf16 value) { return widen(value); }
-
 // The first `left` of four elements, one at a time.
 template <typename T>
 GEAR_CODE Quad some(const T* from, int left) {
     Quad found = {{0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
     for (int i = 0; i < QUAD; ++i)
-        if (i < left) found.of[i] = single(from[i]);
+        if (i < left) found.of[i] = widen(from[i]);
     return found;
 }
 
@@ -65,13 +187,6 @@ struct Gradients<true> {
 
 // Whether an address is one to load `bytes` bytes from.
 GEAR_CODE bool fits(u64 address, u64 bytes) { return (address & (bytes - 1)) == 0; }
-
-// Block 0 has no gradients: it works out what the step needs of the step number.
-GEAR_CODE void prepare(const AdamwJob& job) {
-    i64 index = *job.index;
-    for (i64 i = threadIdx.x; i < job.tensor_count; i += THREADS) job.steps[i] = (float)(index + 1);
-    if (threadIdx.x == 0) *job.rule = rule_of(job, index);
-}
 
 // Gradients of AHEAD pieces, or of those that there are.
 template <bool SHADOWED, int AHEAD>
@@ -127,10 +242,6 @@ GEAR_CODE void norm(const AdamwJob& job, u32 block, u32) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) job.partials[block - 1] = sum;
 }
-
-struct Quads {
-    Quad value, first, second, gradient;
-};
 
 // Whether a thread's four elements are stored, and but for gradients loaded, at once.
 template <bool SHADOWED>
@@ -198,12 +309,15 @@ GEAR_CODE void write(const Piece& piece, const Quads& quads) {
 GEAR_CODE Quads update(const Rule& rule, float scale, Quads quads) {
 #pragma unroll
     for (int i = 0; i < QUAD; ++i) {
-        Element element = {quads.value.of[i], quads.first.of[i], quads.second.of[i],
-                           quads.gradient.of[i]};
-        element = update(rule, scale, element);
-        quads.value.of[i] = element.value;
-        quads.first.of[i] = element.first;
-        quads.second.of[i] = element.second;
+        float gradient = quads.gradient.of[i] * scale;
+        float value = quads.value.of[i], first = quads.first.of[i], second = quads.second.of[i];
+        value -= rule.shrink * value;
+        first = rule.beta1 * first + rule.rest1 * gradient;
+        second = rule.beta2 * second + rule.rest2 * gradient * gradient;
+        value -= rule.size * first / (__fsqrt_rn(second) / rule.root + rule.epsilon);
+        quads.value.of[i] = value;
+        quads.first.of[i] = first;
+        quads.second.of[i] = second;
     }
     return quads;
 }
@@ -223,7 +337,8 @@ GEAR_CODE void step(const AdamwJob& job, u32 block, u32 blocks) {
     sum = block_sum(sum);
     if (threadIdx.x == 0) {
         double norm = sqrt(sum);
-        shared_scale = scale_of(job, norm);
+        float scale = (float)(job.limit / (norm + 1e-6));
+        shared_scale = scale > 1.0f ? 1.0f : scale;  // a norm that is not a number stays one
         if (block == blocks - 1) finish(job, norm);  // nobody else reads that in this launch
     }
     __syncthreads();

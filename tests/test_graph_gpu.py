@@ -13,7 +13,7 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.loaders import static_batch
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 from tests.gpu_support import NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.support import make_dataset
@@ -117,7 +117,7 @@ def test_frames_are_trained_on(
     captured = of_frames("train.graph=on", *EXACT)
     graph = losses(captured)
     assert captured._captured is not None
-    assert captured._captured._batches.ahead is (placement == "host")
+    assert captured._captured.part.batches.ahead is (placement == "host")
     assert 0 <= captured.report()["data_wait_share"] < 1
     single = losses(of_frames("train.graph=off", *EXACT))
     # Convolutions may round differently, and 60 steps spread that.

@@ -5,8 +5,9 @@ Shape legend: W ranks, B segments of a rank's share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,49 +20,11 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.feedback import SegmentFeedback
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.loss import action_loss, segment_losses
-from gear_offline.training.compilation import compile_parts, is_deep
-from gear_offline.training.parallel import Parallel
+from gear_offline.training.parallel import ALONE, Parallel
 
+BLOCKWISE_FROM = 6  # blocks: compiled one by one they take seconds, as a whole a minute
 # small kernels that do not depend on each other become one: a third fewer launches a step
 COMPILE: dict[str, Any] = {"combo_kernels": True}
-SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
-
-
-def global_steps(batch: Batch, world: World) -> Tensor:
-    """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
-
-    With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
-    padding is spread over ranks and micro-batches.
-    """
-    steps = (batch.attention_mask != 0).sum().float()
-    world.sum_into(steps)
-    return steps.clamp(min=1) / world.size
-
-
-def check_micro_batches(batch_size: int, world: World, accumulate: int) -> None:
-    """Raise `InputError` (``LOADER_OPTION``) unless a rank's share has that many equal parts."""
-    check_parts(world.rank_batch(batch_size), accumulate, whose="a rank's")
-
-
-def check_parts(share: int, accumulate: int, *, whose: str) -> None:
-    """Raise `InputError` (``LOADER_OPTION``) unless a share has that many equal parts."""
-    if share % accumulate:
-        raise InputError(
-            "LOADER_OPTION",
-            f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches",
-            where="train.accumulate",
-            remedy=f"use a divisor of {share}, or another loader.batch_size",
-        )
-
-
-def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
-    """Yield consecutive parts of a batch of equal size; views."""
-    if count == 1:
-        yield batch
-        return
-    size = len(batch) // count
-    for first in range(0, len(batch), size):
-        yield batch.part(slice(first, first + size))
 
 
 class GradientPass:
@@ -71,10 +34,6 @@ class GradientPass:
     ----------
     model
         Sharded already where `parallel` says so.
-    world
-        The ranks that train together.
-    parallel
-        How they share the model.
     compiled
         Compile: the whole forward and loss of a small model, each block of a deep one.
     feedback
@@ -94,7 +53,7 @@ class GradientPass:
         model: DecisionTransformer,
         world: World,
         *,
-        parallel: Parallel,
+        parallel: Parallel = ALONE,
         compiled: bool = False,
         feedback: SegmentFeedback | None = None,
         accumulate: int = 1,
@@ -108,13 +67,12 @@ class GradientPass:
                 where="train.accumulate",
                 remedy="use train.accumulate=1, or another strategy",
             )
-        self._model, self._world = model, world
+        self._model, self._world, self._parallel = model, world, parallel
         self._feedback, self._accumulate = feedback, accumulate
         self._device = next(model.parameters()).device
         # FSDP casts by itself, and its weights are no longer float32 inside.
         self._precision = None if parallel.sharded else precision
-        self._keeps_weights = parallel.sharded and not parallel.reshard and accumulate > 1
-        whole = compiled and not (parallel.sharded or is_deep(model))
+        whole = compiled and not (parallel.sharded or len(model.encoder.h) >= BLOCKWISE_FROM)
         if compiled and not whole:
             compile_parts(model, sharded=parallel.sharded)
         self._wrapped: nn.Module = model
@@ -134,6 +92,7 @@ class GradientPass:
             self._loss = model.loss
             if whole:
                 self._loss = torch.compile(model.loss, dynamic=False, options=COMPILE)
+        self._without_warnings = parallel.sharded or fixed_buckets
 
     def __call__(
         self,
@@ -156,34 +115,34 @@ class GradientPass:
         if valid is None and (self._world.size > 1 or self._accumulate > 1):
             valid = global_steps(batch, self._world)
         total: Tensor | None = None
-        for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
-            with self._quiet(last=number == self._accumulate):
-                with torch.autocast(
-                    self._device.type,
-                    dtype=self._precision,
-                    enabled=self._precision is not None,
-                ):
-                    loss = self._loss(part, valid_steps=valid)
-                factor = None if weight is None else weight()
-                with self._world.guard("averaging gradients"):
+        with _without_warnings() if self._without_warnings else nullcontext():
+            for number, part in enumerate(micro_batches(batch, self._accumulate), start=1):
+                with self._exchange(last=number == self._accumulate):
+                    with torch.autocast(
+                        self._device.type,
+                        dtype=self._precision,
+                        enabled=self._precision is not None,
+                    ):
+                        loss = self._loss(part, valid_steps=valid)
+                    factor = None if weight is None else weight()
                     loss.backward(factor)  # type: ignore[no-untyped-call]
-            found = loss.detach() if factor is None else loss.detach() * factor
-            total = found if total is None else total + found
+                loss = loss.detach() if factor is None else loss.detach() * factor
+                total = loss if total is None else total + loss
         assert total is not None, "a batch has at least one part"
         return total
 
-    def _quiet(self, *, last: bool) -> AbstractContextManager[None]:
+    def _exchange(self, *, last: bool) -> AbstractContextManager[None]:
         """Gradients of replicas travel once a step; shards add up theirs as they come.
 
         Shards' weights that stay between the passes also stay from one micro-batch to the next.
         """
-        if self._keeps_weights:
+        if self._parallel.sharded and not self._parallel.reshard and self._accumulate > 1:
             sharded: Any = self._model
             sharded.set_reshard_after_backward(last)
         if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
-        found: AbstractContextManager[None] = self._wrapped.no_sync()
-        return found
+        silent: AbstractContextManager[None] = self._wrapped.no_sync()
+        return silent
 
     def _rank_loss(self, batch: Batch, *, valid_steps: Tensor | float | None) -> Tensor:
         output = self._forward(**batch.model_inputs(), padding=batch.padding, only_actions=True)
@@ -199,33 +158,68 @@ class GradientPass:
         )
 
 
-def seed_rank(seed: int, world: World) -> None:
-    """Give every rank but the first one random numbers of its own."""
-    if world.rank:
-        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
+def global_steps(batch: Batch, world: World) -> Tensor:
+    """Return the real steps of the global batch divided by W: the divisor of a rank's loss.
+
+    With it the mean of the ranks' gradients is the gradient of the global batch's mean, however
+    padding is spread over ranks and micro-batches.
+    """
+    steps = (batch.attention_mask != 0).sum().float()
+    world.sum_into(steps)
+    return steps.clamp(min=1) / world.size
 
 
-def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
-    """Return the states of torch's random numbers of all ranks, by name."""
-    kinds = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        kinds["cuda"] = torch.cuda.get_rng_state(device)
-    found = {}
-    for kind, state in kinds.items():
-        for rank, tensor in enumerate(world.gather_tensor(state)):
-            found[_name(kind, rank)] = tensor
-    return found
+def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
+    """Yield consecutive parts of a batch of equal size; views."""
+    if count == 1:
+        yield batch
+        return
+    size = len(batch) // count
+    for first in range(0, len(batch), size):
+        yield batch.part(slice(first, first + size))
 
 
-def restore_random(tensors: Mapping[str, Tensor], world: World, device: torch.device) -> None:
-    """Take over this rank's states, as far as they were saved."""
-    cpu: Any = tensors.get(_name("cpu", world.rank))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    cuda = tensors.get(_name("cuda", world.rank))
-    if device.type == "cuda" and cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
+def check_micro_batches(share: int, accumulate: int, *, whose: str = "a rank's") -> None:
+    """Raise `InputError` (``LOADER_OPTION``) unless a share has that many equal parts."""
+    if share % accumulate:
+        raise InputError(
+            "LOADER_OPTION",
+            f"{whose} {share} segments cannot be cut into {accumulate} equal micro-batches",
+            where="train.accumulate",
+            remedy=f"use a divisor of {share}, or another loader.batch_size",
+        )
 
 
-def _name(kind: str, rank: int) -> str:
-    return f"random/{kind}" if rank == 0 else f"random/{kind}/{rank}"
+def compile_parts(model: DecisionTransformer, *, sharded: bool = False) -> None:
+    """Compile each block's forward and the embeddings'; blocks are alike, so one or two do.
+
+    Hooks on the blocks (FSDP's) and recomputing stay outside, and so do parameters' names.  The
+    embeddings of a sharded model belong to what is collected around all blocks: they stay eager.
+    So does a model that acts, whose shapes change.
+    """
+    parts: list[Any] = list(model.encoder.h)
+    for block in parts:
+        block.forward = _in_training(block, block.forward)
+    if not sharded:
+        whole: Any = model
+        whole._embed = _in_training(model, model._embed)
+
+
+def _in_training(module: nn.Module, eager: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(eager, dynamic=False)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return (compiled if module.training else eager)(*arguments, **options)
+
+    return call
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out what torch says of things that are meant."""
+    with warnings.catch_warnings():
+        # A linear head's result is a view; nothing here writes to it in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        # `fixed_buckets` asks for unused parameters for the sake of something else.
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        yield

@@ -1,24 +1,23 @@
-"""The model that a run trains, as its recipe says: built, shared over the ranks, and copied."""
+"""The model that a run trains, as its recipe says: built, shared over the ranks, its precision."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
-from gear_offline.models.checks import trainable_parameters
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
-from gear_offline.models.multitask import ModelTask
-from gear_offline.training.parallel import (
-    Parallel,
-    choose_parallel,
-    has_half_gradients,
-    shard_model,
-    working_copy,
+from gear_offline.models.decision_transformer import (
+    DecisionTransformer,
+    build_model,
+    trainable_parameters,
 )
-from gear_offline.training.precision import resolve_precision
+from gear_offline.models.multitask import ModelTask
+from gear_offline.training.cost import has_half_gradients
+from gear_offline.training.parallel import Parallel, choose_parallel, shard_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +97,46 @@ def make_training_model(
     precision, reason = resolve_precision(recipe.train.precision, device)
     half = precision is not None
     model = recipe_model(recipe, sizes)
-    trainable_parameters(model)  # freezes what the loss never reaches
+    learning = trainable_parameters(model)  # freezes what the loss never reaches
     model.encoder.gradient_checkpointing = recipe.train.recompute
-    parallel = choose_parallel(recipe, model, world, device, half=half)
+    parameters = sum(parameter.numel() for parameter in learning)
+    parallel = choose_parallel(recipe, parameters, world, device, half=half)
+    narrow = has_half_gradients(recipe, half=half)
     if parallel.sharded:
-        narrow = has_half_gradients(recipe, half=half)
         shard_model(model, device, world, precision, parallel, half_gradients=narrow)
     else:
         model.to(device)  # type: ignore[arg-type, unused-ignore]
     model.train()
-    working, autocast, remark = working_copy(recipe, model, precision, parallel)
-    return TrainingModel(model, working, half, autocast, remark or reason, parallel)
+    working: Any = model
+    autocast = precision
+    if parallel.sharded and half:  # FSDP casts weights as it collects them
+        sums = "bfloat16" if narrow else "float32"
+        reason = f"bfloat16 products of float32 shards, {sums} sums of gradients"
+    elif narrow:
+        working, autocast = copy.deepcopy(model), None
+        working.to(precision)
+        reason = "bfloat16 weights, float32 updates"
+    elif half and recipe.train.weights == "bf16":
+        reason += "; bfloat16 gradients would add up micro-batches coarsely"
+    return TrainingModel(model, working, half, autocast, reason, parallel)
+
+
+def resolve_precision(precision: str, device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return the autocast type (None: float32 throughout) and a line that says why.
+
+    On CPUs ``auto`` is float32: without bfloat16 instructions autocast only adds work, and with
+    them a recipe should still give the same weights as on the next machine.
+    """
+    if precision == "fp32":
+        return None, "float32, as the recipe says"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "bfloat16 autocast, float32 weights"
+        if precision == "bf16":
+            return torch.bfloat16, "bfloat16 autocast as the recipe says, emulated by this GPU"
+        return None, "float32: this GPU has no bfloat16"
+    native = bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+    if precision == "bf16":
+        remark = "" if native else "; this CPU has no instructions for it and will be slow"
+        return torch.bfloat16, f"bfloat16 autocast as the recipe says{remark}"
+    return None, "float32" + ("; train.precision=bf16 may be faster on this CPU" if native else "")

@@ -16,9 +16,8 @@ import torch
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.distributed.world import World, open_world, rank_device
-from gear_offline.training import rank_gradients
 from gear_offline.training.learner import Learner
-from gear_offline.training.training_model import ModelSizes
+from gear_offline.training.model import ModelSizes
 
 SMALL = ("model.hidden_size=32", "model.layers=2", "loader.context_length=8")
 EXACT = ("model.dropout=0.0", "train.precision=fp32", "train.compile=off")
@@ -53,8 +52,6 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
     single = make(data, world, device, *options, "train.graph=off")
     expected = run(single, 60, world)
     note(world, "step by step is done")
-    usual = rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES
-    rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = 8 << 10, 1 << 10  # many buckets
     graph = make(data, world, device, *options, "train.graph=on")
     try:
         found = run(graph, 60, world)
@@ -70,7 +67,6 @@ def compare(data: Path, world: World, device: torch.device) -> dict[str, float]:
         assert len(set(alike)) == 1, "every rank has the same weights"
     finally:
         graph.release()
-        rank_gradients.NODE_BYTES, rank_gradients.LAST_BYTES = usual
     loss = float(np.abs(found / expected - 1).max())
     return {"loss_relative": loss, "weight_absolute": max(weights)}
 

@@ -1,0 +1,163 @@
+"""What a training step costs: the model's FLOPs, the share of a chip that they use, GPU memory.
+
+Shape legend: L blocks, h hidden size, K steps of a window, n = 3 B K tokens of a batch of B.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import TrainSettings
+
+FORMULA = "72 L h^2 n + 36 L h K n FLOP a step of n = 3 B K tokens"
+
+# Dense bfloat16 products, TFLOP/s, from NVIDIA's datasheets (halved where those count sparsity),
+# by how the chip names itself; the first name that fits is taken.
+PEAK_TFLOPS = (
+    ("B200", 2250.0),  # HGX B200 datasheet
+    ("GH200", 989.0),  # Grace Hopper superchip datasheet
+    ("H200 NVL", 835.5),  # H200 datasheet
+    ("H200", 989.0),  # H200 datasheet, SXM
+    ("H100 NVL", 835.5),  # H100 NVL datasheet
+    ("H100 PCIe", 756.5),  # H100 datasheet
+    ("H100", 989.0),  # H100 datasheet, SXM
+    ("A100", 312.0),  # A100 datasheet
+    ("A10", 125.0),  # A10 datasheet
+    ("A40", 149.7),  # A40 datasheet
+    ("A30", 165.0),  # A30 datasheet
+    ("L40S", 362.0),  # L40S datasheet
+    ("L40", 181.0),  # L40 datasheet
+    ("L4", 121.0),  # L4 datasheet
+)
+
+# Bytes a parameter: weight, gradient and two moments, in float32; or float32 weight and moments
+# with weight and gradient of the step in bfloat16.
+STATE_BYTES = 16
+CAST_BYTES = 2  # a parameter: autocast's copy of the weight
+# Bytes a token, block and unit of width from the forward to the backward pass, with bfloat16
+# products: measured at 87 M and 1.2 B parameters, within 15 % (tests/test_planning.py).
+KEPT_COMPILED, KEPT_EAGER = 28.5, 64.0
+COMPILED_FROM = 20_000  # steps: fewer do not earn back half a minute of compiling
+CONTEXT_BYTES = 3 << 29  # CUDA itself, libraries, workspaces
+USABLE = 0.9  # of free memory: allocators lose some in between
+
+
+def step_flops(*, layers: int, width: int, context: int, segments: int) -> float:
+    """Return the FLOPs of the blocks of one step, forward and backward.
+
+    Matrix products count 6 for each of a block's 12 h^2 weights and token, attention 12 L h (3K)
+    a token, as if nothing was masked.  Embeddings, heads and encoders are left out, and so is
+    what is computed twice to save memory.  All tokens count in every block, also those that the
+    last one leaves out.
+    """
+    tokens = 3.0 * segments * context
+    return layers * width * tokens * (72.0 * width + 36.0 * context)
+
+
+def is_compiled(train: TrainSettings) -> bool:
+    """Return whether a run's steps are compiled."""
+    pays = train.steps >= COMPILED_FROM and not train.deterministic  # it times kernels
+    return train.compile == "on" or (train.compile == "auto" and pays)
+
+
+def has_half_gradients(recipe: Recipe, *, half: bool) -> bool:
+    """Return whether gradients are in 16 bits where products are (`half`), ranks' sums included.
+
+    Those of micro-batches are not: they would add up coarsely.
+    """
+    return half and recipe.train.weights == "bf16" and recipe.train.accumulate == 1
+
+
+def memory_bytes(
+    recipe: Recipe,
+    parameters: int,
+    *,
+    segments: int,
+    half: bool,
+    shards: int = 1,
+    reshard: bool = True,
+) -> int:
+    """Return what training keeps in a GPU's memory, by formula, `CONTEXT_BYTES` not included.
+
+    Parameters
+    ----------
+    segments
+        Of the GPU's share of a batch.
+    half
+        Products are in bfloat16.
+    shards
+        Ranks that the model is sharded over; 1: the GPU has all of it.
+    reshard
+        Of shards: weights are collected for each pass, not kept between them.
+    """
+    train, narrow = recipe.train, has_half_gradients(recipe, half=half)
+    state = -(-parameters * STATE_BYTES // shards)
+    if shards > 1 and not reshard:
+        state += parameters * (2 if half else 4)
+    elif shards == 1 and half and not narrow:
+        state += parameters * CAST_BYTES
+    layers, width = recipe.model.layers, recipe.model.hidden_size
+    block = (KEPT_COMPILED if is_compiled(train) else KEPT_EAGER) * (1 if half else 2)
+    each = layers * block
+    if train.recompute:  # the blocks' inputs, and one block in full
+        each = layers * (2 if narrow else 4) + block
+    tokens = 3 * segments * recipe.loader.context_length / train.accumulate
+    return state + int(tokens * width * each)
+
+
+def peak_tflops(device: torch.device, *, half: bool) -> float | None:
+    """Return what a device's datasheet promises for products in bfloat16; None: unknown."""
+    if device.type != "cuda" or not half:
+        return None
+    return named_peak(torch.cuda.get_device_name(device))
+
+
+def named_peak(name: str) -> float | None:
+    """Return the peak of a GPU by the name that its driver gives it."""
+    words = name.replace("-", " ").split()
+    for known, peak in PEAK_TFLOPS:
+        if all(part in words for part in known.split()):
+            return peak
+    return None
+
+
+class Meter:
+    """The rate at which a rank with `segments` of each batch computes the model's FLOPs."""
+
+    def __init__(self, recipe: Recipe, segments: int, device: torch.device, *, half: bool) -> None:
+        self.flops = step_flops(
+            layers=recipe.model.layers,
+            width=recipe.model.hidden_size,
+            context=recipe.loader.context_length,
+            segments=segments,
+        )
+        self.peak = peak_tflops(device, half=half)
+        self._steps, self._seconds = 0, 0.0
+
+    def add(self, steps: int, seconds: float) -> dict[str, float]:
+        """Count `steps` that took `seconds`; return what to log of them."""
+        self._steps += steps
+        self._seconds += seconds
+        tflops = self._rate(steps, seconds)
+        return {"tflops": tflops} | ({} if self.peak is None else {"mfu": tflops / self.peak})
+
+    def summary(self) -> dict[str, float | str | None]:
+        """Return the rate over all steps counted, for one rank."""
+        tflops = self._rate(self._steps, self._seconds)
+        mfu = None if self.peak is None else tflops / self.peak
+        return {"tflops": tflops, "mfu": mfu, "peak_tflops": self.peak, "formula": FORMULA}
+
+    def text(self) -> str:
+        """Return the rate over all steps counted in words."""
+        tflops = self._rate(self._steps, self._seconds)
+        if tflops < 0.1:
+            return f"{1000 * tflops:,.3g} GFLOP/s"
+        text = f"{tflops:,.3g} TFLOP/s" if tflops < 100 else f"{tflops:,.0f} TFLOP/s"
+        if self.peak is None:
+            return text
+        share = f"{tflops / self.peak:.1%} of the {self.peak:,.0f} of the chip's datasheet"
+        return f"{text}, {share} (MFU) ({FORMULA})"
+
+    def _rate(self, steps: int, seconds: float) -> float:
+        return steps * self.flops / seconds / 1e12 if seconds else 0.0

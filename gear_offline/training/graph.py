@@ -1,0 +1,284 @@
+"""A whole training step as one CUDA graph: select, gather, forward, backward, clip, AdamW.
+
+The host launches one graph a step and computes nothing: the step number, the learning rate and
+the row of the metrics are read and advanced on the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.distributed.world import World
+from gear_offline.errors import UnavailableError
+from gear_offline.models.decision_transformer import DecisionTransformer
+from gear_offline.training.gradients import GradientPass
+from gear_offline.training.graph_ranks import RankGradients
+from gear_offline.training.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from gear_offline.kernels.adamw import Update
+    from gear_offline.loaders.feedback import DeviceFeedback
+    from gear_offline.loaders.loader import GearLoader
+    from gear_offline.loaders.static_batch import StaticBatch
+
+WARM_UPS = 3  # passes before capturing: libraries choose their algorithms and allocate
+TIMED_FILLS = 50
+# Other threads may ask for events meanwhile: NCCL's watchdog does all the time.
+CAPTURE_MODE = "thread_local"
+
+
+def why_not_captured(
+    recipe: Recipe, device: torch.device, world: World, loader: GearLoader, *, sharded: bool
+) -> str:
+    """Return why steps are not captured as a CUDA graph, or nothing if they are.
+
+    If the recipe insists, `UnavailableError` (``UNAVAILABLE``).
+    """
+    train, learns = recipe.train, loader.loss_sampler is not None
+    if train.graph == "off":
+        return "train.graph=off"
+    reason = ""
+    if device.type != "cuda":
+        reason = "CUDA graphs need a GPU"
+    elif world.node_count > 1 and train.graph == "auto":
+        reason = "several nodes exchange gradients"  # nobody has run that yet
+    elif world.size > 1 and sharded:
+        reason = "graphs of several ranks need replicas"
+    elif world.size > 1 and learns:
+        reason = "the ranks tell each other the losses of segments"
+    elif train.accumulate > 1:
+        reason = "a batch is computed in micro-batches (train.accumulate)"
+    elif train.recompute:
+        reason = "blocks are computed twice (train.recompute)"
+    elif loader.engine is None:
+        reason = "batches are not made by the GPU (loader.engine)"
+    elif learns and not loader.engine.draws:
+        reason = "the host draws when it has heard of the losses"
+    if reason and train.graph == "on":
+        raise UnavailableError(
+            "UNAVAILABLE",
+            f"train.graph=on is not possible: {reason}",
+            remedy="use train.graph=auto, or see gear-offline doctor",
+        )
+    return reason
+
+
+def start_compilers() -> None:
+    """Start the processes that compile kernels, so that they are there when tracing is done.
+
+    They take some seconds to start, and torch would begin only then.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # not a promised part of torch
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+
+
+class RunPart:
+    """One run's part of a captured step: its batch, its update, its losses and norms.
+
+    Parameters
+    ----------
+    optimizer
+        Made with ``captured=True``.
+    batches
+        Made for the step to come.
+    window
+        (n, 2) float32 on the device: loss and gradient norm of each step since the last report.
+    step
+        The step to come.
+    filled
+        Rows of the window that are in use.
+
+    Attributes
+    ----------
+    fill_seconds
+        GPU seconds of making one batch with nothing beside it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, batches: StaticBatch, window: Tensor, *, step: int, filled: int
+    ) -> None:
+        self.optimizer, self.batches, self._window = optimizer, batches, window
+        self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
+        self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
+        self._step = step
+        self.fill_seconds = _time_fill(batches, step)
+
+    def finish(self, loss: Tensor) -> None:
+        """Clip and update by the gradients, note loss and norm, and count."""
+        self.optimizer.finish_on_device(loss, index=self._index, row=self._row, window=self._window)
+
+    def update(self, loss: Tensor) -> Update:
+        """Return what `finish` would do, to be done together with others."""
+        return self.optimizer.update_on_device(
+            loss, index=self._index, row=self._row, window=self._window
+        )
+
+    def rewind(self) -> None:
+        """Make the first batch the next one again; nothing else of a step was done."""
+        self.batches.set_step(self._step)
+
+    def wait_seconds(self) -> float:
+        """Return the GPU seconds that a step waits for its batch; the last one must be done.
+
+        Of a batch that is fetched a step ahead, what the last step was not in time with.
+        """
+        return self.batches.waited_seconds() if self.batches.ahead else self.fill_seconds
+
+    def begin_window(self) -> None:
+        """Write the next step's loss and norm to row 0 again."""
+        self._row.zero_()
+
+
+class CapturedStep:
+    """One optimiser step, captured once and replayed.
+
+    Building it runs some passes; random numbers and the batches' position are put back afterwards,
+    so that nothing of them stays.  It is captured on torch's current stream if that is not the
+    default one: graphs that run at once must not share a stream's workspace of cuBLAS.
+
+    Parameters
+    ----------
+    part
+        Of the run.
+    model
+        In training mode, on the batches' device.
+    precision
+        Autocast type, ``None`` for float32.
+    compiled
+        Compile forward and loss.
+    feedback
+        Of the batches, for selections that learn from losses.
+    world
+        The ranks that train together; all build theirs and replay it together.
+    """
+
+    def __init__(
+        self,
+        part: RunPart,
+        model: DecisionTransformer,
+        *,
+        precision: torch.dtype | None,
+        compiled: bool,
+        feedback: DeviceFeedback | None = None,
+        world: World,
+    ) -> None:
+        self.part = part
+        self._gradients = GradientPass(
+            model, World(), compiled=compiled, feedback=feedback, precision=precision
+        )
+        self._ranks: RankGradients | None = None
+        if world.size > 1:
+            divisor = float(part.batches.batch.attention_mask.numel())
+            self._ranks = RankGradients(part.optimizer.computed, world=world, divisor=divisor)
+        with contextlib.nullcontext() if feedback is None else feedback.paused():
+            warm_up(self._rehearse, part.batches.batch.device)
+        part.optimizer.zero_gradients()
+        if self._ranks is not None:
+            torch.cuda.synchronize()
+            world.gather(None)  # nobody captures while others still connect
+        self.graph = capture(self._run)
+        part.optimizer.finish_capture()
+        part.rewind()
+
+    def replay(self) -> None:
+        """Do the next step; returns at once."""
+        self.part.batches.prepare()
+        self.graph.replay()
+
+    def close(self) -> None:
+        """Give the graph back: NCCL waits for those that hold its collectives when it is closed."""
+        torch.cuda.synchronize()
+        self.graph.reset()
+
+    def _run(self) -> None:
+        self.part.batches.begin(timed=True)
+        self.part.finish(self._pass())
+        self.part.batches.end(timed=True)
+
+    def _rehearse(self) -> None:
+        self.part.optimizer.zero_gradients()
+        self.part.batches.begin(timed=True)
+        self._pass()
+        self.part.batches.end(timed=True)
+
+    def _pass(self) -> Tensor:
+        batch = self.part.batches.batch
+        if self._ranks is None:
+            return self._gradients(batch)
+        return self._ranks.exchange(self._gradients, batch)
+
+
+def warm_up(run: Callable[[], None], device: torch.device) -> None:
+    """Do some passes without an update on another stream, as capturing asks for.
+
+    Only gradients, which the caller drops, are written; a step's update would need copies of
+    weights and moments, 14 bytes a parameter, to be undone.  Random numbers are put back.
+    """
+    random: Any = torch.cuda.get_rng_state(device)
+    cpu_random = torch.get_rng_state()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_rng_state(random, device)
+    torch.set_rng_state(cpu_random)
+
+
+def capture(run: Callable[[], None]) -> Any:
+    """Return a CUDA graph of what `run` launches."""
+    # The first call of an operator leaves its part of the autograd graph in a cycle, and with
+    # it gradients that belong to the stream of the warm-up.
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=_own_stream(), capture_error_mode=CAPTURE_MODE):
+        run()
+    return graph
+
+
+def _own_stream() -> Any:
+    """Return the stream to capture on: torch's current one, unless that is the default one.
+
+    The default one cannot be captured: None for the stream that torch keeps for captures, or a new
+    one where that is another GPU's.
+    """
+    current: Any = torch.cuda.current_stream()
+    if current != torch.cuda.default_stream():
+        return current
+    kept: Any = torch.cuda.graph.default_capture_stream
+    if kept is None or kept.device == current.device:
+        return None
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _time_fill(batches: StaticBatch, step: int) -> float:
+    """Return the GPU seconds of making one batch with nothing beside it."""
+    begin, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
+    batches.enqueue()
+
+    def fill() -> None:
+        for _ in range(TIMED_FILLS):
+            batches.enqueue()
+
+    graph = capture(fill)
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    batches.set_step(step)
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / TIMED_FILLS

@@ -1,0 +1,124 @@
+"""Several ranks inside a captured step: gradients added up, and a watchdog over their peers.
+
+DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
+not repeat.  Here all gradients are one run of memory that one all-reduce adds up after the backward
+pass.  Nothing is scaled afterwards: the real steps of the global batch are added up during the
+forward pass, and the backward pass starts with their inverse.
+
+One all-reduce, not buckets beside the pass: products of matrices are cut into as many parts as a
+GPU has multiprocessors, and those whose place NCCL has come last, twice as late.  Two H200, 87 M
+parameters: 35.30 ms a step, 35.37 with buckets of 50 MiB, 35.76 of 25 MiB, 36.30 of 8 MiB.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gear_offline.core.text import show_error
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+
+if TYPE_CHECKING:
+    from gear_offline.loaders.batch import Batch
+
+LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bits too
+POLL_SECONDS = 100e-6
+
+
+class RankGradients:
+    """Turns gradients of a rank's share into those of the global batch; without the host.
+
+    Parameters
+    ----------
+    parameters
+        Those that gradients belong to, of one type, on one device.
+    world
+        The ranks that train together.
+    divisor
+        Of a rank's loss while it is computed; any positive number, the same on every rank.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, world: World, divisor: float) -> None:
+        self._parameters = list(parameters)
+        self._size, self._divisor = world.size, divisor
+        lines = [-(-parameter.numel() // LINE) * LINE for parameter in parameters]
+        *places, total = accumulate(lines, initial=0)
+        self._flat = parameters[0].new_zeros(total, requires_grad=False)
+        self._slots = [
+            self._flat[place : place + parameter.numel()].view(parameter.shape)
+            for place, parameter in zip(places, parameters, strict=True)
+        ]
+
+    def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """Give every parameter the gradient of the global batch, and return this rank's loss.
+
+        The mean of the ranks' losses is that of the global batch.
+
+        Parameters
+        ----------
+        gradients
+            `GradientPass` of this rank alone, of parameters without gradients.
+        batch
+            This rank's share.
+        """
+        steps = (batch.attention_mask != 0).sum().float()
+        counted: Any = dist.all_reduce(steps, async_op=True)
+
+        def weight() -> Tensor:
+            counted.wait()
+            return self._divisor / steps.clamp(min=1.0)
+
+        loss = gradients(batch, valid_steps=self._divisor, weight=weight)
+        # Kept until the end: autograd sums up a gradient on a stream of its choice, and memory that
+        # is free again is for the stream that computed it.
+        sources = [self._gradient(number) for number in range(len(self._parameters))]
+        torch._foreach_copy_(self._slots, sources)
+        work: Any = dist.all_reduce(self._flat, async_op=True)
+        work.wait()  # the stream does, not the host
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            parameter.grad = slot
+        return loss * self._size
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = self._parameters[number].grad
+        if gradient is None:
+            shape = tuple(self._parameters[number].shape)
+            raise GearError(
+                "MODEL",
+                f"parameter {number} of shape {shape} has no gradient",
+                remedy="use train.graph=off",
+            )
+        return gradient
+
+
+def wait_for_steps(world: World) -> None:
+    """Return when the GPU has done what it was given.
+
+    NCCL's watchdog does not see the collectives of a CUDA graph: a GPU whose peers are gone waits
+    in its kernel without end, and so would the host at its next look at a loss.  After
+    `World.timeout` seconds the process ends with code 1 and ``RANK_LOST`` on stderr.  It cannot
+    raise an error: neither the graph nor the process group can be closed while the GPU waits.
+    """
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    deadline = time.monotonic() + world.timeout
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            show_error(
+                "RANK_LOST",
+                "another rank is gone or too slow, while the GPU added up gradients: waited "
+                f"{world.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
+                "with --resume",
+            )
+            sys.stderr.flush()
+            os._exit(1)
+        time.sleep(POLL_SECONDS)

@@ -1,0 +1,100 @@
+"""What decides the bits of a run: random numbers of its ranks, CPU threads, kernels with one order.
+
+Sums over several threads have other last bits than sums over one.  On a GPU torch picks kernels for
+speed; some add up in an order that differs from run to run, and libraries may time several and keep
+the fastest.  `deterministic` leaves only kernels with one order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gear_offline.distributed.world import World
+
+CUBLAS_WORKSPACE = ":4096:8"  # buffers of cuBLAS that let it keep one order of sums
+SEED_STRIDE = 0x9E3779B97F4A7C15  # ranks draw dropout from streams far apart
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use `count` CPU threads inside, the caller's number afterwards; None: no change."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch use deterministic kernels only while inside, if `wanted`.
+
+    - ``torch.use_deterministic_algorithms``: an operation without a deterministic kernel raises.
+    - cuBLAS with fixed workspaces, cuDNN without timing, no TF32 anywhere.
+    - Attention by the flash kernel (whose backward torch then runs in one order) or plain
+      matrix products; never by cuDNN or the memory-efficient kernel, which have no such order.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+    cuda: Any = torch.backends.cuda  # its functions are not typed
+    cudnn = torch.backends.cudnn
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, one_order, tf32 = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
+    precision = torch.get_float32_matmul_precision()
+    efficient, by_cudnn = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = False, True, False
+        torch.set_float32_matmul_precision("highest")
+        cuda.enable_mem_efficient_sdp(False)
+        cuda.enable_cudnn_sdp(False)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warn_only)
+        cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = benchmark, one_order, tf32
+        torch.set_float32_matmul_precision(precision)
+        cuda.enable_mem_efficient_sdp(efficient)
+        cuda.enable_cudnn_sdp(by_cudnn)
+
+
+def seed_rank(seed: int, world: World) -> None:
+    """Give every rank but the first one random numbers of its own."""
+    if world.rank:
+        torch.manual_seed((seed + world.rank * SEED_STRIDE) % (1 << 63))
+
+
+def random_states(world: World, device: torch.device) -> dict[str, Tensor]:
+    """Return the states of torch's random numbers of all ranks, by name."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {
+        _name(kind, rank): tensor
+        for kind, state in states.items()
+        for rank, tensor in enumerate(world.gather_tensor(state))
+    }
+
+
+def restore_random(tensors: Mapping[str, Tensor], world: World, device: torch.device) -> None:
+    """Take over this rank's states, as far as they were saved."""
+    cpu: Any = tensors.get(_name("cpu", world.rank))
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    cuda = tensors.get(_name("cuda", world.rank))
+    if device.type == "cuda" and cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _name(kind: str, rank: int) -> str:
+    return f"random/{kind}" if rank == 0 else f"random/{kind}/{rank}"

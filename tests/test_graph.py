@@ -1,0 +1,273 @@
+"""What is around a captured step, on the CPU with CUDA's calls left out: one run, several ranks."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gear_offline.config.recipe import load_recipe
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError, UnavailableError
+from gear_offline.loaders.batch import Batch
+from gear_offline.training.gradients import GradientPass, micro_batches
+from gear_offline.training.graph import WARM_UPS, _own_stream, warm_up, why_not_captured
+from gear_offline.training.graph_ranks import LINE, RankGradients, wait_for_steps
+from tests.gpu_support import NEEDS_CUPY
+from tests.ranks_support import launch
+from tests.support import make_dataset
+from tests.test_gradients import gradients, make_batch, trained
+from tests.wire import Wire
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+def holders(parameter: nn.Parameter) -> int:
+    """Return how many tensors there are whose graph ends at a parameter."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    nexts = [node for t in tensors if t.grad_fn is not None for node, _ in t.grad_fn.next_functions]
+    return sum(getattr(node, "variable", None) is parameter for node in nexts)
+
+
+def test_a_warm_up_draws_nothing_and_finds_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is kept has nodes of gradients that belong to the stream they were made on."""
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
+    parameter, found = nn.Parameter(torch.arange(3.0)), []
+
+    def run() -> None:
+        found.append(holders(parameter))
+        torch.rand(1)
+        parameter.square().sum().backward()
+
+    random = torch.get_rng_state()
+    warm_up(run, parameter.device)
+    assert found == [0] * WARM_UPS and torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("current", "kept", "expected"),
+    [
+        ("cuda:0 own", None, "cuda:0 own"),
+        ("cuda:0 default", None, None),
+        ("cuda:0 default", "cuda:0 kept", None),
+        ("cuda:1 default", "cuda:0 kept", "cuda:1 new"),
+        ("cuda:1 own", "cuda:0 kept", "cuda:1 own"),
+    ],
+)
+def test_a_step_is_captured_on_a_stream_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, current: str, kept: str | None, expected: str | None
+) -> None:
+    class Named(str):
+        @property
+        def device(self) -> str:
+            return self.split()[0]
+
+    here = Named(current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: Named(f"{here.device} default"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Named(f"{here.device} new"))
+    stream = None if kept is None else Named(kept)
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", stream)
+    assert _own_stream() == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "graph", "facts", "reason"),
+    [
+        ((0,), "auto", {}, ""),
+        ((0, 0), "auto", {}, ""),
+        ((0, 0), "off", {}, "train.graph=off"),
+        ((0, 0), "auto", {"sharded": True}, "graphs of several ranks need replicas"),
+        ((0, 0), "auto", {"learner": 1}, "the ranks tell each other the losses of segments"),
+        ((0,), "auto", {"learner": 1}, ""),
+        ((0,), "auto", {"learner": 1, "draws": False}, "the host draws when it has heard of"),
+        ((0, 0), "auto", {"engine": None}, "batches are not made by the GPU (loader.engine)"),
+        ((0, 0, 1, 1), "auto", {}, "several nodes exchange gradients"),
+        ((0, 0, 1, 1), "on", {}, ""),
+    ],
+)
+def test_replicas_of_one_node_are_captured(
+    nodes: tuple[int, ...], graph: str, facts: dict[str, Any], reason: str
+) -> None:
+    recipe, world = load_recipe("paper", [f"train.graph={graph}"]), World(nodes=nodes)
+    engine = facts.get("engine", SimpleNamespace(draws=facts.get("draws", True)))
+    loader: Any = SimpleNamespace(loss_sampler=facts.get("learner"), engine=engine)
+    options: dict[str, Any] = {"sharded": facts.get("sharded", False)}
+    found = why_not_captured(recipe, torch.device("cuda"), world, loader, **options)
+    assert found.startswith(reason) and bool(found) == bool(reason)
+    if reason and graph == "auto" and len(nodes) < 4:
+        insisting = recipe.replace(train__graph="on")
+        with pytest.raises(UnavailableError, match="graph=on is not possible") as caught:
+            why_not_captured(insisting, torch.device("cuda"), world, loader, **options)
+        assert caught.value.code == "UNAVAILABLE"
+
+
+def batch_of(mask: Tensor) -> Batch:
+    nothing = torch.zeros(*mask.shape, 1)
+    return Batch(nothing, nothing, nothing, nothing, mask, mask, mask, padding="right", extras={})
+
+
+WIDTHS = ((3, 5), (5,), (5, 64), (64,), (64, 2), (2,))
+
+
+def weights_of(seed: int, kind: torch.dtype) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)  # threads share torch's own one
+    drawn = [torch.randn(*shape, generator=source) / 4 for shape in WIDTHS]
+    return [weight.to(kind).requires_grad_() for weight in drawn]
+
+
+def errors(weights: list[Tensor], inputs: Tensor) -> Tensor:
+    """(B, K, 3) -> (B, K), float32."""
+    hidden = inputs.to(weights[0].dtype)
+    for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+        hidden = torch.tanh(hidden @ weight + bias)
+    return hidden.float().square().mean(-1)
+
+
+def one_pass(weights: list[Tensor], inputs: Tensor) -> Callable[..., Tensor]:
+    """Return what stands for a `GradientPass`."""
+
+    def run(batch: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
+        loss = (errors(weights, inputs) * batch.attention_mask).sum() / valid_steps
+        factor = weight()
+        loss.backward(factor)
+        return loss.detach() * factor
+
+    return run
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    steps=st.lists(st.integers(0, 7), min_size=2, max_size=4),
+    seed=st.integers(0, 99),
+    half=st.booleans(),
+)
+def test_gradients_are_those_of_the_global_batch(steps: list[int], seed: int, half: bool) -> None:
+    """Each rank has other numbers of real steps; a batch without any has gradients of zero."""
+    kind = torch.bfloat16 if half else torch.float32
+    expected = weights_of(seed, torch.float32)
+    inputs = torch.randn(len(steps), 8, 3, generator=torch.Generator().manual_seed(seed))
+    masks = (torch.arange(8) < torch.tensor(steps)[:, None]).long()
+    whole = (errors(expected, inputs) * masks).sum() / masks.sum().clamp(min=1)
+    whole.backward()
+    wire, losses = Wire(len(steps)), torch.zeros(2, len(steps))
+
+    def work(rank: int, world: World) -> None:
+        mine = weights_of(seed, kind)
+        exchange = RankGradients(mine, world=world, divisor=5.0).exchange
+        for turn in range(2):
+            for weight in mine:
+                weight.grad = None
+            own = batch_of(masks[rank : rank + 1])
+            losses[turn, rank] = exchange(one_pass(mine, inputs[rank]), own)
+            found = [weight.grad for weight in mine if weight.grad is not None]
+            for gradient, theirs in zip(found, expected, strict=True):
+                rtol, atol = (0.05, 0.02) if half else (1e-4, 1e-6)
+                assert gradient.dtype == kind and theirs.grad is not None
+                torch.testing.assert_close(gradient.float(), theirs.grad, rtol=rtol, atol=atol)
+            start = found[0].untyped_storage().data_ptr()
+            assert all(g.untyped_storage().data_ptr() == start for g in found)
+            assert not any((g.data_ptr() - start) % (LINE * g.element_size()) for g in found)
+
+    wire.run(work)
+    for mean in losses.mean(1):
+        torch.testing.assert_close(mean, whole.detach(), rtol=0.02, atol=1e-3 * half)
+    assert all(lengths == wire.launched[0] for lengths in wire.launched)
+    assert len(wire.launched[0]) == 4, "of each pass the steps and all gradients"
+
+
+def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
+    """A Decision Transformer; the ranks' shares have other numbers of real steps."""
+    batch, wire = make_batch(), Wire(2)
+    models = [trained() for _ in range(2)]
+    whole, *expected = gradients(trained(), batch)
+    losses = torch.zeros(2)
+
+    def work(rank: int, world: World) -> None:
+        learning = [p for p in models[rank].parameters() if p.requires_grad]
+        share = list(micro_batches(batch, 2))[rank]
+        ranks = RankGradients(learning, world=world, divisor=float(share.attention_mask.numel()))
+        losses[rank] = ranks.exchange(GradientPass(models[rank], World()), share)
+        for found, theirs in zip([p.grad for p in learning], expected, strict=True):
+            torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
+
+    wire.run(work)
+    torch.testing.assert_close(losses.mean(), whole)
+
+
+def test_a_gradient_that_is_missing_is_named() -> None:
+    weights = [torch.ones(2).requires_grad_(), torch.ones(3, 4).requires_grad_()]
+
+    def run(_: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
+        weights[0].sum().backward()
+        return weight()
+
+    def work(_: int, world: World) -> None:
+        ranks = RankGradients(weights, world=world, divisor=1.0)
+        with pytest.raises(GearError, match=r"1 of shape \(3, 4\) has no gradient") as caught:
+            ranks.exchange(run, batch_of(torch.ones(1, 2)))
+        assert caught.value.code == "MODEL"
+
+    Wire(1).run(work)
+
+
+class FakeEvent:
+    """An event of a GPU that needs some looks, or for ever."""
+
+    looks = 3
+
+    def record(self) -> None:
+        self.left = type(self).looks
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+class EndedError(Exception):
+    """In place of the end of the process."""
+
+
+def test_a_gpu_that_waits_for_ever_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr("os._exit", end)
+    world = World(rank=1, nodes=(0, 0, 0), timeout=0.05)
+    wait_for_steps(world)
+    monkeypatch.setattr(FakeEvent, "looks", 10**9)
+    with pytest.raises(EndedError, match="1"):
+        wait_for_steps(world)
+    assert "RANK_LOST" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="run on a machine with two CUDA devices")
+@NEEDS_CUPY
+def test_graphs_learn_what_steps_learn(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path, [30, 7, 44, 12]).path
+    done = launch(2, "-m", "tests.graph_ranks_child", str(data), timeout=150)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["ranks"] == 2 and document["loss_relative"] < 2e-4
