@@ -179,7 +179,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         """
         config = self.config
         attentions = config.output_attentions if output_attentions is None else output_attentions
-        wanted: bool | int | Sequence[int] = config.output_hidden_states
+        wanted: bool | int | Sequence[int] = bool(config.output_hidden_states)
         if output_hidden_states is not None:
             wanted = output_hidden_states
         tokens = self._embed(states, actions, returns_to_go, timesteps, tasks)
