@@ -1,19 +1,23 @@
 """gear_offline: offline-RL dataset engine with a Decision Transformer trainer.
 
 The names below are imported from here and load on first use; importing this package loads neither
-torch nor cupy.  Functions that bear their module's name are imported from it
-(``from gear_offline.convert import convert``): the package attribute of that name is the module.
+torch nor cupy.
 """
 
 from __future__ import annotations
+
+import sys
 
 TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes as long as the rest
 if TYPE_CHECKING:
     from typing import Any
 
+    from gear_offline.collect import collect as collect
     from gear_offline.config.recipe import load_recipe as load_recipe
+    from gear_offline.convert import convert as convert
     from gear_offline.dataset.dataset import Dataset as Dataset
     from gear_offline.dataset.dataset import open_dataset as open_dataset
+    from gear_offline.dataset.inspect import inspect as inspect
     from gear_offline.dataset.schema import ColumnSpec as ColumnSpec
     from gear_offline.dataset.schema import EpisodeIndex as EpisodeIndex
     from gear_offline.dataset.schema import TableSpec as TableSpec
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from gear_offline.errors import GearError as GearError
     from gear_offline.errors import InputError as InputError
     from gear_offline.errors import UnavailableError as UnavailableError
+    from gear_offline.evaluation.evaluate import evaluate as evaluate
     from gear_offline.export import export_hdf5 as export_hdf5
     from gear_offline.loaders.batch import Batch as Batch
     from gear_offline.loaders.loader import GearLoader as GearLoader
@@ -48,9 +53,13 @@ _HOMES = {
     "InputError": "gear_offline.errors",
     "TableSpec": "gear_offline.dataset.schema",
     "UnavailableError": "gear_offline.errors",
+    "collect": "gear_offline.collect",
+    "convert": "gear_offline.convert",
+    "evaluate": "gear_offline.evaluation.evaluate",
     "export_hdf5": "gear_offline.export",
     "from_arrays": "gear_offline.sources",
     "from_episodes": "gear_offline.sources",
+    "inspect": "gear_offline.dataset.inspect",
     "join_sources": "gear_offline.sources",
     "load_policy": "gear_offline.training.policies",
     "load_recipe": "gear_offline.config.recipe",
@@ -61,13 +70,6 @@ _HOMES = {
     "pick_episodes": "gear_offline.sources",
     "reference_scores": "gear_offline.dataset.scores",
     "train": "gear_offline.runs.trainer",
-}
-
-_IN_MODULES = {
-    "collect": "gear_offline.collect",
-    "convert": "gear_offline.convert",
-    "evaluate": "gear_offline.evaluation.evaluate",
-    "inspect": "gear_offline.dataset.inspect",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
@@ -84,19 +86,39 @@ def _version() -> str:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        globals()[name] = _version()
-        return globals()[name]
-    if name not in _HOMES:
-        what = f"module 'gear_offline' has no attribute {name!r}"
-        if name in _IN_MODULES:
-            what += f"; write: from {_IN_MODULES[name]} import {name}"
-        raise AttributeError(what)
-    from importlib import import_module  # not needed by the command line, see command.py
+        value: Any = _version()
+    elif name in _HOMES:
+        from importlib import import_module
 
-    value = getattr(import_module(_HOMES[name]), name)
+        value = import_module(_HOMES[name])
+        if _HOMES[name] != f"gear_offline.{name}":  # such packages are called themselves
+            value = getattr(value, name)
+    else:
+        raise AttributeError(f"module 'gear_offline' has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)
+
+
+class _Package(type(sys)):  # type: ignore[misc]
+    """Makes the packages that are named as their function callable: ``gear_offline.convert``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOMES and isinstance(value, type(sys)):  # as when anything in it is imported
+            value.__class__ = _FunctionPackage
+        super().__setattr__(name, value)
+
+
+class _FunctionPackage(type(sys)):  # type: ignore[misc]
+    @property
+    def __wrapped__(self) -> Any:  # whose signature this has
+        return getattr(self, self.__name__.rpartition(".")[2])
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.__wrapped__(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Package

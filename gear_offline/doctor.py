@@ -1,54 +1,81 @@
 """What is installed, what is missing, and which path each feature will take.
 
-Packages are looked up without importing them; what has to be tried is tried by
-`gear_offline.probes` in processes of its own.
+Packages are looked up without importing them.  What has to be tried (CUDA, the simulator, RDMA
+libraries) is tried in a process of its own with a time limit, so that a driver that hangs or a
+library that crashes costs a line of the table and nothing else.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import gear_offline
+from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
-from gear_offline.probes import (
-    PROBE_SECONDS,
-    PROBES,
-    Probe,
-    cpu_facts,
-    memory_bytes,
-    package_version,
-    probe,
-    rdma_devices,
-)
 
+SECONDS = 90.0  # that an attempt may take
 CORE_PACKAGES = (
     "numpy", "torch", "transformers", "accelerate", "safetensors", "h5py", "gymnasium", "pydantic",
-    "PyYAML", "typer", "rich", "xxhash", "matplotlib", "tensorboard",
+    "PyYAML", "typer", "rich", "xxhash", "matplotlib", "tensorboard", "psutil",
 )  # fmt: skip
 # package -> (what it is for, how to get it)
 OPTIONAL_PACKAGES = {
     "mujoco": ("simulator of the locomotion tasks", "pip install 'gear-offline[mujoco]'"),
     "minari": ("Minari datasets", "pip install 'gear-offline[minari]'"),
-    "pyarrow": ("Minari datasets in arrow format", "pip install 'gear-offline[minari]'"),
     "d4rl": ("d4rl:NAME through D4RL's own package", "pip install 'gear-offline[d4rl]'"),
     "cupy": ("GPU kernels", "pip install 'gear-offline[gpu]' (CUDA 12: [gpu-cuda12])"),
     "pyverbs": ("RDMA between nodes", "apt install python3-pyverbs (Debian, Ubuntu)"),
     "stable-baselines3": ("collecting with stronger policies", "pip install 'gear-offline[rl]'"),
     "sbx-rl": ("collecting with stronger policies, faster", "pip install 'gear-offline[rl]'"),
-    "d3rlpy": ("peer in benchmarks", "pip install 'gear-offline[bench]'"),
-    "torchrl": ("peer in benchmarks", "pip install 'gear-offline[bench]'"),
 }
+WHEELS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy")}  # one import, several distributions
+# Each sets `found`; it may fail in any way it likes.
+PROBES = {
+    "torch": """
+import torch, transformers
+found = {"cuda_build": torch.version.cuda, "threads": torch.get_num_threads(), "devices": []}
+for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    facts = torch.cuda.get_device_properties(index)
+    found["devices"].append({"name": facts.name, "memory_bytes": facts.total_memory,
+                             "capability": f"{facts.major}.{facts.minor}"})
+""",
+    "mujoco": """
+import warnings, gymnasium
+warnings.simplefilter("ignore")
+environment = gymnasium.make("Hopper-v5")
+environment.reset(seed=0)
+environment.step(environment.action_space.sample())
+""",
+    "cupy": "import cupy\nfound = {'devices': cupy.cuda.runtime.getDeviceCount()}",
+    "pyverbs": "from pyverbs.device import get_device_list\nget_device_list()",
+    "minari": "import minari, h5py, PIL",
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Result of one attempt: `found` when it worked, otherwise the reason."""
+
+    works: bool
+    reason: str = ""
+    found: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,25 +89,22 @@ class Feature:
     install: str | None = None  # how to get it, None when nothing is missing
 
 
-def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
-    """Return what this machine has (docs/evaluation.md has the keys); `seconds` a probe at most."""
-    always = ("torch", "mujoco", "memory")
-    wanted = [name for name in PROBES if package_version(name) or name in always]
+def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
+    """Return what this machine has, JSON-able; each attempt takes `seconds` at most."""
+    wanted = [name for name in PROBES if package_version(name)]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        answers = pool.map(lambda name: probe(name, seconds=seconds), wanted)
+        answers = pool.map(lambda name: probe(PROBES[name], seconds=seconds), wanted)
         tried = dict(zip(wanted, answers, strict=True))
     for name in PROBES:
-        tried.setdefault(name, Probe(works=False, reason=f"{name} is not installed", found={}))
+        tried.setdefault(name, Probe(False, f"{name} is not installed"))
     cpu, devices = cpu_facts(), rdma_devices()
     features = [
-        _cpu_feature(cpu, tried["torch"]),
-        _gpu_feature(tried["torch"], tried["cupy"]),
-        _memory_feature(tried["memory"]),
-        _rdma_feature(tried["pyverbs"], devices),
-        _simulator_feature("mujoco", tried, "collect and evaluate MuJoCo tasks with Gymnasium"),
-        _simulator_feature("minari", tried, "read minari:ID and Minari directories"),
-        _d4rl_feature(tried["d4rl"]),
-        _collect_feature(),
+        _cpu(cpu, tried["torch"]),
+        _gpu(tried["torch"], tried["cupy"]),
+        _rdma(tried["pyverbs"], devices),
+        _simulator("mujoco", tried["mujoco"], "collect and evaluate MuJoCo tasks with Gymnasium"),
+        _simulator("minari", tried["minari"], "read minari:ID and Minari directories"),
+        _collect(),
     ]
     packages = [_package(name, "", f"pip install {name}", core=True) for name in CORE_PACKAGES]
     packages += [_package(name, *known, core=False) for name, known in OPTIONAL_PACKAGES.items()]
@@ -90,7 +114,7 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "platform": platform.platform(),
         "cpu": cpu,
-        "memory_bytes": memory_bytes(),
+        "memory_bytes": psutil.virtual_memory().total,
         "packages": packages,
         "torch": dict(tried["torch"].found),
         "rdma_devices": devices,
@@ -98,31 +122,104 @@ def diagnose(*, seconds: float = PROBE_SECONDS) -> dict[str, Any]:
     }
 
 
+def print_diagnosis(diagnosis: Mapping[str, Any]) -> None:
+    """Print what `diagnose` returned as tables."""
+    console, cpu = Console(highlight=False), diagnosis["cpu"]
+    console.print(
+        f"gear_offline {diagnosis['gear_offline']}, Python {diagnosis['python']['version']}, "
+        f"{cpu['model']}: {cpu['usable']} of {count_text(cpu['cores'], 'core')}, "
+        f"{diagnosis['memory_bytes'] / 2**30:.1f} GiB"
+    )
+    features = Table("feature", "here", "what will run, and why", box=box.SIMPLE_HEAD)
+    for row in diagnosis["features"]:
+        here = Text("yes", "green") if row["available"] else Text("no", "red")
+        lines = Text(row["path"]).append(f"\n{row['reason']}", "dim")
+        if row["install"]:
+            lines.append(f"\n{row['install']}", "cyan")
+        features.add_row(row["feature"], here, lines)
+    console.print(features)
+    packages = Table("package", "version", "for", box=box.SIMPLE_HEAD)
+    for row in diagnosis["packages"]:
+        if row["core"] and row["version"]:
+            continue  # the line `cpu` says that they are all there
+        absent = Text("missing", "red") if row["core"] else Text("not installed", "dim")
+        purpose = Text("core" if row["core"] else row["for"])
+        if row["install"]:
+            purpose.append(f": {row['install']}", "cyan")
+        packages.add_row(row["name"], row["version"] or absent, purpose)
+    console.print(packages)
+
+
+def probe(code: str, *, seconds: float = SECONDS) -> Probe:
+    """Run `code` in a process of its own for at most `seconds`."""
+    script = f"import json\nfound = {{}}\n{code}\nprint(json.dumps(found))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(False, f"no answer within {seconds:g} s")
+    if done.returncode != 0:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        died = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
+        return Probe(False, lines[-1] if lines else died)
+    return Probe(True, found=json.loads(done.stdout.splitlines()[-1]))
+
+
+def package_version(name: str) -> str | None:
+    """Return the installed version of `name`, ``None`` when it is not installed."""
+    for distribution in WHEELS.get(name, (name,)):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    # distributions of Linux install pyverbs without Python's metadata
+    return "of the system" if name == "pyverbs" and find_spec(name) else None
+
+
+def cpu_facts() -> dict[str, Any]:
+    """Return the model and the cores that this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.machine()
+    return {"model": model, "cores": os.cpu_count() or 1, "usable": usable_cores()}
+
+
+def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:
+    """Return the RDMA devices that the kernel shows: name and state of port 1."""
+    devices = []
+    for device in sorted(root.iterdir()) if root.is_dir() else ():
+        try:
+            state = (device / "ports" / "1" / "state").read_text().strip().split(": ")[-1]
+        except OSError:
+            state = "unknown"
+        devices.append({"name": device.name, "state": state})
+    return devices
+
+
 def _package(name: str, purpose: str, install: str, *, core: bool) -> dict[str, Any]:
-    version = package_version(name)
-    row: dict[str, Any] = {"name": name, "version": version, "core": core, "for": purpose}
-    return row | {"install": None if version else install}
+    row = {"name": name, "version": package_version(name), "core": core, "for": purpose}
+    return {**row, "install": None if row["version"] else install}
 
 
-def _cpu_feature(cpu: Mapping[str, Any], torch: Probe) -> Feature:
+def _cpu(cpu: Mapping[str, Any], torch: Probe) -> Feature:
     problems = [f"{n} is not installed" for n in CORE_PACKAGES if package_version(n) is None]
     if not torch.works:
         problems.append(f"importing torch and transformers: {torch.reason}")
     if problems:
-        install = "install gear_offline again in a fresh virtual environment"
+        install = "install gear-offline again in a fresh virtual environment"
         return Feature("cpu", False, "none: the core is broken", "; ".join(problems), install)
     path = f"{count_text(torch.found['threads'], 'thread')}, float32"
-    extensions = ", ".join(cpu["extensions"]) or "no known vector extension"
-    reason = f"{count_text(cpu['usable'], 'usable core')} with {extensions}"
-    if {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu["extensions"]):
-        path += " or bfloat16"
-    else:
-        reason += "; no bfloat16 arithmetic, which would be slower than float32"
-    return Feature("cpu", True, path, reason)
+    return Feature("cpu", True, path, f"{count_text(cpu['usable'], 'usable core')}")
 
 
-def _gpu_feature(torch: Probe, cupy: Probe) -> Feature:
-    if devices := torch.found.get("devices", []):
+def _gpu(torch: Probe, cupy: Probe) -> Feature:
+    if devices := torch.found.get("devices"):
         model = f"model on cuda:0 ({devices[0]['name']}), "
         count = f"{count_text(len(devices), 'CUDA device')}; CuPy "
         if cupy.works:
@@ -131,8 +228,8 @@ def _gpu_feature(torch: Probe, cupy: Probe) -> Feature:
         path = model + "batches gathered on the CPU and copied, steps launched one by one"
         reason = f"{count}is not usable: {cupy.reason}"
         return Feature("gpu", True, path, reason, OPTIONAL_PACKAGES["cupy"][1])
-    build, install = torch.found.get("cuda_build"), None
-    if build is not None:
+    install = None
+    if build := torch.found.get("cuda_build"):
         reason = f"torch is built for CUDA {build}, but sees no device"
     elif Path("/proc/driver/nvidia/version").exists():
         reason = "an NVIDIA driver, but a torch without CUDA"
@@ -142,15 +239,7 @@ def _gpu_feature(torch: Probe, cupy: Probe) -> Feature:
     return Feature("gpu", False, "device=auto uses the CPU", reason, install)
 
 
-def _memory_feature(memory: Probe) -> Feature:
-    """Whether tables get into memory that processes of a node share."""
-    if not memory.works:
-        return Feature("memory", False, "no table that several processes share", memory.reason)
-    path = "one table for all processes of a node"
-    return Feature("memory", True, path, "tried: processes share memory")
-
-
-def _rdma_feature(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
+def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     active = [device["name"] for device in devices if device["state"] == "ACTIVE"]
     if verbs.works and active:
         reason = f"pyverbs works; active devices: {', '.join(active)}"
@@ -161,63 +250,17 @@ def _rdma_feature(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
 
 
-def _simulator_feature(name: str, tried: Mapping[str, Probe], path: str) -> Feature:
-    if tried[name].works:
+def _simulator(name: str, tried: Probe, path: str) -> Feature:
+    if tried.works:
         return Feature(name, True, path, "tried: works")
     install = OPTIONAL_PACKAGES[name][1]
-    return Feature(name, False, "refused with an error", tried[name].reason, install)
+    return Feature(name, False, "refused with an error", tried.reason, install)
 
 
-def _d4rl_feature(d4rl: Probe) -> Feature:
-    if d4rl.works:
-        path = "d4rl:NAME through D4RL's package; files in D4RL's layout by our own reader"
-        return Feature("d4rl", True, path, "tried: works")
-    path = "files in D4RL's layout by our own reader; D4RL's package is not used"
-    return Feature("d4rl", True, path, f"the package is not needed to read files; {d4rl.reason}")
-
-
-def _collect_feature() -> Feature:
+def _collect() -> Feature:
     libraries = [name for name in ("stable-baselines3", "sbx-rl") if package_version(name)]
-    path, reason = "random, policy file, ARS", "ARS needs NumPy alone"
+    path = ", ".join(["random, policy file, ARS", *libraries])
     if libraries:
-        return Feature("collect", True, f"{path}, {', '.join(libraries)}", reason)
-    reason += "; stronger policies need an RL library, which is not installed"
+        return Feature("collect", True, path, "ARS needs NumPy alone")
+    reason = "stronger policies need an RL library, which is not installed"
     return Feature("collect", True, path, reason, OPTIONAL_PACKAGES["stable-baselines3"][1])
-
-
-def print_diagnosis(diagnosis: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Print what `diagnose` returned as tables."""
-    console = console or Console()
-    cpu, memory = diagnosis["cpu"], diagnosis["memory_bytes"]
-    console.print(
-        f"gear_offline {diagnosis['gear_offline']} on Python {diagnosis['python']['version']}, "
-        f"{diagnosis['platform']}\n{cpu['model']}, "
-        f"{cpu['usable']} of {count_text(cpu['cores'], 'core')} usable, "
-        + (f"{memory / 2**30:.1f} GiB of memory" if memory else "memory unknown"),
-        highlight=False,
-    )
-    features = _table("Features", "feature", "here", "path it will take, and why")
-    for row in diagnosis["features"]:
-        here = Text("yes", "green") if row["available"] else Text("no", "yellow")
-        lines = Text(row["path"]).append(f"\n{row['reason']}", "dim")
-        if row["install"]:
-            lines.append(f"\n{row['install']}", "cyan")
-        features.add_row(row["feature"], here, lines)
-    console.print(features)
-    packages = _table("Packages", "package", "version", "for")
-    for row in diagnosis["packages"]:
-        absent = Text("missing", "red") if row["core"] else Text("not installed", "dim")
-        purpose = Text("core" if row["core"] else row["for"])
-        if row["install"]:
-            purpose.append(f": {row['install']}", "cyan")
-        packages.add_row(row["name"], row["version"] or absent, purpose)
-    console.print(packages)
-    if not diagnosis["healthy"]:
-        console.print("[red]The core is broken: see the line `cpu` above.[/]")
-
-
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table

@@ -3,127 +3,273 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+from gear_offline.cli import command
 from gear_offline.cli import main as cli
 from gear_offline.cli.values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
-from gear_offline.core.progress import Progress
-from gear_offline.errors import InputError
+from gear_offline.config.recipe import list_recipes
+from gear_offline.errors import GearError
 from tests.hdf5_files import write
 from tests.support import failing_code
 
+ROOT = Path(__file__).parents[1]
 # New knobs go into recipes; a change of this list is a change of the product's surface.
 SURFACE = {
     "convert": "source out shard-size workers columns discrete rule environment reference "
     "allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
-    "inspect": "dataset verify json quiet",
+    "inspect": "dataset verify full json quiet",
     "collect": "environment out policy quality mix steps exact environments action-noise seed "
     "train-steps gate save-policy overwrite json quiet",
     "recipes ls": "json",
-    "recipes cp": "name target",
-    "recipes validate": "recipe overrides",
-    "train": "recipe overrides out resume quiet",
+    "recipes show": "recipe",
+    "recipes cp": "recipe target",
+    "recipes validate": "recipe key=value",
+    "train": "recipe key=value out resume quiet",
     "evaluate": "run targets episodes environment checkpoint seed device out json quiet",
-    "sweep": "recipe overrides seeds out mode parallel json quiet",
-    "strategies": "recipe overrides strategies train seeds threshold jobs out json quiet",
-    "plan": "recipe overrides nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
+    "plan": "recipe key=value nodes gpus nic-gbps nics hardware host-memory disk-rate data columns "
     "episode-length json",
     "doctor": "json",
 }
 
 
-def surface() -> dict[str, str]:
-    found = {}
+def commands() -> dict[str, Any]:
+    """Return every command by its words."""
+    found: dict[str, Any] = {}
 
-    def walk(command: object, path: str) -> None:
-        children = getattr(command, "commands", None)
-        if children is not None:
-            for name, child in children.items():
-                walk(child, f"{path} {name}".strip())
-            return
-        words = []
-        for parameter in getattr(command, "params", []):
-            if parameter.param_type_name == "argument":
-                words.append(parameter.name)
-            elif "--help" not in parameter.opts:
-                words.append(next(o for o in parameter.opts if o.startswith("--"))[2:])
-        found[path] = " ".join(words)
+    def walk(node: Any, path: str) -> None:
+        if not hasattr(node, "commands"):
+            found[path] = node
+        for name, child in getattr(node, "commands", {}).items():
+            walk(child, f"{path} {name}".strip())
 
     walk(typer.main.get_command(cli.app), "")
     return found
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gear_offline", *words]
+def words_of(parameters: Any) -> str:
+    words = []
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            words.append((parameter.metavar or parameter.name).lower())
+        elif "--help" not in parameter.opts:
+            words.append(next(o for o in parameter.opts if o.startswith("--"))[2:])
+    return " ".join(words)
+
+
+def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "gear_offline", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run(line, text=True, env=environment, timeout=120, **options)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+    """Return the one line that a command ends with."""
+    assert cli.main([*words]) == code
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err.count("\n") == 1
+    return streams.err
 
 
 def test_surface_is_frozen() -> None:
-    assert surface() == SURFACE
+    surface = {name: words_of(node.params) for name, node in commands().items()}
+    assert {name: surface[name] for name in SURFACE} == SURFACE
 
 
-@pytest.mark.parametrize("command", sorted(SURFACE))
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*command.split(), "--help"]) == 0
+@pytest.mark.parametrize("name", sorted(SURFACE))
+@pytest.mark.parametrize("how", ["help {}", "{} --help"])
+def test_every_command_has_help_and_examples_that_parse(
+    name: str, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(how.format(name).split()) == 0
     shown = capsys.readouterr().out
-    assert "Usage: gear-offline" in shown
-    for word in SURFACE[command].split():
-        assert word.lower() in shown.lower()
+    assert all(word in shown.lower() for word in SURFACE[name].split())
+    assert max(map(len, shown.splitlines())) <= 80
+    _, title, rest = shown.partition("Examples")
+    lines = [line.strip() for line in rest.splitlines() if line.strip()]
+    assert title and lines and min(lines, key=len) == lines[0], "the plainest comes first"
+    for line in lines:
+        tool, *words = shlex.split(line)
+        assert tool == "gear-offline" and " ".join(words).startswith(name)
+        words = words[len(name.split()) :]
+        commands()[name].make_context(name, words, resilient_parsing=False).close()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["frobnicate"], ["convert"], ["convert", "a", "b", "--workers", "0"], ["train", "--nope"]],
-)
-def test_wrong_usage_is_one_line_and_exit_2(
+def test_the_overview_has_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"─ {group} ─" in shown for group in ("Data", "Train", "Compare", "Machines"))
+
+
+@pytest.mark.parametrize("words", [[], ["recipes"]])
+def test_without_a_command_the_help_is_shown(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == 2
     streams = capsys.readouterr()
-    assert streams.out == ""
-    assert streams.err.startswith("error[USAGE]: ") and streams.err.count("\n") == 1
+    assert "Usage" in streams.out + streams.err and "error[" not in streams.err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "end"),
     [
-        (["train", "smoke", "--train.steps=5"], "; write train.steps=VALUE without dashes\n"),
-        (["train", "smoke", "--steps", "5"], "; write train.steps=VALUE without dashes\n"),
-        (["sweep", "smoke", "--batch-size=5"], "; write loader.batch_size=VALUE without dashes\n"),
-        (["train", "smoke", "--stepz"], "; see gear-offline train --help\n"),
-        (["inspect", "--steps"], "; see gear-offline inspect --help\n"),
-        (["recipes", "show"], "command 'show'; see gear-offline recipes --help\n"),
-        (["train", "--nope"], "; see gear-offline train --help\n"),
+        ("frobnicate", "; see gear-offline --help\n"),
+        ("convert", "; see gear-offline convert --help\n"),
+        ("convert a b --workers 0", "; see gear-offline convert --help\n"),
+        ("train smoke --train.steps=5", "; write train.steps=VALUE without dashes\n"),
+        ("train smoke --steps 5", "; write train.steps=VALUE without dashes\n"),
+        ("sweep smoke --batch-size=5", "; write loader.batch_size=VALUE without dashes\n"),
+        ("train smoke --zzz", "; see gear-offline train --help\n"),
+        ("inspect --steps", "; see gear-offline inspect --help\n"),
+        ("recipes list", "; see gear-offline recipes --help\n"),
+        ("evaluate run --targets 3600 1800", "as one word: --targets 3600,1800\n"),
+        ("plan smoke --nodes two", "not a whole number; see gear-offline plan --help\n"),
     ],
 )
-def test_wrong_usage_says_the_way_out(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_is_one_line_that_says_the_way_out(
+    words: str, end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err.endswith(said)
+    line = said(capsys, *words.split())
+    assert line.startswith("error[USAGE]: ") and line.endswith(end)
 
 
-def test_the_overview_names_every_command_in_whole_words(
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("convert nothing.hdf5 out", "SOURCE_READ"),
+        ("inspect nothing", "DATASET_NOT_FOUND"),
+        ("train nothing", "RECIPE"),
+        ("evaluate nothing", ""),
+        ("recipes validate nothing", "RECIPE"),
+        ("recipes show nothing", "RECIPE"),
+        ("recipes cp nothing", "RECIPE"),
+        ("train paper trian.steps=5", "RECIPE"),
+        ("plan paper trian.steps=5", "RECIPE"),
+        ("sweep paper trian.steps=5,6", "RECIPE"),
+        ("strategies paper trian.steps=5", "RECIPE"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(
+    words: str,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.main(["--help"]) == 0
-    _, _, listed = capsys.readouterr().out.partition("Commands:")
-    assert "convert" in listed and "..." not in listed
+    monkeypatch.chdir(tmp_path)
+    assert said(capsys, *words.split()).startswith(f"error[{code}")
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("mark", ["metrics.jsonl", ".lock"])  # a kill or a copy leaves one
+@pytest.mark.parametrize("words", ["train", "recipes validate", "plan"])
+def test_a_typo_in_a_recipe_is_told_before_torch_is_loaded(words: str) -> None:
+    script = "import sys; from gear_offline.cli.main import main\n"
+    script += f"assert main({[*words.split(), 'paper', 'trian.steps=5']}) == 2\n"
+    script += "print(sorted({'torch', 'gymnasium', 'h5py', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_training_says_what_it_will_do_before_torch_is_loaded(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "gear_offline", "train", "paper", "train.steps=500"]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        assert (
+            process.stderr.readline() == "paper: 500 steps, the first 50 of them warm-up; seed 0\n"
+        )
+        loaded = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in loaded
+        process.kill()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, shown in (([], False), (["--debug"], True)):
+        assert cli.main(["inspect", str(tmp_path / "nothing"), *words]) == 2
+        assert ("Traceback" in capsys.readouterr().err) is shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (MemoryError(), 1, "error[MEMORY]: out of memory: Python has no more; "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), 1, "error[MEMORY]: "),
+        (OSError(errno.ENOSPC, "No space left on device", "f"), 1, "error[OUTPUT_WRITE]: no space"),
+        (PermissionError(errno.EACCES, "Permission denied", "file"), 1, "error[SYSTEM]: "),
+        (RuntimeError("two\nlines"), 1, "error[INTERNAL]: RuntimeError: two lines; run again"),
+        (GearError("INTERRUPTED", "stopped", remedy="do x"), 1, "stopped; do x\n"),
+    ],
+)
+def test_any_error_is_one_line(
+    error: Exception,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def explode(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", explode)
+    assert said(capsys, code=code).startswith(line)
+
+
+@pytest.mark.parametrize("result", [130, KeyboardInterrupt()])
+def test_ctrl_c_is_exit_130_and_no_error(
+    result: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(**_: object) -> object:
+        if isinstance(result, KeyboardInterrupt):
+            raise result
+        return result  # how typer reports Ctrl-C in a command
+
+    monkeypatch.setattr(cli, "app", end)
+    assert command.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)")
+    line = [sys.executable, "-m", "gear_offline", "recipes", "ls"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "interrupted\n")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--version", "-V"):
+        assert cli.main([option]) == 0
+        assert capsys.readouterr().out.startswith("gear-offline ")
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", ".lock"])  # a kill or a copy leaves one
 def test_a_run_that_is_named_is_resumed_where_it_lies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
     asked: list[Path | None] = []
 
@@ -132,91 +278,50 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
         return tmp_path
 
     monkeypatch.setattr("gear_offline.runs.trainer.train", train)
-    run = tmp_path / "mine"
-    run.mkdir()
-    (run / "recipe.yaml").write_text("base: smoke\n")
-    (run / mark).touch()
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("base: smoke\n")
+    (folder / file).touch()
     for words in (
-        [str(run), "--resume"],
-        [str(run / "recipe.yaml"), "--resume"],
-        [str(run)],
+        [str(folder), "--resume"],
+        [str(folder / "recipe.yaml"), "--resume"],
+        [str(folder)],
         ["smoke", "--resume"],
-        [str(run), "--resume", "--out", "other"],
+        [str(folder), "--resume", "--out", "other"],
     ):
         assert cli.main(["train", *words]) == 0
-    assert asked == [run, run, None, None, Path("other")]
+    assert asked == [folder, folder, None, None, Path("other")]
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["convert", "nothing.hdf5", "out"], "SOURCE_READ"),
-        (["inspect", "nothing"], ""),
-        (["train", "nothing"], "RECIPE"),
-        (["evaluate", "nothing"], ""),
-        (["recipes", "validate", "nothing"], "RECIPE"),
-        (["recipes", "cp", "nothing"], "RECIPE"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_2(
-    words: list[str],
-    code: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 2
-    streams = capsys.readouterr()
-    assert streams.out == ""
-    assert streams.err.startswith(f"error[{code}") and streams.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    found = run("inspect", str(tmp_path / "nothing"), "--debug")
-    assert found.returncode == 2 and "Traceback" in found.stderr
-    assert "Traceback" not in run("inspect", str(tmp_path / "nothing")).stderr
-
-
-def test_unexpected_error_is_exit_1(
+def test_recipes_are_listed_in_groups_and_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def explode(**_: object) -> None:
-        raise RuntimeError("two\nlines")
-
-    monkeypatch.setattr(cli, "app", explode)
-    assert cli.main([]) == 1
-    assert capsys.readouterr().err.startswith("error[INTERNAL]: RuntimeError: two lines")
-
-
-def test_interrupt_is_exit_130(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "app", interrupt)
-    assert cli.main([]) == 130
-    assert capsys.readouterr().err.startswith("error[INTERRUPTED]")
-    monkeypatch.setattr(cli, "app", lambda **_: 130)  # how typer reports Ctrl-C in a command
-    assert cli.main([]) == 130
-    assert capsys.readouterr().err.startswith("error[INTERRUPTED]")
+    names = {item.name for item in list_recipes()}
+    assert cli.main(["recipes", "ls", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in rows} == names and len(rows) == len(names)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["recipes", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert names <= {line.split()[0] for line in lines if re.match(r"  +\w", line)}
+    assert cli.main(["recipes", "show", "smoke"]) == 0
+    assert capsys.readouterr().out == (ROOT / "recipes" / "smoke.yaml").read_text()
 
 
-@pytest.mark.parametrize("words", [[], ["recipes"]])
-def test_without_a_command_the_help_is_shown(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(words) == 2
-    shown = capsys.readouterr().err
-    assert "Commands" in shown and shown.count("\n") > 5 and "error[" not in shown
-
-
-def test_version_and_doctor_through_the_installed_command() -> None:
-    assert run("--version").stdout.startswith("gear-offline ")
-    document = json.loads(run("doctor", "--json").stdout)
-    assert isinstance(document, dict)
+def test_the_demo_is_commands_there_are(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["make", "-n", "-f", str(ROOT / "Makefile"), "demo/run/evaluation.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.replace("\\\n", " ").splitlines()
+    ours = [shlex.split(line)[1:] for line in lines if "/gear-offline " in line]
+    assert [words[0] for words in ours] == ["collect", "convert", "inspect", "train", "evaluate"]
+    for name, *words in ours:
+        commands()[name].make_context(name, words, resilient_parsing=False).close()
 
 
 @pytest.mark.parametrize(
@@ -227,31 +332,6 @@ def test_sizes(text: str, bytes_: int) -> None:
     assert parse_size(text) == bytes_
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "0", "1XB", "1e400", "nan"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        parse_size(text)
-    assert caught.value.code == "SIZE"
-
-
-@pytest.mark.parametrize("text", ["", ",", " , ,"])
-def test_lists_that_name_nothing_are_refused(text: str) -> None:
-    assert parse_list(None, "a,b") is None
-    assert parse_numbers(None) is None
-    assert parse_shares(None) is None
-    assert failing_code(lambda: parse_list(text, "a,b")) == "USAGE"
-    assert failing_code(lambda: parse_numbers(text)) == "USAGE"
-    assert failing_code(lambda: parse_shares(text)) == "USAGE"
-
-
-def test_lists() -> None:
-    assert parse_list(" rewards, actions,", "a,b") == ["rewards", "actions"]
-    assert parse_numbers("3600, -1.5") == [3600.0, -1.5]
-    assert parse_shares("level:0.5=1, expert = 2") == {"level:0.5": 1.0, "expert": 2.0}
-    for text in ("replay", "replay=much", "replay=1,replay=2"):
-        assert failing_code(partial(parse_shares, text)) == "USAGE"
-
-
 @pytest.mark.parametrize(
     ("text", "count"), [("100000", 10**5), ("1e5", 10**5), ("2.5E4", 25_000), ("1_000", 1000)]
 )
@@ -259,55 +339,78 @@ def test_counts(text: str, count: int) -> None:
     assert parse_count(text, "--steps") == count
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1.5", "1e-3", "0", "-3", "many", "nan", "inf", "1e30", "1e999999999", "9" * 5000]
-)
-def test_counts_that_are_none(text: str) -> None:
-    assert failing_code(lambda: parse_count(text, "--steps")) == "USAGE"
+def test_lists() -> None:
+    assert [parse_list(None, "a,b"), parse_numbers(None), parse_shares(None)] == [None] * 3
+    assert parse_list(" rewards, actions,", "a,b") == ["rewards", "actions"]
+    assert parse_numbers("3600, -1.5") == [3600.0, -1.5]
+    assert parse_shares("level:0.5=1, expert = 2") == {"level:0.5": 1.0, "expert": 2.0}
 
 
-@pytest.mark.parametrize("words", ["recipes ls", "recipes ls --json", "doctor", "--help"])
+WRONG: list[tuple[Any, tuple[str, ...]]] = [
+    (parse_size, ("", "MiB", "-1", "0", "1XB", "1e400", "nan")),
+    (partial(parse_list, example="a,b"), ("", ",", " , ,")),
+    (parse_numbers, ("", ",", "3600,many")),
+    (parse_shares, ("", ",", "replay", "replay=much", "replay=1,replay=2")),
+    (
+        partial(parse_count, option="--steps"),
+        ("", "1.5", "1e-3", "0", "-3", "many", "nan", "inf", "1e30", "1e999999999", "9" * 5000),
+    ),
+]
+
+
+@pytest.mark.parametrize(("parse", "text"), [(parse, t) for parse, texts in WRONG for t in texts])
+def test_values_that_are_none(parse: Any, text: str) -> None:
+    assert failing_code(lambda: parse(text)) == "USAGE"
+
+
+@pytest.mark.parametrize("words", ["recipes ls --json", "--help"])
 def test_a_full_standard_output_is_one_error(words: str) -> None:
-    command = [sys.executable, "-m", "gear_offline", *words.split()]
     with open("/dev/full", "w") as full:
-        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert found.returncode == 1
-    assert found.stderr.startswith("error[OUTPUT_WRITE]: no space left: ")
-    assert "standard output" in found.stderr and found.stderr.count("\n") == 1
+        done = run(*words.split(), stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error[OUTPUT_WRITE]: no space left: ")
+    assert "standard output" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_goes_is_no_error() -> None:
+    line = f"{sys.executable} -m gear_offline recipes ls --json | head -c 10"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+    assert done.stderr == "" and len(done.stdout) == 10
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(closed: str, tmp_path: Path) -> None:
+    # what is opened next would get the stream's number, and what is printed to it
+    script = f'"$@" {closed}; echo $? > {tmp_path / "code"}'
+    line = [sys.executable, "-m", "gear_offline", "recipes", "ls"]
+    done = subprocess.run(["sh", "-c", script, "sh", *line], capture_output=True, text=True)
+    assert (tmp_path / "code").read_text() == "0\n" and done.stderr == ""
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (MemoryError(), "MEMORY"),
-        (MemoryError("Unable to allocate 1 PiB"), "MEMORY"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "MEMORY"),
-        (OSError(errno.ENOSPC, "No space left on device", "file"), "OUTPUT_WRITE"),
-        (PermissionError(errno.EACCES, "Permission denied", "file"), "SYSTEM"),
-    ],
+    ("encoding", "printed"), [("utf-8", b"\xe2\x96\x88 ?\n"), ("latin-1", b"? ?\n")]
 )
-def test_what_no_command_has_told_in_its_own_words(
-    error: Exception,
-    code: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_the_encoding_lacks_does_not_end_a_command(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, printed: bytes
 ) -> None:
-    def explode(**_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(cli, "app", explode)
-    assert cli.main([]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error[{code}]: ") and said.count("\n") == 1
+    """A bar of a histogram, and a byte of a file's name that is no text."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(cli, "app", lambda **_: print("\u2588 \udcff"))
+    assert command.main() == 0
+    assert written.getvalue() == printed
 
 
 def test_names_in_files_of_strangers_do_not_steer_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path / "mine.hdf5", {"\x1b[31mobs": [1.0], "rewards": [1.0]})
-    assert cli.main(["convert", str(file), str(tmp_path / "d")]) == 2
+    assert cli.main(["convert", str(file), str(tmp_path / "d"), "-q"]) == 2
     assert "found: \\x1b[31mobs, rewards" in capsys.readouterr().err
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress("convert mine [best].hdf5", total=1):
-        pass
-    assert "convert mine [best].hdf5" in capsys.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    started = time.process_time()
+    before = os.times().children_user
+    run("--help")
+    assert os.times().children_user - before < 1.5 and time.process_time() - started < 1.5

@@ -26,9 +26,9 @@ from gear_offline.errors import InputError
 from tests.support import ArraySource, hopper_columns, make_dataset
 
 
-def text_of(document: dict[str, Any], *, width: int = 80) -> str:
+def text_of(document: dict[str, Any], *, width: int = 80, full: bool = True) -> str:
     out = io.StringIO()
-    print_inspection(document, console=Console(file=out, width=width))
+    print_inspection(document, full=full, console=Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -72,7 +72,7 @@ def test_text_shows_what_matters(document: dict[str, Any]) -> None:
     text = text_of(document)
     for word in (
         *("observations", "float32", "scalar", "Hopper-v5", "3234.3", "indicative only"),
-        *("terminated", "truncated", "episode return: mean", "episode length: mean"),
+        *("terminated", "truncated", "episode return  mean", "episode length  mean"),
         *("3 shards", "checked, all match"),
     ):
         assert word in text, word
@@ -82,8 +82,16 @@ def test_text_shows_what_matters(document: dict[str, Any]) -> None:
     assert text.rstrip().splitlines()[-1].split()[-1] == "1"
 
 
+def test_the_first_screen_has_24_lines(tmp_path: Path) -> None:
+    columns = hopper_columns(9) | {f"infos/{name}": np.zeros((9, 40)) for name in "abcdefghij"}
+    convert(ArraySource(columns, [4, 5]), tmp_path / "d", quiet=True)
+    text = text_of(inspect(tmp_path / "d"), full=False)
+    assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
+    assert "columns more" in text and "--full" in text and "infos/j" not in text
+
+
 def length_rows(document: dict[str, Any]) -> list[list[str]]:
-    lines = text_of(document).split("episode length")[1].splitlines()[1:]
+    lines = text_of(document).split("episode lengths")[1].splitlines()[1:]
     return [[line.strip().split("  ")[0], line.split()[-1]] for line in lines if "max" not in line]
 
 
@@ -104,7 +112,7 @@ def test_one_of_each_is_written_in_the_singular(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [1])
     summary = summary_of(dataset.manifest, width=200)
     assert summary.startswith("1 episode (") and "1 step, 1 shard, " in summary
-    assert "1 shard\n" in "\n".join(map(str.strip, text_of(inspect(dataset.path)).splitlines()))
+    assert "1 episode, 1 step, " in text_of(inspect(dataset.path))
     assert "1 episode, 1 step, columns" in repr(dataset)
 
 
@@ -137,7 +145,7 @@ def test_nonfinite_and_unknown_values_print_as_dashes(tmp_path: Path) -> None:
     assert document["returns"]["count"] == 0 and document["returns"]["left_out"] == 1
     text = text_of(document)
     assert "left out: 1 episode with a return that is NaN or infinite" in text
-    assert "episode return: mean -, std -" in text
+    assert "mean -, std -" in text
     assert "unknown" in text
 
 
@@ -148,7 +156,7 @@ def test_returns_that_the_histogram_leaves_out_are_counted(tmp_path: Path) -> No
     document = inspect(tmp_path / "d")
     assert (document["returns"]["count"], document["returns"]["left_out"]) == (2, 2)
     assert sum(document["returns"]["histogram"]["counts"]) == 2
-    note = "left out: 2 episodes with a return that is NaN or infinite\n"
+    note = "left out: 2 episodes with a return that is NaN or infinite"
     assert note in text_of(document).split("episode return")[1].split("episode length")[0]
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import gear_offline
 from gear_offline.cli.main import main
-from gear_offline.demo import main as demo
 from gear_offline.errors import InputError
 from gear_offline.runs.directory import RunDirectory
 from tests.support import failing_code
@@ -76,15 +75,11 @@ def test_a_link_that_leads_nowhere_is_named(
     assert sorted(os.listdir()) == ["link", "tiny.yaml"] and os.readlink("link") == "nothing"
 
 
-def test_an_export_and_the_demo_say_so_too(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_says_so_too(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file is a file, not a folder") as caught:
         gear_offline.export_hdf5(data, tmp_path / "file" / "x.hdf5", quiet=True)
     assert caught.value.code == "OUTPUT_WRITE"
-    assert demo(["--out", str(tmp_path / "file" / "x")]) == 2
-    assert capsys.readouterr().err.startswith("error[OUTPUT_WRITE]: ")
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -35,9 +35,11 @@ def test_link_points_at_top_level_folder(folder: str) -> None:
     assert (ROOT / "gear_offline" / folder).readlink() == Path("..", folder)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_folder_cannot_shadow_an_installed_package(folder: str) -> None:
-    assert not (ROOT / folder / "__init__.py").exists()
+def test_transformers_is_whole_where_our_folders_are_on_the_path() -> None:
+    """It imports Hugging Face's `kernels` where that is installed; ours is found in its place."""
+    code = "import transformers.integrations.hub_kernels, kernels\n"
+    code += "from transformers import DecisionTransformerModel"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_pyproject_lists_every_package() -> None:
@@ -70,12 +72,45 @@ def test_import_loads_neither_torch_nor_cupy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_every_public_name_resolves_and_is_no_module() -> None:
+def test_every_public_name_resolves_and_dir_lists_no_other() -> None:
     import gear_offline
 
+    assert dir(gear_offline) == sorted(gear_offline.__all__)
     for name in gear_offline.__all__:
-        value = getattr(gear_offline, name)
-        assert type(value).__name__ != "module", name
-        assert not (ROOT / "gear_offline" / f"{name}.py").exists(), f"{name} would hide a module"
+        assert name == "__version__" or callable(getattr(gear_offline, name)), name
     with pytest.raises(AttributeError, match="no attribute 'nothing_like_this'"):
         _ = gear_offline.nothing_like_this
+
+
+@pytest.mark.parametrize("before", ["", "import gear_offline.convert.shards", "go.convert"])
+def test_a_function_may_have_the_name_of_its_package(before: str) -> None:
+    code = f"import gear_offline as go, inspect\n{before}\n"
+    code += (
+        "from gear_offline.convert import convert\nimport gear_offline.convert.shards as shards\n"
+    )
+    code += "assert inspect.signature(go.convert) == inspect.signature(convert)\n"
+    code += "try: go.convert('nothing.hdf5', 'out')\n"
+    code += "except go.InputError as error: print(error.code, shards.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "SOURCE_READ gear_offline.convert.shards\n", done.stderr
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_seen_by_type_checkers(tmp_path: Path) -> None:
+    """As `.ci/setup` installs it: a path that tools follow, not an import hook they cannot."""
+    assert "-C editable_mode=compat" in (ROOT / ".ci" / "setup").read_text()
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "gear_offline.pth").write_text(f"{ROOT}\n")  # what that mode writes
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import gear_offline as go\n"
+        "reveal_type(go.convert('a.hdf5', 'b'))\n"
+        "go.GearLoader('data', batch_size='64')\n"
+    )
+    line = [sys.executable, "-m", "mypy", "--python-executable", str(venv / "bin" / "python")]
+    line += ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", str(tmp_path)]
+    done = subprocess.run([*line, str(user)], capture_output=True, text=True, cwd=tmp_path)
+    assert 'Revealed type is "gear_offline.dataset.manifest.Manifest"' in done.stdout
+    assert 'Argument "batch_size" to "GearLoader" has incompatible type "str"' in done.stdout

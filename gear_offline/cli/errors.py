@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from gear_offline.core.text import show_error
+from gear_offline.core.text import printable, show_error
 from gear_offline.errors import NO_SPACE, GearError, is_out_of_memory
 
 
@@ -17,49 +17,54 @@ def tell(error: Exception, debug: bool) -> int:
     """Print `error` as one line, with its traceback before it if `debug`; return the exit code."""
     if debug:
         traceback.print_exception(error)
+    usage = getattr(error, "format_message", None)  # of typer's errors, whichever click it carries
     if isinstance(error, GearError):
-        show_error(error.code, error.message)
+        if error.code == "INTERRUPTED":  # what was asked for is no error
+            print(printable(error.message), file=sys.stderr)
+        else:
+            show_error(error.code, error.message)
         return error.exit_code
-    message = getattr(error, "format_message", None)
-    if message is not None and type(error).__name__ == "NoArgsIsHelpError":
-        print(message(), file=sys.stderr)
+    if usage is not None and type(error).__name__ == "NoArgsIsHelpError":
+        print(usage(), file=sys.stderr)
         return 2
-    if message is not None:  # typer's usage errors, whichever click it carries
-        show_error("USAGE", f"{message().removesuffix('.')}; {_cure(error, message())}")
+    if usage is not None:
+        message = re.sub(
+            r"Input should be a valid (integer|number).*", _not_a_number, usage().strip()
+        )
+        show_error("USAGE", f"{message.removesuffix('.')}; {_remedy(error, message)}")
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)
     elif is_out_of_memory(error):
         reason = str(error).splitlines()[0] if str(error) else "Python has no more"
-        cure = "use a smaller model, batch or context, or a machine with more memory"
-        show_error("MEMORY", f"out of memory: {reason}; {cure}")
+        remedy = "use a smaller model, batch or context, or a machine with more memory"
+        show_error("MEMORY", f"out of memory: {reason}; {remedy}")
     else:
         show_error("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
 
 
-def _cure(error: Exception, message: str) -> str:
+def _not_a_number(match: re.Match[str]) -> str:
+    return "not a whole number" if match[1] == "integer" else "not a number"
+
+
+def _remedy(error: Exception, message: str) -> str:
     """Return what to do about a usage error of typer's."""
     context: Any = getattr(error, "ctx", None)
     if context is None:
         return "see gear-offline --help"
-    dashed = re.search(r"No such option: --([A-Za-z_.-]+)", message)
-    if dashed and any(parameter.name == "overrides" for parameter in context.command.params):
-        name = _option_of_recipes(dashed[1].replace("-", "_"))
-        if name is not None:
-            return f"write {name}=VALUE without dashes"
+    parameters = {parameter.name for parameter in context.command.params}
+    option = re.search(r"No such option: --([A-Za-z_.-]+)", message)
+    if option and "overrides" in parameters:
+        from gear_offline.config.problems import guess_option  # loads pydantic
+        from gear_offline.config.recipe import Recipe
+
+        path = option[1].replace("-", "_").split(".")
+        if guess := ".".join(path) if len(path) > 1 else guess_option(Recipe, path):
+            return f"write {guess}=VALUE without dashes"
+    if "extra argument" in message and "targets" in parameters:
+        return "write several values as one word: --targets 3600,1800"
     return f"see {context.command_path} --help"
-
-
-def _option_of_recipes(asked: str) -> str | None:
-    """Return the recipe's option that is asked for by its last word, or as it is written there."""
-    from gear_offline.config.problems import dotted_fields
-    from gear_offline.config.recipe import Recipe
-
-    if "." in asked:
-        return asked
-    found = [name for name in dotted_fields(Recipe) if name.rpartition(".")[2] == asked]
-    return min(found, key=lambda name: name.count("."), default=None)
 
 
 def _tell_system_error(error: OSError) -> None:

@@ -24,7 +24,9 @@ from gear_offline.dataset.shard import DIGEST_CHARS
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names
 MOST_ATTRIBUTES, MOST_LEAVES, LONGEST_TEXT = 200, 14, 100  # of the source; --json shows all
+MOST_COLUMNS = 8  # without --full
 _BLOCKS = " ▏▎▍▌▋▊▉█"
+_HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
 def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dict[str, Any]:
@@ -72,18 +74,18 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
     }
 
 
-def print_inspection(document: Mapping[str, Any], *, console: Console | None = None) -> None:
-    """Print a `document` that `inspect` returned, as tables and text histograms."""
+def print_inspection(
+    document: Mapping[str, Any], *, full: bool = False, console: Console | None = None
+) -> None:
+    """Print a `document` that `inspect` returned, on a screen of 24 lines unless `full`."""
     console = console or Console()
-    console.print(
-        Group(
-            _summary(document),
-            _columns(document),
-            _endings(document),
-            _histogram("return", document["returns"], console.width),
-            _histogram("length", document["lengths"], console.width, whole=True),
-        )
-    )
+    spreads = {"return": document["returns"], "length": document["lengths"]}
+    parts = [_facts(document, full), Text(), _columns(document, full), _endings(document, spreads)]
+    if full:
+        parts += [_histogram(what, spread, console.width) for what, spread in spreads.items()]
+    else:
+        parts.append(Text("--full shows histograms and what the source says of itself", "dim"))
+    console.print(Group(*parts))
 
 
 def print_summary(manifest: Manifest, *, console: Console | None = None) -> None:
@@ -118,41 +120,39 @@ def number_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _summary(document: Mapping[str, Any]) -> RenderableType:
+def _facts(document: Mapping[str, Any], full: bool) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", overflow="fold", max_width=30)
     table.add_column(overflow="fold")
-    for name, value in _summary_rows(document):
+    for name, value in _fact_rows(document, full):
         table.add_row(escape(printable(name)), escape(printable(value)))
     return table
 
 
-def _summary_rows(document: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _fact_rows(document: Mapping[str, Any], full: bool) -> Iterable[tuple[str, str]]:
     source, environment = document["source"], document["environment"]
+    counts = ", ".join(count_text(document[f"{what}s"], what) for what in ("episode", "step"))
+    shards = count_text(len(document["shards"]), "shard")
     yield "dataset", document["path"]
-    shards = len(document["shards"])
-    yield "format", f"version {document['format_version']}, {count_text(shards, 'shard')}"
-    yield "size", size_text(document["bytes"])
-    yield "episodes", f"{document['episodes']:,}"
-    yield "steps", f"{document['steps']:,}"
-    yield "environment", environment["id"] or "unknown"
-    scores = environment["reference_scores"]
-    if scores is None:
-        yield "reference scores", "unknown"
-    else:
-        text = f"{scores['minimum']:g} to {scores['maximum']:g} ({scores['name']})"
-        yield "reference scores", text + (", indicative only" if scores["indicative"] else "")
-        if scores["note"]:
-            yield "", scores["note"]
-    yield "source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"
-    yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
-    yield from _leaves("", source["attributes"])
-    digests = document["digests"]
-    blocks = count_text(digests["blocks"], "block")
+    yield "size", f"{counts}, {size_text(document['bytes'])} in {shards}"
+    blocks = count_text(document["digests"]["blocks"], "block")
     if document["verified"]:
         yield "digests", f"{blocks} checked, all match"
     else:
         yield "digests", f"manifest, headers and episodes match; {blocks} unread"
+    scores = environment["reference_scores"]
+    shown = "no reference scores"
+    if scores is not None:
+        shown = f"reference scores {scores['minimum']:g} to {scores['maximum']:g}"
+        shown += f" ({scores['name']}{', indicative only' if scores['indicative'] else ''})"
+    yield "environment", f"{environment['id'] or 'unknown'}; {shown}"
+    yield "source", f"{source['uri']} ({source['format']}; rule: {source['rule']})"
+    if full:
+        if scores is not None and scores["note"]:
+            yield "scores", scores["note"]
+        yield "format", f"version {document['format_version']}"
+        yield "source digest", f"xxh3-128:{source['digest']}" if source["digest"] else "none"
+        yield from _leaves("", source["attributes"])
 
 
 def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
@@ -170,22 +170,28 @@ def _leaves(prefix: str, value: Any) -> Iterable[tuple[str, str]]:
         yield f"  {prefix}", text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " …"
 
 
-def _columns(document: Mapping[str, Any]) -> RenderableType:
-    shapes: list[Sequence[str]] = [("name", "dtype", "shape", "bytes", "NaN or Inf")]
-    spreads: list[Sequence[str]] = [("name", "mean", "std", "min", "max")]
-    for column in document["columns"]:
-        statistics = document["statistics"][column["name"]]
+def _columns(document: Mapping[str, Any], full: bool) -> RenderableType:
+    columns, statistics = document["columns"], document["statistics"]
+    shown = columns if full else columns[:MOST_COLUMNS]
+    rows: list[Sequence[str]] = [("column", "dtype", "shape", "min", "mean", "max")]
+    more: list[Sequence[str]] = [("column", "bytes", "std", "NaN or Inf")]
+    for column in shown:
+        name, facts = column["name"], statistics[column["name"]]
         shape = " x ".join(map(str, column["shape"])) or "scalar"
-        size, nonfinite = size_text(column["bytes"]), f"{statistics['nonfinite']:,}"
-        shapes.append((column["name"], column["dtype"], shape, size, nonfinite))
-        spreads.append((column["name"], *_spread(statistics)))
-    wide = "statistics (of a wide column: lowest to highest element)"
-    return Group(Text(), _table(shapes, "columns"), Text(), _table(spreads, wide), Text())
+        rows.append((name, column["dtype"], shape, *_spread(facts, "min", "mean", "max")))
+        size = size_text(column["bytes"])
+        more.append((name, size, *_spread(facts, "std"), f"{facts['nonfinite']:,}"))
+    parts: list[RenderableType] = [_table(rows)]
+    if rest := len(columns) - len(shown):
+        parts.append(Text(f"and {count_text(rest, 'column')} more", "dim"))
+    if full or any(statistics[column["name"]]["nonfinite"] for column in columns):
+        parts.append(_table(more))
+    return Group(*parts)
 
 
-def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
+def _table(rows: Sequence[Sequence[str]]) -> RenderableType:
     """Return a table of `rows`, headings first; in a narrow terminal cells are folded."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for cells in rows[1:]:
@@ -193,9 +199,9 @@ def _table(rows: Sequence[Sequence[str]], title: str) -> RenderableType:
     return table
 
 
-def _spread(statistics: Mapping[str, Any]) -> Iterable[str]:
-    """Yield mean, std, min and max of a column; of a wide one, each over its elements."""
-    for name in ("mean", "std", "min", "max"):
+def _spread(statistics: Mapping[str, Any], *names: str) -> Iterable[str]:
+    """Yield statistics of a column; of a wide one, lowest to highest of its elements."""
+    for name in names:
         values = np.asarray(statistics[name], np.float64)  # JSON null becomes NaN
         finite = values[np.isfinite(values)]
         if not finite.size:
@@ -208,26 +214,36 @@ def _spread(statistics: Mapping[str, Any]) -> Iterable[str]:
             yield high if name == "max" else f"{low} to {high}"
 
 
-def _endings(document: Mapping[str, Any]) -> RenderableType:
-    names = {"terminated": "terminated", "truncated": "truncated", "neither": "without a flag"}
-    rows: list[Sequence[str]] = [("ending", "episodes", "share")]
-    for key, name in names.items():
-        count = document["endings"][key]
-        rows.append((name, f"{count:,}", f"{100 * count / document['episodes']:.1f} %"))
-    return _table(rows, "how episodes end")
+def _endings(document: Mapping[str, Any], spreads: Mapping[str, Any]) -> RenderableType:
+    """Return how episodes end, and a line about returns and one about lengths."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    names = {"terminated": "terminated", "truncated": "truncated", "neither": "unmarked"}
+    endings = [
+        f"{name} {document['endings'][key]:,} "
+        f"({100 * document['endings'][key] / document['episodes']:.1f} %)"
+        for key, name in names.items()
+        if document["endings"][key]
+    ]
+    table.add_row("[bold]episodes end[/]", ", ".join(endings))
+    for what, spread in spreads.items():
+        facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
+        counts = spread["histogram"]["counts"]
+        most = max(counts, default=0) or 1
+        bars = "".join(_HEIGHTS[-(-count * (len(_HEIGHTS) - 1) // most)] for count in counts)
+        table.add_row(f"[bold]episode {what}[/]", f"{', '.join(facts)}  {bars}")
+        if left_out := spread.get("left_out", 0):
+            count = count_text(left_out, "episode")
+            table.add_row("", f"left out: {count} with a {what} that is NaN or infinite")
+    return table
 
 
-def _histogram(
-    what: str, spread: Mapping[str, Any], room: int, *, whole: bool = False
-) -> RenderableType:
-    facts = [f"{name} {number_text(spread[name])}" for name in ("mean", "std", "min", "max")]
-    title = f"episode {what}: {', '.join(facts)}"
+def _histogram(what: str, spread: Mapping[str, Any], room: int) -> RenderableType:
     rows: list[tuple[str, int]] = []
     edges: Sequence[float] = spread["histogram"]["edges"]
     counts: Sequence[int] = spread["histogram"]["counts"]
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         label = f"{number_text(low)} to {number_text(high)}"
-        if whole:
+        if what == "length":
             # bins are half open; those of older datasets have edges between the whole numbers
             first, last = math.ceil(low), min(math.ceil(high) - 1, int(spread["max"]))
             if high == edges[-1] == spread["max"]:
@@ -237,17 +253,16 @@ def _histogram(
             label = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         rows.append((label, count))
     most = max(counts, default=1)
-    beside = max((len(label) for label, _ in rows), default=0) + len(f"{most:,}") + 4
-    width = max(1, min(BAR_WIDTH, room - beside))
-    table = Table(box=None, title=title, title_justify="left", show_header=False, pad_edge=False)
+    others = max((len(label) for label, _ in rows), default=0) + len(f"{most:,}") + 4
+    width = max(1, min(BAR_WIDTH, room - others))
+    table = Table(
+        box=None, title=f"episode {what}s", title_justify="left", show_header=False, pad_edge=False
+    )
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, min_width=width)
     table.add_column(justify="right", no_wrap=True)
     for label, count in rows:
         table.add_row(label, bar_text(count, most, width=width), f"{count:,}")
-    if left_out := spread.get("left_out", 0):
-        note = f"left out: {count_text(left_out, 'episode')} with a {what} that is NaN or infinite"
-        return Group(table, Text(note, style="yellow"))
     return table
 
 
