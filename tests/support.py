@@ -143,9 +143,9 @@ def make_dataset(
     return open_dataset(target, verify=verify)
 
 
-def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25) -> Path:
+def write_hdf5(path: Path, *, episodes: int = 40, length: int = 25, seed: int = 0) -> Path:
     """Write a D4RL-layout file whose episodes end with timeouts."""
-    columns = hopper_columns(episodes * length)
+    columns = hopper_columns(episodes * length, seed=seed)
     columns["timeouts"][length - 1 :: length] = True
     with h5py.File(path, "w") as file:
         for name, values in columns.items():

@@ -63,15 +63,3 @@ def test_episode_index_holds_more_than_32_bits() -> None:
 @pytest.mark.parametrize("lengths", [[0], [3, -1], [1 << 62, 1 << 62], [[1, 2]]])
 def test_episode_index_refuses_what_is_no_length(lengths: list[Any]) -> None:
     assert failing_code(lambda: EpisodeIndex(np.array(lengths))) == "SOURCE_LAYOUT"
-
-
-def test_tables_and_indices_are_shown_in_a_line() -> None:
-    index = EpisodeIndex(lengths=np.full(2000, 3))
-    assert repr(index) == "EpisodeIndex(2,000 episodes, 6,000 steps)"
-    columns = (
-        ColumnSpec(name="observations", dtype=np.dtype("f4"), shape=(84, 84)),
-        ColumnSpec(name="terminals", dtype=np.dtype("?")),
-    )
-    spec = TableSpec(columns=columns, steps=6000, episodes=1)
-    shown = "observations float32[84, 84], terminals bool"
-    assert repr(spec) == f"TableSpec(1 episode, 6,000 steps: {shown})"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -151,27 +149,6 @@ def test_places_that_cannot_hold_a_dataset(tmp_path: Path) -> None:
         assert failing_code(call) == code
     assert os.listdir(tmp_path) == ["file"]
     assert failing_code(lambda: convert(source(), Path("/"), quiet=True)) == "OUTPUT_EXISTS"
-
-
-@pytest.mark.parametrize("mode", ["new", "overwrite"])
-def test_killed_at_any_point(tmp_path: Path, mode: str) -> None:
-    found = subprocess.run(
-        [sys.executable, "-m", "tests.convert_kill_points", str(tmp_path), mode],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    points = json.loads(found.stdout)
-    assert len(points) > 25 and points[-1]["status"] == 0
-    allowed = {"absent", "seed 2"} if mode == "new" else {"seed 1", "seed 2"}
-    between = [point for point in points if point["after"] not in allowed]
-    # There is one instant between the two renames; the next run repairs it.
-    assert [point["after"] for point in between] == ([] if mode == "new" else ["absent"])
-    for point in points[:-1]:
-        assert point["status"] == -signal.SIGKILL
-    for point in points:
-        assert (point["again"], point["final"], point["names"]) == (0, "seed 2", ["d"])
-    assert {point["after"] for point in points} >= allowed
 
 
 def test_an_old_dataset_caught_between_two_renames_is_put_back(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -29,7 +27,7 @@ def test_every_class_of_byte_is_covered_by_a_digest() -> None:
         assert (found[part]["silent"], found[part]["unnamed"]) == ([], [])
 
 
-@pytest.mark.parametrize(("workers", "kills"), [(1, 10), (4, 3)])
-def test_killed_conversions_leave_the_old_state_or_the_new(workers: int, kills: int) -> None:
-    found: Any = run("kill_convert", "--workers", str(workers), "--kills", str(kills))
-    assert found[0]["kills"] == kills and found[0]["broken"] == []
+def test_killed_conversions_leave_the_old_state_or_the_new() -> None:
+    found: Any = run("kill_convert", "--workers", "1", "4", "--kills", "3")
+    assert found["points"] > 60 and found["broken"] == []
+    assert set(found["seen_after"]) == {"absent", "old", "new"}

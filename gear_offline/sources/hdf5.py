@@ -13,13 +13,11 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any, Self
 
 import h5py
@@ -36,7 +34,7 @@ from gear_offline.sources.base import READ_BYTES, changed_error, open_file
 from gear_offline.sources.hdf5_filters import FILTER_NAMES, Bytes, decode_chunk
 
 MAX_READ_BYTES = 256 << 20  # beyond this a row of chunks is read in parts
-CACHE_BYTES = 64 << 20  # decoded chunks that are kept; one in any case
+KEPT_BYTES = 64 << 20  # of each column the row of chunks that was decoded last, up to this
 SMALL_CHUNK_BYTES, GATHERED_CHUNKS = 4096, 4096
 MAX_STEP_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 1 << 30
@@ -256,8 +254,8 @@ class Hdf5File:
             with suppress(*LIBRARY_ERRORS):  # one of an unknown type: no reason to refuse the data
                 handle = self._file.attrs.get_id(name)
                 if handle.shape == () and handle.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                    _keep(facts, str(name), self._file.attrs[name])
-        return facts
+                    facts[str(name)] = _plain(self._file.attrs[name])
+        return {name: value for name, value in facts.items() if value is not None}
 
     def metadata(self) -> dict[str, Any]:
         """Return what lies under ``metadata``: small scalars by value, arrays by shape."""
@@ -269,8 +267,8 @@ class Hdf5File:
                 with suppress(*LIBRARY_ERRORS):
                     opened = self._file[dataset.path]
                     if opened.id.get_storage_size() <= MAX_ATTRIBUTE_BYTES:
-                        _keep(facts, name, opened[()])
-        return facts
+                        facts[name] = _plain(opened[()])
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -328,6 +326,7 @@ class Hdf5Column:
     stored_shape: tuple[int, ...]
     storage: _Storage
     fill: npt.NDArray[Any]
+    kept: dict[int, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -410,52 +409,32 @@ class Hdf5Column:
         return chunks.reshape(-1)
 
     def _read_decoded(self, file: int, rows: npt.NDArray[Any], start: int, stop: int) -> None:
-        grid = [-(-n // c) for n, c in zip(self.stored_shape, self.storage.chunks, strict=True)]
-        across, most = prod(grid[1:]), self.storage.chunks[0]
+        most = self.storage.chunks[0]
         for index in range(start // most, -(-stop // most)):
             first, last = max(start, index * most), min(stop, (index + 1) * most)
-            for number, place in enumerate(np.ndindex(*grid[1:])):
-                plain = _DECODED.get(self.storage, index * across + number, file)
-                if plain is None:
-                    chunk = np.broadcast_to(self.fill, self.storage.chunks)
-                else:
-                    chunk = np.frombuffer(plain, self.stored_dtype).reshape(self.storage.chunks)
-                target: list[slice] = [slice(first - start, last - start)]
-                source: list[slice] = [slice(first - index * most, last - index * most)]
-                for at, width, end in zip(
-                    place, self.storage.chunks[1:], self.stored_shape[1:], strict=True
-                ):
-                    target.append(slice(at * width, min((at + 1) * width, end)))
-                    source.append(slice(0, min(width, end - at * width)))
-                rows[tuple(target)] = chunk[tuple(source)]
+            band = self.kept.get(index)
+            if band is None:
+                band = self._decode(file, index)
+                self.kept.clear()  # a read that ends inside it goes on in it
+                if band.nbytes <= KEPT_BYTES:
+                    self.kept[index] = band
+            rows[first - start : last - start] = band[first - index * most : last - index * most]
 
-
-class _DecodedChunks:
-    """The chunks of all files that were decoded last: a read that ends inside one goes on in it."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._bytes = most, 0
-        self._chunks: OrderedDict[tuple[_Storage, int], Bytes] = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, storage: _Storage, number: int, file: int) -> Bytes | None:
-        """Return a chunk as `_Storage.chunk` does."""
-        key = (storage, number)
-        with self._lock:
-            if key in self._chunks:
-                self._chunks.move_to_end(key)
-                return self._chunks[key]
-        chunk = storage.chunk(file, number)
-        with self._lock:
-            if chunk is not None and key not in self._chunks:
-                self._chunks[key] = chunk
-                self._bytes += len(chunk)
-            while self._bytes > self._most and len(self._chunks) > 1:
-                self._bytes -= len(self._chunks.popitem(last=False)[1])
-        return chunk
-
-
-_DECODED = _DecodedChunks(CACHE_BYTES)
+    def _decode(self, file: int, index: int) -> npt.NDArray[Any]:
+        """Return a row of chunks, (chunk rows, *stored step)."""
+        storage, shape = self.storage, self.stored_shape[1:]
+        grid = [-(-n // c) for n, c in zip(shape, storage.chunks[1:], strict=True)]
+        band = np.empty((storage.chunks[0], *shape), self.stored_dtype)
+        for number, place in enumerate(np.ndindex(*grid)):
+            plain = storage.chunk(file, index * prod(grid) + number)
+            chunk = np.broadcast_to(self.fill, storage.chunks)
+            if plain is not None:
+                chunk = np.frombuffer(plain, self.stored_dtype).reshape(storage.chunks)
+            corner = [at * width for at, width in zip(place, storage.chunks[1:], strict=True)]
+            ends = [at + width for at, width in zip(corner, storage.chunks[1:], strict=True)]
+            target = band[(slice(None), *map(slice, corner, ends))]
+            target[...] = chunk[tuple(map(slice, target.shape))]
+        return band
 
 
 @contextmanager
@@ -524,13 +503,13 @@ def _renamed(
     return columns
 
 
-def _keep(facts: dict[str, Any], name: str, value: Any) -> None:
-    """Store `value` under `name` if it is a plain number, bool or short string."""
+def _plain(value: Any) -> str | int | float | None:
+    """Return a plain number, bool or short string, ``None`` for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
-        facts[name] = value[:500]
-    elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        facts[name] = value
+        return value[:500]
+    plain = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else None

@@ -1,9 +1,9 @@
-"""Kill conversions with SIGKILL at random instants: ``python -m tests.trust.kill_convert``.
+"""Kill conversions with SIGKILL: ``python -m tests.trust.kill_convert``.
 
-A conversion, with one worker or several, overwrites a dataset (or makes a new one) and is killed
-alone or with its process group.  Then a reader must see the old state or the new one; a second
-conversion must succeed and sweep what was left; and no process, shared memory or semaphore may
-stay.  Prints one JSON document.
+Before every system call that changes the disk, in turn, and then at random instants with one worker
+and with several.  Afterwards a reader must see the old state or the new one, a second conversion
+must succeed and sweep what was left, and no process or shared memory may stay.  Prints one JSON
+document.
 """
 
 from __future__ import annotations
@@ -17,126 +17,142 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h5py
-
+from gear_offline.convert import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
-from tests.support import hopper_columns
-from tests.trust.forked import prepare
+from tests.support import hopper_columns, write_hdf5
 from tests.trust.leaks import new_objects, system_objects, wait_until_gone
 
-EPISODES, LENGTH = 40, 25
-SHARD_BYTES = 12_000  # eight shards
+CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
+EPISODES, LENGTH, SHARD_BYTES = 4, 25, 3300  # two shards
 
 
-def write_source(path: Path, *, seed: int) -> None:
-    columns = hopper_columns(EPISODES * LENGTH, seed=seed)
-    columns["timeouts"][LENGTH - 1 :: LENGTH] = True
-    with h5py.File(path, "w") as file:
-        for name, values in columns.items():
-            file[name] = values
-
-
-def start(source: Path, target: Path, *, workers: int) -> int:
-    """Begin a conversion in a child with a session of its own; return the child."""
+def start(source: Path, target: Path, *, workers: int = 1, kill_at: int = 0) -> int:
+    """Begin a conversion in a fork with a session of its own; return the fork."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setsid()
-            from gear_offline.convert import convert
-
-            convert(
-                str(source),
-                target,
-                shard_bytes=SHARD_BYTES,
-                workers=workers,
-                overwrite=True,
-                quiet=True,
-            )
+            if kill_at:
+                arm(kill_at)
+            options: dict[str, Any] = {"shard_bytes": SHARD_BYTES, "workers": workers}
+            convert(source, target, overwrite=True, quiet=True, **options)
             code = 0
         finally:
             os._exit(code)
     return child
 
 
+def arm(kill_at: int) -> None:
+    """Make this process kill itself before its `kill_at`-th call that changes the disk."""
+    count = 0
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+
+
+class Places:
+    """Makes conversions in new folders below `folder`, and judges what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.count, self.broken = folder, 0, list[str]()
+        self.seen: Counter[str] = Counter()
+        self.sources = {"old": folder / "old.hdf5", "new": folder / "new.hdf5"}
+        self._wanted = {}
+        for seed, (name, path) in enumerate(self.sources.items()):
+            write_hdf5(path, episodes=EPISODES, length=LENGTH, seed=seed)
+            columns = hopper_columns(EPISODES * LENGTH, seed=seed)
+            self._wanted[columns["observations"].tobytes()] = name
+
+    def kill(self, *, overwrite: bool, kill: Callable[[int], None], **options: Any) -> int:
+        """Convert, ``kill(child)``, look, convert again, look; return the killed one's status."""
+        self.count += 1
+        target = self.folder / str(self.count) / "d"
+        target.parent.mkdir()
+        if overwrite:
+            status_of(start(self.sources["old"], target))
+        child = start(self.sources["new"], target, **options)
+        kill(child)
+        status, gone = status_of(child), wait_until_gone(child)
+        after = self._state(target)
+        self.seen[after] += 1
+        # Between the two renames of an overwrite there is one instant without; it is repaired.
+        allowed = {"old", "absent", "new"} if overwrite else {"absent", "new"}
+        again = status_of(start(self.sources["new"], target))
+        final = self._state(target), sorted(os.listdir(target.parent))
+        right = gone and after in allowed and (status != 0 or after == "new")
+        if not right or (again, final) != (0, ("new", ["d"])):
+            self.broken.append(f"{self.count}: {status}, {after}, {gone}; {again}, {final}")
+        return status
+
+    def _state(self, target: Path) -> str:
+        try:
+            rows = open_dataset(target).column("observations").tobytes()
+        except InputError as error:
+            return "absent" if error.code == "DATASET_NOT_FOUND" else error.code
+        return self._wanted.get(rows, "mixed")
+
+
 def status_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def state(target: Path, wanted: dict[str, bytes]) -> str:
-    """Return what a reader sees: "absent", the name of a whole dataset, or something wrong."""
-    try:
-        found = open_dataset(target).column("observations").tobytes()
-    except InputError as error:
-        return "absent" if error.code == "DATASET_NOT_FOUND" else f"error {error.code}"
-    return next((name for name, content in wanted.items() if content == found), "mixed")
+def kill_at_calls(places: Places) -> int:
+    """Kill before each call that changes the disk; return how many there are."""
+    points = 0
+    for overwrite in (False, True):
+        kill_at = status = 1
+        absent = places.seen["absent"]
+        while status != 0:
+            status = places.kill(overwrite=overwrite, kill=lambda child: None, kill_at=kill_at)
+            kill_at += 1
+        points += kill_at
+    if places.seen["absent"] != absent + 1:
+        places.broken.append(
+            f"overwriting: absent {places.seen['absent'] - absent} times, not once"
+        )
+    return points
 
 
-def kill_many(kills: int, *, workers: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Kill `kills` conversions; return figures and broken promises."""
-    generator = random.Random(f"{seed} {workers}")
-    sources = {"old": folder / "old.hdf5", "new": folder / "new.hdf5"}
-    wanted = {}
-    for number, (name, path) in enumerate(sources.items()):
-        write_source(path, seed=number)
-        columns = hopper_columns(EPISODES * LENGTH, seed=number)
-        wanted[name] = columns["observations"].tobytes()
-    before, began = system_objects(), time.monotonic()
-    seen: Counter[str] = Counter()
-    broken: list[str] = []
-    killed = attempts = 0
-    duration = 0.0
+def kill_at_random(places: Places, kills: int, *, workers: int, seed: int) -> int:
+    """Kill `kills` conversions, alone or with their process group; return how many were begun."""
+    generator, duration, killed, attempts = random.Random(f"{seed} {workers}"), 0.0, 0, 0
     while killed < kills:
         attempts += 1
-        place = folder / f"{workers}-{attempts}"
-        place.mkdir()
-        overwrite = attempts % 2 == 1
-        if overwrite:
-            status_of(start(sources["old"], place / "d", workers=1))
-        started = time.monotonic()
-        child = start(sources["new"], place / "d", workers=workers)
-        if duration:
-            time.sleep(generator.uniform(0, 1.1 * duration))
-            (os.killpg if _leads(child) and attempts % 4 < 2 else os.kill)(child, signal.SIGKILL)
-        status = status_of(child)
+        wait = generator.uniform(0, 1.1 * duration) if duration else None
+        began = time.monotonic()
+        send = os.killpg if attempts % 4 < 2 else os.kill
+        status = places.kill(
+            overwrite=attempts % 2 == 1, kill=partial(kill_after, wait, send), workers=workers
+        )
         if status == 0:
-            duration = max(0.02, 0.5 * duration + 0.3 * (time.monotonic() - started))
+            duration = max(0.02, 0.5 * duration + 0.15 * (time.monotonic() - began))
         killed += status == -signal.SIGKILL
-        if not wait_until_gone(child):
-            broken.append(f"attempt {attempts}: a process stayed")
-        after = state(place / "d", wanted)
-        seen[after] += 1
-        allowed = {"old" if overwrite else "absent", "new"}
-        if after not in allowed or (status == 0 and after != "new"):
-            broken.append(f"attempt {attempts}: status {status}, {after}")
-        if status_of(start(sources["new"], place / "d", workers=1)) != 0:
-            broken.append(f"attempt {attempts}: the rerun failed")
-        final, names = state(place / "d", wanted), sorted(os.listdir(place))
-        if (final, names) != ("new", ["d"]):
-            broken.append(f"attempt {attempts}: then {final}, {names}")
-        if attempts % 50 == 0:
-            print(f"{workers} workers: {killed} kills", file=sys.stderr, flush=True)
-    broken += new_objects(before)
-    return {
-        "workers": workers,
-        "kills": killed,
-        "attempts": attempts,
-        "seen_after": dict(seen),
-        "seconds": round(time.monotonic() - began, 1),
-        "broken": broken,
-    }
+    return attempts
 
 
-def _leads(child: int) -> bool:
-    """Return whether the child has its own process group yet."""
-    try:
-        return os.getpgid(child) == child
-    except ProcessLookupError:
-        return False
+def kill_after(seconds: float | None, send: Callable[[int, int], None], child: int) -> None:
+    if seconds is not None:
+        time.sleep(seconds)
+        with suppress(ProcessLookupError):  # the group is not there yet
+            send(child, signal.SIGKILL)
 
 
 def main() -> int:
@@ -145,17 +161,20 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    prepare("sources.hdf5")
-    documents = []
-    for workers in arguments.workers:
-        with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
-            documents.append(
-                kill_many(
-                    arguments.kills, workers=workers, seed=arguments.seed, folder=Path(temporary)
-                )
-            )
-    print(json.dumps(documents, indent=1))
-    return 1 if any(document["broken"] for document in documents) else 0
+    before, began = system_objects(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
+        places = Places(Path(temporary))
+        points = kill_at_calls(places)
+        for workers in arguments.workers:
+            kill_at_random(places, arguments.kills, workers=workers, seed=arguments.seed)
+    document = {
+        "points": points,
+        "seen_after": dict(places.seen),
+        "seconds": round(time.monotonic() - began, 1),
+        "broken": places.broken + new_objects(before),
+    }
+    print(json.dumps(document, indent=1))
+    return 1 if document["broken"] else 0
 
 
 if __name__ == "__main__":
