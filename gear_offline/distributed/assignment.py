@@ -15,7 +15,7 @@ import numpy as np
 
 from gear_offline.core.types import BoolArray, Int64Array
 
-NARROW = 1 << 8  # up to so many nodes their numbers are sorted in one pass
+NARROW = 1 << 16  # numbers below are sorted in two passes
 
 
 class Assigner:
@@ -29,17 +29,15 @@ class Assigner:
         assert global_batch % len(nodes) == 0, "World.rank_batch refuses other batches"
         by_node = np.argsort(nodes, kind="stable")
         ranks = np.bincount(nodes)  # of each node
-        self._ranks, self._node_count = len(nodes), len(ranks)
-        self._share = global_batch // len(nodes)
+        self._ranks, self._share = len(nodes), global_batch // len(nodes)
         self._room = ranks * self._share  # (D,) segments of a node
-        first = np.cumsum(self._room) - self._room
+        self._first = np.cumsum(self._room) - self._room
         # Places of a node lie side by side; which of them are a rank's, (W, B).
         turn = np.concatenate([np.arange(count) for count in ranks])
-        places = first[np.asarray(nodes)[by_node], None] + turn[:, None]
+        places = self._first[np.asarray(nodes)[by_node], None] + turn[:, None]
         places = places + np.arange(self._share) * np.repeat(ranks, ranks)[:, None]
         self._places = np.empty_like(places)
         self._places[by_node] = places
-        self._first = first
 
     def assign(self, homes: Int64Array) -> tuple[Int64Array, BoolArray]:
         """Return the slots of each rank, and which of them move, (T, W, B).
@@ -47,29 +45,30 @@ class Assigner:
         `homes`, (T, N), are the nodes that hold the segments.
         """
         steps, count = homes.shape
-        narrow = homes.astype(np.uint8 if self._node_count <= NARROW else np.uint16)
-        order = np.argsort(narrow, axis=1, kind="stable")
-        node = np.take_along_axis(homes, order, axis=1)
-        counts = self._counts(homes)
-        begins = np.cumsum(counts, axis=1) - counts
-        rows = np.arange(steps)[:, None]
-        place = np.arange(count) - begins[rows, node]  # among those of the same node
-        stays = place < self._room[node]
-        slots = np.full(homes.shape, -1)
-        at = (rows * count + self._first[node] + place)[stays]
-        slots.reshape(-1)[at] = order[stays]
+        step = np.arange(steps)[:, None]
+        keys, counts = self._count(homes)
+        order = np.argsort(
+            keys.astype(np.uint16 if len(counts) <= NARROW else np.int64), kind="stable"
+        )
+        place = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        stays = place < np.repeat(np.tile(self._room, steps), counts)
+        place += np.repeat((self._first + count * step).reshape(-1), counts)
+        slots = np.full(order.size, -1)
+        slots[place[stays]] = order[stays]
         moves = slots < 0
         slots[moves] = order[~stays]  # as many in every step
-        shape = (steps, self._ranks, self._share)
-        flat = self._places.reshape(-1)
-        return slots[:, flat].reshape(shape), moves[:, flat].reshape(shape)
+        shape, mine = (steps, self._ranks, self._share), self._places.reshape(-1)
+        slots, moves = slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)
+        return slots[:, mine].reshape(shape), moves[:, mine].reshape(shape)
 
     def moved(self, homes: Int64Array) -> Int64Array:
         """Return (T,) how many segments of each step leave their node."""
-        moved: Int64Array = np.maximum(self._counts(homes) - self._room, 0).sum(1)
+        counts = self._count(homes)[1].reshape(len(homes), -1)
+        moved: Int64Array = np.maximum(counts - self._room, 0).sum(1)
         return moved
 
-    def _counts(self, homes: Int64Array) -> Int64Array:
-        steps, nodes = len(homes), self._node_count
-        flat = (homes + nodes * np.arange(steps)[:, None]).reshape(-1)
-        return np.bincount(flat, minlength=steps * nodes).reshape(steps, nodes)
+    def _count(self, homes: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return (T N,) which step's node each segment is at, and (T D,) how many are there."""
+        nodes = len(self._room)
+        keys = (homes + nodes * np.arange(len(homes))[:, None]).reshape(-1)
+        return keys, np.bincount(keys, minlength=nodes * len(homes))
