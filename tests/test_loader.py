@@ -8,7 +8,6 @@ import itertools
 import json
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.loaders import rows as module
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.sampling import Facts, make_sampler
-from gear_offline.sampling.episodes import UniformSteps
+from gear_offline.sampling import make_sampler
 from tests.segment_oracle import expect, oracle_window, same_bits
 from tests.support import failing_code, hopper_columns, make_dataset
 
@@ -99,21 +97,6 @@ def test_batches_equal_the_oracle(dataset: Dataset, padding: Any, selection: str
             extra = expect(window["infos/qpos"], np.float64, (6,))
             assert same_bits(batch.extras["infos/qpos"][i].numpy(), extra)
             assert batch.timesteps[i].tolist() == [t or 0 for t in window["timesteps"]]
-
-
-def test_shapes_and_dtypes(dataset: Dataset) -> None:
-    batch = next(GearLoader(dataset, batch_size=5, device="cpu"))
-    shapes = {f: (tuple(getattr(batch, f).shape), getattr(batch, f).dtype) for f in FIELDS}
-    assert shapes == {
-        "states": ((5, 20, 11), torch.float32),
-        "actions": ((5, 20, 3), torch.float32),
-        "rewards": ((5, 20, 1), torch.float32),
-        "returns_to_go": ((5, 20, 1), torch.float32),
-        "timesteps": ((5, 20), torch.int64),
-        "attention_mask": ((5, 20), torch.int64),
-        "segments": ((5, 2), torch.int64),
-    }
-    assert batch.padding == "right"
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step(
@@ -237,26 +220,6 @@ def test_state_of_another_dataset_or_a_damaged_one_is_refused(
     loader.load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class Rings:
-    rings: Any = (1, np.float32(0.5))
-
-
-class Ringed(UniformSteps):
-    """A sampler of one's own whose option is no list after JSON."""
-
-    Options = Rings
-
-
-def test_a_state_survives_json_whatever_holds_the_options(dataset: Dataset) -> None:
-    law = Ringed(Facts(episodes=dataset.episodes))
-    loader = GearLoader(dataset, batch_size=4, device="cpu", selection=law)
-    state = loader.state_dict() | {"step": 7}
-    for saved in (state, json.loads(json.dumps(state))):
-        loader.load_state_dict(saved)
-    assert loader.step == 7
-
-
 def test_iterating_again_goes_on(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=4, device="cpu")
     for count, batch in enumerate(loader):
@@ -268,36 +231,6 @@ def test_iterating_again_goes_on(dataset: Dataset) -> None:
     assert torch.equal(inputs["states"], loader.batch_at(4).states)
     assert loader.step == 5
     assert not hasattr(loader, "__len__")
-
-
-def test_a_loader_shows_what_it_is(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=4, context_length=3, seed=7, device="cpu")
-    next(loader)
-    shown = repr(loader)
-    assert shown.startswith(f"GearLoader({str(dataset.path)!r}: 4 x 3 steps a batch, uniform_steps")
-    assert "seed 7" in shown and "cpu" in shown and "next step 1" in shown and "\n" not in shown
-
-
-def test_segments_at_gives_the_probability(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=4, device="cpu", seed=3)
-    segments = loader.segments_at(8)
-    assert segments.episodes.tolist() == loader.batch_at(8).segments[:, 0].tolist()
-    assert segments.probability.tolist() == pytest.approx([1 / sum(LENGTHS)] * 4, rel=1e-14)
-    assert loader.max_episode_length == 55
-
-
-def test_opens_a_path_and_takes_a_selection_object(dataset: Dataset) -> None:
-    law = make_sampler("uniform_episodes", dataset)
-    one = GearLoader(dataset.path, batch_size=4, selection=law, device="cpu")
-    other = GearLoader(str(dataset.path), batch_size=4, selection="uniform_episodes", device="cpu")
-    assert same(next(one), next(other))
-
-
-def test_context_longer_than_every_episode(dataset: Dataset) -> None:
-    batch = next(GearLoader(dataset, batch_size=8, context_length=100, device="cpu"))
-    assert batch.attention_mask.sum(1).tolist() == [
-        LENGTHS[e] - s for e, s in batch.segments.tolist()
-    ]
 
 
 @pytest.mark.parametrize(
@@ -347,18 +280,6 @@ def test_cuda_without_cuda(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) ->
     assert GearLoader(dataset, batch_size=4).device.type == "cpu"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="run on a machine with a CUDA device")
-def test_cuda_batches_have_the_same_bits(dataset: Dataset) -> None:
-    options: dict[str, Any] = {"batch_size": 300, "seed": 1}
-    here = take(GearLoader(dataset, device="cpu", **options), 30)
-    there = GearLoader(dataset, device="cuda", **options)
-    assert GearLoader(dataset, **options).device.type == "cuda"
-    for one, other in zip(here, there, strict=False):
-        assert other.device.type == "cuda"
-        assert same(one, other.to("cpu"))
-
-
 def test_engine_on_fails_where_there_is_no_gpu(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [5, 9])
     with pytest.raises(UnavailableError, match="needs a CUDA device") as caught:
@@ -387,19 +308,6 @@ def test_numpy_integers_are_integers(dataset: Dataset) -> None:
     numpy_.load_state_dict(state)
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-def test_masks_take_memory_of_one_window_not_of_all(dataset: Dataset, padding: Any) -> None:
-    span = 60_000  # (span + 1) x span masks would be 27 GiB
-    batch = GearLoader(
-        dataset, batch_size=2, context_length=span, padding=padding, device="cpu"
-    ).batch_at(0)
-    for row, (episode, start) in enumerate(batch.segments.tolist()):
-        real = int(dataset.episodes.lengths[episode]) - start
-        ones = batch.attention_mask[row].nonzero()[:, 0]
-        first = 0 if padding == "right" else span - real
-        assert ones.tolist() == list(range(first, first + real))
-
-
 class Wrapped(IterableDataset[Batch]):
     def __init__(self, loader: GearLoader) -> None:
         self.loader = loader
@@ -421,25 +329,6 @@ def test_workers_of_a_data_loader_are_refused(dataset: Dataset) -> None:
     assert failing_code(lambda: pickle.dumps(loader)) == "LOADER_OPTION"
 
 
-class Interrupted(list[Batch]):
-    """Batches of which one is taken just when Ctrl-C comes."""
-
-    def pop(self, *_: Any) -> Batch:
-        super().pop()
-        raise KeyboardInterrupt
-
-
-def test_an_interruption_does_not_part_position_and_batches(dataset: Dataset) -> None:
-    loader = GearLoader(dataset, batch_size=4, device="cpu")
-    next(loader)
-    loader._ready = Interrupted(loader._ready)
-    with pytest.raises(KeyboardInterrupt):
-        next(loader)
-    loader._ready = list(loader._ready)
-    step = loader.step
-    assert same(next(loader), loader.batch_at(step))
-
-
 def test_skipping_back_before_the_first_step_is_refused(dataset: Dataset) -> None:
     loader = GearLoader(dataset, batch_size=4, device="cpu")
     loader.skip(6)
@@ -457,3 +346,38 @@ def test_a_batch_and_a_selection_show_what_they_are(dataset: Dataset) -> None:
     assert "padding right" in text and len(text) < 400
     law = repr(make_sampler("top_percent", dataset, percent=30))
     assert law.startswith("TopPercent(") and "percent=30" in law
+
+
+def test_a_selection_is_a_name_a_text_a_mapping_or_a_sampler(dataset: Dataset) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "device": "cpu", "seed": 3}
+    made = GearLoader(dataset, selection=make_sampler("top_k", dataset, k=2), **options)
+    for selection in ("top_k:k=2", "top_k:k=2,unit=steps", {"strategy": "top_k", "k": 2}):
+        loader = GearLoader(dataset.path, selection=selection, **options)
+        assert same(next(loader), made.batch_at(0)), selection
+    segments = made.segments_at(8)
+    assert segments.episodes.tolist() == made.batch_at(8).segments[:, 0].tolist()
+    for wrong in ("top_k:2", "top_k:k=none", {"k": 2}, "top_k:k=2,q=3"):
+        with pytest.raises(InputError) as caught:
+            GearLoader(dataset, selection=wrong, **options)
+        assert caught.value.code in ("LOADER_OPTION", "SELECTION")
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ({"shuffle": True}, "random already"),
+        ({"num_workers": 4}, "none are needed"),
+        ({"seq_len": 4}, "context_length"),
+        ({"batchsize": 4}, "batch_size"),
+    ],
+)
+def test_arguments_of_other_libraries_get_a_hint(
+    dataset: Dataset, argument: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        GearLoader(dataset, batch_size=4, **argument)
+    assert caught.value.code == "LOADER_OPTION" and hint in str(caught.value)
+    with pytest.raises(TypeError, match="batch_size"):
+        GearLoader(dataset, 64)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(InputError, match="by name"):
+        GearLoader(dataset, 64, batch_size=4)  # type: ignore[arg-type]
