@@ -123,7 +123,8 @@ class KeyedOrder:
             count=2,
         )
         further = second[:, :1] | np.uint64(1)
-        keys = first[:, :1] + further * np.arange(ROUNDS, dtype=np.uint64)
+        rounds = np.arange(ROUNDS, dtype=np.uint64)
+        keys = np.asarray(first[:, :1] + further * rounds, dtype=np.uint64)
         size = np.uint64(self.size)
         things = self._network(at.reshape(-1).view(np.uint64), keys, rows)
         walking = np.flatnonzero(things >= size)
