@@ -238,7 +238,7 @@ def play(
         seed=1000,
         reference=dataset.reference_scores,
     )
-    return {"returns": [float(np.mean(result.returns)) for result in report.results]}
+    return {"returns": [target.mean_return for target in report.tasks[0].targets]}
 
 
 def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike) -> dict[str, Any]:

@@ -160,8 +160,8 @@ def judge(
         seed=1000,
         reference=dataset.reference_scores,
     )
-    found["returns"] = [result.mean for result in report.results]
-    found["scores"] = [report.normalized(result) for result in report.results]
+    found["returns"] = [target.mean_return for target in report.tasks[0].targets]
+    found["scores"] = [report.tasks[0].normalized(value) for value in found["returns"]]
     return found
 
 

@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         targets=0.0,  # asked of nobody
         episodes=options.episodes,
     )
-    found, data_mean = played.results[0].mean, dataset.returns.mean()
+    found, data_mean = played.mean_return, dataset.returns.mean()
     print(f"{environment}: {found:.4g}, mean of the data {data_mean:.4g}")
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gear_offline.errors import GearError as GearError
     from gear_offline.errors import InputError as InputError
     from gear_offline.errors import UnavailableError as UnavailableError
-    from gear_offline.evaluation.evaluate import evaluate as evaluate
+    from gear_offline.runs.evaluate import evaluate as evaluate
     from gear_offline.export import export_hdf5 as export_hdf5
     from gear_offline.loaders.batch import Batch as Batch
     from gear_offline.loaders.loader import GearLoader as GearLoader
@@ -55,7 +55,7 @@ _HOMES = {
     "UnavailableError": "gear_offline.errors",
     "collect": "gear_offline.collect",
     "convert": "gear_offline.convert",
-    "evaluate": "gear_offline.evaluation.evaluate",
+    "evaluate": "gear_offline.runs.evaluate",
     "export_hdf5": "gear_offline.export",
     "from_arrays": "gear_offline.sources",
     "from_episodes": "gear_offline.sources",

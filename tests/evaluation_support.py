@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,7 +20,7 @@ class Counted(gymnasium.Env[Array, Array]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Array, dict[str, Any]]:
-        assert seed is not None, "every episode has its own seed"
+        assert seed is not None and seed >= 0, "every episode has its own seed"
         self.left, self.at = seed % 7 + 1, 0
         return np.array([seed, 0.0]), {}
 
@@ -60,8 +60,19 @@ class Nested(Counted):
     observation_space = gymnasium.spaces.Dict({"a": Counted.observation_space})  # type: ignore[assignment]
 
 
-for made in (Counted, Endless, Broken, Blind, Nested):
-    gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=cast(Any, made))
+class Square(Counted):
+    """Actions of two by two; pays their sum."""
+
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (2, 2), np.float32)
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
+        seen, _, _, _, facts = super().step(action)
+        return seen, float(action.sum()), True, False, facts
+
+
+for made in (Counted, Endless, Broken, Blind, Nested, Square):
+    entry = f"tests.evaluation_support:{made.__name__}"
+    gymnasium.register(id=f"GearTest/{made.__name__}-v0", entry_point=entry)
 
 
 class Remembering:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from gear_offline.collect.rollout import EpisodePlan
 from gear_offline.collect.workers import Crew
 from gear_offline.core.processes import interrupts_kept_from_children
-from gear_offline.evaluation import beside as evaluation_beside
 from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep import processes as sweep_processes
 
@@ -30,19 +28,6 @@ def test_interrupts_are_kept_from_processes_that_are_started_here() -> None:
     with interrupts_kept_from_children():
         assert is_blocked()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-
-
-def test_processes_are_started_without_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[bool] = []
-
-    def start(*_: Any, **__: Any) -> None:
-        found.append(is_blocked())
-        raise Started
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    with pytest.raises((Started, evaluation_beside.WorkerLost)):
-        evaluation_beside.Worker(threads=1)
-    assert found == [True] and not is_blocked()
 
 
 def test_players_are_started_without_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from gear_offline.collect.policy import LinearPolicy
 from gear_offline.collect.rollout import Episode, EpisodePlan, Player
 from gear_offline.collect.streams import reset_seed, stream
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.episode_runner import make_environment
+from gear_offline.evaluation.environments import make_environment
 from tests.collect_environments import COUNTER, LIMIT, length_of
 
 

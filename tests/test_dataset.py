@@ -25,7 +25,7 @@ from gear_offline.dataset.inspect import inspect
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import EPISODE_COLUMNS
 from gear_offline.errors import InputError
-from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.sources import open_source
 from gear_offline.training.policies import load_policy
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,20 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import InputError
-from gear_offline.evaluation.run_evaluation import evaluate_run, print_run
-from gear_offline.evaluation.tasks import TasksReport
-from gear_offline.evaluation.worker import PlayRequest, answer
+from gear_offline.evaluation.background import PlayRequest, play_checkpoint
+from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.trainer import train
 from gear_offline.tables.joint import JointDataset
+from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy_parts
+from gear_offline.training.policies import load_policy_parts, restore_model
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
@@ -151,14 +152,20 @@ def test_a_run_says_what_each_task_achieved(run: Path) -> None:
     tiny, wide = (last["tasks"][name] for name in ("tiny", "wide"))
     assert (tiny["environment"], wide["environment"]) == (ENVIRONMENT, WIDE)
     assert [row["target"] for row in wide["targets"]] == [3.0]
-    best = max(row["mean"] for row in tiny["targets"])
+    best = max(row["return"] for row in tiny["targets"])
     assert tiny["scale"] == "reference scores"
-    assert tiny["score"] == pytest.approx(100 * (best + 20.272305) / (3234.3 + 20.272305))
+    assert tiny["normalized_score"] == pytest.approx(
+        100 * (best + 20.272305) / (3234.3 + 20.272305)
+    )
     assert wide["scale"] == "returns of its data"
     low, high = wide["data_worst"], wide["data_best"]
-    assert wide["score"] == pytest.approx(100 * (wide["targets"][0]["mean"] - low) / (high - low))
-    assert last["score"] == pytest.approx((tiny["score"] + wide["score"]) / 2)
-    best_row = max(rows, key=lambda row: row["score"])
+    assert wide["normalized_score"] == pytest.approx(
+        100 * (wide["targets"][0]["return"] - low) / (high - low)
+    )
+    assert last["normalized_score"] == pytest.approx(
+        (tiny["normalized_score"] + wide["normalized_score"]) / 2
+    )
+    best_row = max(rows, key=lambda row: row["normalized_score"])
     assert json.loads((run / "summary.json").read_text())["evaluation_best"] == best_row
     assert (run / "checkpoints" / "best").resolve().name.endswith(f"{best_row['step']:08d}")
     report = (run / "report.md").read_text()
@@ -179,21 +186,21 @@ def test_the_recipe_of_a_run_says_everything(run: Path) -> None:
 
 
 def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = evaluate_run(run, episodes=2, device="cpu", quiet=True)
-    assert isinstance(report, TasksReport) and list(report.tasks) == ["tiny", "wide"]
+    report = evaluate(run, episodes=2, device="cpu", quiet=True)
+    assert [task.name for task in report.tasks] == ["tiny", "wide"]
     played = json.loads((run / "evaluation.json").read_text())
     last = read_records(run / "evaluations.jsonl")[-1]
-    for name in report.tasks:
+    for name in ("tiny", "wide"):
         mine, theirs = (found["tasks"][name]["targets"] for found in (played, last))
         assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
-    print_run(report)
+    report.print()
     said = capsys.readouterr().out
     assert "mean score of 2 tasks" in said and "tiny: run at step 20" in said
-    one = evaluate_run(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
-    assert isinstance(one, TasksReport) and list(one.tasks) == ["wide"]
-    assert len(one.tasks["wide"].report.results) == 2
-    assert failing_code(lambda: evaluate_run(run, targets=[1.0])) == "EVALUATE_OPTION"
-    assert failing_code(lambda: evaluate_run(run, environment="No-v0")) == "EVALUATE_OPTION"
+    one = evaluate(run, environment=WIDE, targets=[1.0, 2.0], episodes=1, quiet=True)
+    assert [(task.name, len(task.targets)) for task in one.tasks] == [("wide", 2)]
+    assert list(one.to_json()["tasks"]) == ["wide"]
+    assert failing_code(lambda: evaluate(run, targets=[1.0])) == "USAGE"
+    assert failing_code(lambda: evaluate(run, environment="No-v0")) == "USAGE"
 
 
 def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
@@ -300,26 +307,23 @@ def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> 
     last = read_records(run / "evaluations.jsonl")[-1]
     recipe = load_recipe(run)
     assert environments_of(recipe) == (ENVIRONMENT, WIDE)
+    last_checkpoint = run / "checkpoints" / "step-00000020"
+    model = restore_model(read_checkpoint(last_checkpoint, training=False))
+    tasks = tasks_of(recipe, tasks_of_config(model.config))
     request = PlayRequest(
-        checkpoint=str(run / "checkpoints" / "step-00000020"),
+        checkpoint=str(last_checkpoint),
         run="run",
         step=20,
-        environment="",
-        targets=(),
-        episodes=2,
-        environments=2,
-        seed=recipe.evaluate.seed,
-        reference=None,
-        specifications=(),
+        tasks=tasks,
+        known=tuple(known_of(task.environment) for task in tasks),
         device="cpu",
         threads=1,
     )
-    answered = answer(json.dumps(asdict(request)))
-    found = answered["report"]["tasks"]
+    found = play_checkpoint(request)
     for name, task in last["tasks"].items():
-        mine, theirs = (t["targets"] for t in (found[name], task))
+        mine, theirs = (t["targets"] for t in (found["tasks"][name], task))
         assert [row["returns"] for row in mine] == [row["returns"] for row in theirs]
-    assert answered["report"]["score"] == last["score"]
+    assert found["normalized_score"] == last["normalized_score"]
 
 
 def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:

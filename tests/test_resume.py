@@ -109,8 +109,6 @@ def test_sigterm_saves_too_and_handlers_are_given_back(data: Path, tmp_path: Pat
 def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
     whole: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gear_offline.evaluation.evaluate
-
     run = tmp_path / "run"
 
     def slow(*_: Any, **__: Any) -> None:
@@ -118,7 +116,7 @@ def test_ctrl_c_ends_an_evaluation_which_the_resumed_run_repeats(
         time.sleep(60)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gear_offline.evaluation.evaluate, "evaluate_policy", slow)
+        patched.setattr("gear_offline.evaluation.background.evaluate_tasks", slow)
         with pytest.raises(TrainingInterrupted, match="after step 7,"):
             train(tiny_recipe(data, "evaluate.background=off"), out=run, quiet=True)
     assert read_records(run / "evaluations.jsonl") == []

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gear_offline.dataset.scores import reference_scores
-from gear_offline.evaluation.evaluate import print_report
-from gear_offline.evaluation.results import EvaluationReport, TargetResult
+from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.evaluation.split_table import SplitTable
 
 WORDS = st.text("abcdefgh[]", min_size=1, max_size=9)
@@ -22,7 +21,7 @@ HEADINGS = st.lists(WORDS, min_size=1, max_size=3).map(" ".join)
 def lines_of(table: SplitTable | EvaluationReport, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True)
     if isinstance(table, EvaluationReport):
-        print_report(table, console=console)
+        table.print(console=console)
     else:
         console.print(table, highlight=False)
     return console.export_text().splitlines()
@@ -39,26 +38,26 @@ def evaluated(target: float, mean: float) -> TargetResult:
 
 @pytest.mark.parametrize(("width", "tables"), [(100, 1), (65, 1), (60, 2), (40, 2), (30, 4)])
 def test_an_evaluation_is_readable_in_a_narrow_terminal(width: int, tables: int) -> None:
-    report = EvaluationReport(
+    task = TaskResult(
+        name="",
         environment="Hopper-v5",
+        targets=(evaluated(3600, 2250.2), evaluated(1800, 12500.3)),
         reference=reference_scores("hopper-medium-v2"),
-        results=(evaluated(3600, 2250.2), evaluated(1800, 12500.3)),
+        data_returns=None,
         seed=0,
         environments=4,
-        seconds=1.0,
-        run="hopper_medium-s0",
-        step=100_000,
     )
+    report = EvaluationReport(tasks=(task,), seconds=1.0, run="hopper_medium-s0", step=100_000)
     lines = lines_of(report, width)
     words = [word for line in lines for word in line.split()]
     assert max(map(len, lines)) <= width and "…" not in "".join(lines)
     for heading in ("achieved", "95", "interval", "std", "score", "length", "n", "100,000"):
         assert words.count(heading) == 1, heading
     assert words.count("return") == words.count("3,600") == words.count("1,800") == tables
-    for cell in ("2,250.2", "12,500.3", f"{report.results[0].std:.1f}", "10"):
+    for cell in ("2,250.2", "12,500.3", f"{task.targets[0].std:.1f}", "10"):
         assert cell in words, cell
     (row,) = (line for line in lines if ".." in line and "3,600" in line)
-    low, high = report.results[0].ci95
+    low, high = task.targets[0].ci95
     assert row.index("3,600") < row.index(f"{low:,.1f} .. {high:,.1f}")
 
 

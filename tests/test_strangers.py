@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gear_offline.errors import InputError
-from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.preparation import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.support import make_dataset

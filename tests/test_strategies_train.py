@@ -30,8 +30,8 @@ from gear_offline.analysis.significance import holm, paired
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
-from gear_offline.evaluation.evaluate import evaluate
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.trainer import TrainingInterrupted
 from gear_offline.sampling import make_sampler
 from gear_offline.training.checkpoint_folder import list_checkpoints
@@ -117,7 +117,7 @@ def test_scores_are_those_of_evaluating_the_checkpoint(
             out=tmp_path / f"{point['step']}.json",
             quiet=True,
         )
-        means = [result.mean for result in report.results]
+        means = [target.mean_return for target in report.tasks[0].targets]
         assert [target["mean"] for target in point["targets"]] == means
         assert point["score"] == max(means)
 

@@ -16,7 +16,7 @@ import torch
 from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.evaluation.evaluate import evaluate
+from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.trainer import train
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
@@ -269,7 +269,7 @@ def test_a_loaded_policy_acts_in_a_loop_of_ones_own_as_in_evaluation(
         observation, reward, terminated, truncated, _ = environment.step(action)
         policy.observe_reward(float(reward))
         total, done = total + float(reward), terminated or truncated
-    assert total == pytest.approx(report.results[0].returns[0], abs=1e-5) and total != 0.0
+    assert total == pytest.approx(report.tasks[0].targets[0].returns[0], abs=1e-5) and total != 0.0
 
 
 def test_auto_precision_is_float32_on_a_cpu() -> None:

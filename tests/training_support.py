@@ -5,7 +5,6 @@ Run as a program it is the victim of the kill tests: see `main`.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -22,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.evaluation.beside import WorkerLost
-from gear_offline.evaluation.worker import PlayRequest, answer
+from gear_offline.errors import GearError
+from gear_offline.evaluation.background import PlayRequest, play_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
 from tests.support import make_dataset
@@ -77,21 +76,20 @@ class FakeWorker:
     made: ClassVar[list[FakeWorker]] = []
 
     def __init__(self, *, threads: int) -> None:
-        self.step: int | None = None
-        self.pid, self.left, self.closed = 0, 0, False
+        self.left, self.closed, self.connection = 0, False, self
         FakeWorker.made.append(self)
 
-    def ask(self, request: PlayRequest) -> None:
-        self.step, self.left, self.request = request.step, FakeWorker.delay, request
+    def start(self, function: str, request: PlayRequest) -> None:
+        self.left, self.request = FakeWorker.delay, request
 
-    def answer(self) -> dict[str, Any] | None:
-        if self.step == FakeWorker.deadly:
-            raise WorkerLost("killed by SIGKILL")
-        if self.left > 0:
-            self.left -= 1
-            return None
-        self.step = None
-        return answer(json.dumps(vars(self.request)))
+    def poll(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def receive(self) -> dict[str, Any]:
+        if self.request.step == FakeWorker.deadly:
+            raise GearError("WORKER_LOST", "a worker process has ended (killed by SIGKILL)")
+        return play_checkpoint(self.request)
 
     def close(self) -> None:
         self.closed = True
@@ -203,13 +201,13 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
     register_environment()
     overrides: tuple[str, ...] = ()
     if beside:
-        import gear_offline.evaluation.beside
+        import gear_offline.evaluation.background
 
         register_importable()
         overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
         FakeWorker.delay = 4
-        gear_offline.evaluation.beside.POLL_SECONDS = 0.0
-        gear_offline.evaluation.beside.Worker = FakeWorker  # type: ignore[assignment, misc]
+        gear_offline.evaluation.background.POLL_SECONDS = 0.0
+        vars(gear_offline.evaluation.background)["Worker"] = FakeWorker
     generator = random.Random(seed)
     killed = 0
     while True:

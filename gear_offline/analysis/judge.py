@@ -182,11 +182,11 @@ def judge(sitting: Sitting) -> dict[str, Any]:
                 reference=sitting.reference,
             )
         found = {
-            "score": report.best.mean,
-            "normalized": report.normalized(report.best),
+            "score": report.mean_return,
+            "normalized": report.normalized_score,
             "targets": [
-                {"target": r.target, "mean": r.mean, "returns": r.returns.tolist()}
-                for r in report.results
+                {"target": r.target, "mean": r.mean_return, "returns": r.returns.tolist()}
+                for r in report.tasks[0].targets
             ],
         }
     seconds = round(time.perf_counter() - began, 3)

@@ -22,8 +22,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtr
 
-from gear_offline.evaluation.results import mean_interval, student_t_inside
+from gear_offline.evaluation.results import mean_interval
 
 Float64Array = npt.NDArray[np.float64]
 Verdict = Literal["higher", "lower", "within noise", "too few seeds"]
@@ -108,23 +109,8 @@ def _t_test(differences: Float64Array) -> float | None:
 
 
 def student_t_p(t: float, freedom: int) -> float:
-    """Return the probability that Student's t with `freedom` degrees lies beyond ±`t`.
-
-    Far out, where one minus the probability of the middle is nothing but rounding, by the series
-    of the incomplete beta function (DLMF 8.17.8).
-    """
-    x, a = freedom / (freedom + t * t), freedom / 2
-    if x > 0.5:
-        inside = student_t_inside(math.atan2(abs(t), math.sqrt(freedom)), freedom)
-        return min(1.0, max(0.0, 1.0 - inside))
-    term = total = 1.0
-    for k in range(1, 200):
-        term *= x * (a + k - 0.5) / (a + k)
-        total += term
-        if term < 1e-17 * total:
-            break
-    beta = math.lgamma(a) + math.lgamma(0.5) - math.lgamma(a + 0.5)
-    return math.exp(a * math.log(x) + 0.5 * math.log1p(-x) - beta) * total / a
+    """Return the probability that Student's t with `freedom` degrees lies beyond ±`t`."""
+    return float(2.0 * stdtr(freedom, -abs(t)))
 
 
 def permutation_test(differences: npt.ArrayLike) -> float:

@@ -114,7 +114,7 @@ def convert(
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
     from gear_offline.core.progress import say
-    from gear_offline.evaluation.environment_ids import unregistered
+    from gear_offline.evaluation.environments import unregistered
 
     run(
         source,
@@ -377,9 +377,9 @@ def evaluate(
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
     asked, count = parse_numbers(targets), parse_count(episodes, "--episodes")
-    from gear_offline.evaluation.run_evaluation import evaluate_run, print_run
+    from gear_offline.runs.evaluate import evaluate as play
 
-    report = evaluate_run(
+    report = play(
         run,
         targets=asked,
         episodes=count,
@@ -393,7 +393,7 @@ def evaluate(
     if as_json:
         print_json(report.to_json())
     else:
-        print_run(report)
+        report.print()
 
 
 app.command(

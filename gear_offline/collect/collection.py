@@ -32,8 +32,7 @@ from gear_offline.collect.writer import D4rlWriter
 from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
 from gear_offline.errors import GearError
-from gear_offline.evaluation.atari import is_atari
-from gear_offline.evaluation.environment_ids import say_version
+from gear_offline.evaluation.environments import import_module_of, is_atari, say_version
 
 NOTE = "collected locally; not D4RL data"
 
@@ -183,6 +182,7 @@ def collect(
         overwrite=overwrite,
         quiet=quiet,
     )
+    import_module_of(request.environment)
     with (
         D4rlWriter(request.out, overwrite=request.overwrite) as writer,
         Crew(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import versioned_id
+from gear_offline.evaluation.environments import versioned_id
 
 AnyArray = npt.NDArray[Any]
 Float64Array = npt.NDArray[np.float64]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gear_offline.collect.environment import EnvironmentFacts
 from gear_offline.core.files import write_error
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import versioned_id
+from gear_offline.evaluation.environments import versioned_id
 
 Float64Array = npt.NDArray[np.float64]
 FILE_FORMAT = "gear-offline-linear-policy-1"

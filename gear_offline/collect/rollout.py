@@ -26,7 +26,7 @@ from gear_offline.collect.environment import (
 from gear_offline.collect.policy import Policy
 from gear_offline.collect.streams import stream
 from gear_offline.errors import GearError
-from gear_offline.evaluation.episode_runner import make_environment
+from gear_offline.evaluation.environments import make_environment
 
 AnyArray = npt.NDArray[Any]
 Float64Array = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.episode_runner import make_environment
+from gear_offline.evaluation.environments import make_environment
 
 # Name before the colon: module and what pip calls it.
 LIBRARIES = {"sb3": ("stable_baselines3", "stable-baselines3"), "sbx": ("sbx", "sbx-rl")}

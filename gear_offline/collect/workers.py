@@ -23,6 +23,7 @@ from gear_offline.core.processes import (
     let_interrupts_end_this,
 )
 from gear_offline.errors import GearError
+from gear_offline.evaluation.environments import import_module_of
 
 ResultT = TypeVar("ResultT")
 _player: Player | None = None  # one per worker process, made by `_start`
@@ -34,6 +35,7 @@ def _start(environment_id: str, environments: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)
+    import_module_of(environment_id)
     _player = Player(environment_id, environments)
 
 

@@ -47,6 +47,13 @@ def environments_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
+def named_environments(recipe: Recipe) -> tuple[str, ...]:
+    """Return every environment that a recipe names, to evaluate in or to collect in."""
+    collected = [recipe.data.collect, *(task.collect for task in tasks_in(recipe).values())]
+    names = [settings.environment for settings in collected if settings is not None]
+    return tuple(dict.fromkeys((*environments_of(recipe), *names)))
+
+
 def missing_data(recipe: Recipe) -> list[str]:
     """Return the paths of the tasks' datasets that do not exist."""
     return [task.path for task in tasks_in(recipe).values() if not Path(task.path).exists()]

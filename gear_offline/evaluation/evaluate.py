@@ -1,4 +1,4 @@
-"""Play a trained policy in its environment and say what it achieved for each asked return.
+"""Play policies in their environments and say what they achieved for each asked return.
 
 Every target return gets the same episodes: episode ``e`` is reset with ``seed + e`` whatever the
 target, so that a difference between two targets is not a difference of start states.
@@ -8,70 +8,72 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import gymnasium
 import numpy as np
-from rich.console import Console
+import numpy.typing as npt
 
-from gear_offline.core.files import check_new_file, write_error
-from gear_offline.core.progress import Progress, say
-from gear_offline.core.text import count_text
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.sections import EvaluateSettings, TaskSettings
+from gear_offline.config.tasks import tasks_in
+from gear_offline.core.progress import Progress
+from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
-from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.environment_ids import check_no_import, say_version
-from gear_offline.evaluation.episode_runner import (
+from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import make_environment, probe
+from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
+from gear_offline.evaluation.rollout import (
     ActingPolicy,
-    RandomPolicy,
-    make_environment,
-    run_episodes,
-    space_sizes,
+    Environments,
+    play_episodes,
+    processes_for,
 )
-from gear_offline.evaluation.results import (
-    EvaluationReport,
-    TargetResult,
-    evaluation_table,
-    keep_earlier,
-)
-from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
-from gear_offline.training.seeding import torch_threads
 
-__all__ = ["EvaluationReport", "TargetResult", "evaluate", "evaluate_policy", "random_return"]
+if TYPE_CHECKING:
+    from gear_offline.models.multitask import ModelTask  # which imports torch
 
+__all__ = ["EvaluationTask", "evaluate_policy", "evaluate_tasks", "random_return"]
+
+LARGEST_TARGET = 1e30  # beyond, returns-to-go are infinite in float32
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 
-def resolve_reference(
-    environment_id: str, reference: str | ReferenceScores | None = None
-) -> ReferenceScores | None:
-    """Return the scores to normalise by.
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTask:
+    """What to play.
 
-    A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
-    called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
-
-    Raises
-    ------
-    InputError
-        ``REFERENCE_UNKNOWN`` when `reference` is a name without scores.
+    Attributes
+    ----------
+    environment
+        Gymnasium id.
+    targets
+        Asked returns, in the environment's units.
+    name
+        Of the task; empty for a policy of one.
+    episodes
+        Of each target; episode e is reset with ``seed + e``.
+    environments
+        Side by side for each target.
+    seed
+        Reset seed of each target's first episode.
+    reference
+        D4RL name or scores to normalise by; None: those of the environment's family.
+    data_returns
+        Of the worst and the best episode of the data, to normalise by where there is no reference.
     """
-    own = reference_scores(environment_id)
-    if reference is None:
-        return own
-    found = reference_scores(reference) if isinstance(reference, str) else reference
-    if found is None:
-        raise InputError(
-            "REFERENCE_UNKNOWN",
-            f"no reference scores under the name {reference!r}",
-            where="evaluate.reference",
-            remedy="use a D4RL name such as hopper-medium-v2, or leave it empty",
-        )
-    exact = own is not None and not own.indicative
-    if exact or found.indicative:
-        return found
-    return replace(found, indicative=True, note=own.note if own is not None else FOREIGN)
+
+    environment: str
+    targets: tuple[float, ...]
+    name: str = ""
+    episodes: int = 10
+    environments: int = 20
+    seed: int = 0
+    reference: str | ReferenceScores | None = None
+    data_returns: tuple[float, float] | None = None
 
 
 def evaluate_policy(
@@ -84,6 +86,7 @@ def evaluate_policy(
     seed: int = 0,
     reference: str | ReferenceScores | None = None,
     max_steps: int | None = None,
+    processes: int | None = None,
     quiet: bool = True,
 ) -> EvaluationReport:
     """Play `episodes` episodes for each of `targets` and report what came of them.
@@ -106,224 +109,191 @@ def evaluate_policy(
         D4RL name or scores to normalise by; default: those of the environment's family.
     max_steps
         Cut episodes after so many steps; default: the environment's limit.
+    processes
+        That step environments; default: all cores, or none but this one for little work.  The
+        results do not depend on it.
     quiet
         No progress.
 
     Returns
     -------
     EvaluationReport
-        A `TargetResult` for each target, in their order.
-
-    Raises
-    ------
-    InputError
-        ``EVALUATE_OPTION``, ``REFERENCE_UNKNOWN``, and those of making the environment.
-    UnavailableError
-        ``ENVIRONMENT_PACKAGE`` when the simulator is not installed.
+        Of one `TaskResult`, with a `TargetResult` for each target, in their order.
     """
-    targets = _asked_returns(targets)
-    _check_options(episodes, environments, seed)
-    scores = resolve_reference(environment_id, reference)
-    asked = [float(target) for _ in range(episodes) for target in targets]
-    seeds = [seed + episode for episode in range(episodes) for _ in targets]
+    task = EvaluationTask(
+        environment=environment_id,
+        targets=asked_returns(targets),
+        episodes=episodes,
+        environments=environments,
+        seed=seed,
+        reference=reference,
+    )
+    return evaluate_tasks(
+        lambda _: policy, [task], max_steps=max_steps, processes=processes, quiet=quiet
+    )
+
+
+def evaluate_tasks(
+    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    tasks: Sequence[EvaluationTask],
+    *,
+    max_steps: int | None = None,
+    processes: int | None = None,
+    quiet: bool = True,
+) -> EvaluationReport:
+    """Play tasks one after the other, each with its own policy; options as `evaluate_policy`."""
+    for task in tasks:
+        _check_task(task)
+    scores = [resolve_reference(task.environment, task.reference) for task in tasks]
     started = time.perf_counter()
-    what = f"evaluate {environment_id}"
-    with Progress(what, total=len(asked), unit="episodes", quiet=quiet) as progress:
-        played = run_episodes(
+    results = []
+    for task, reference in zip(tasks, scores, strict=True):
+        count = min(task.environments, task.episodes) * len(task.targets)
+        if processes is None:
+            wanted = processes_for(task.episodes * len(task.targets), probe(task.environment))
+        else:
+            wanted = processes
+        with Environments(task.environment, count, processes=wanted) as environments:
+            targets = _play(policy_of(task), task, environments, max_steps, quiet)
+        results.append(
+            TaskResult(
+                name=task.name,
+                environment=task.environment,
+                targets=targets,
+                reference=reference,
+                data_returns=task.data_returns,
+                seed=task.seed,
+                environments=task.environments,
+            )
+        )
+    seconds = time.perf_counter() - started
+    return EvaluationReport(tasks=tuple(results), seconds=seconds, versions=_versions())
+
+
+def _play(
+    policy: ActingPolicy,
+    task: EvaluationTask,
+    environments: Environments,
+    max_steps: int | None,
+    quiet: bool,
+) -> tuple[TargetResult, ...]:
+    count = len(task.targets)
+    total = task.episodes * count
+    what = f"evaluate {task.environment}"
+    with Progress(what, total=total, unit="episodes", quiet=quiet) as progress:
+        played = play_episodes(
             policy,
-            environment_id=environment_id,
-            seeds=seeds,
-            targets=asked,
-            environments=environments * len(targets),
+            environments,
+            seeds=[task.seed + episode for episode in range(task.episodes) for _ in range(count)],
+            targets=task.targets * task.episodes,
             max_steps=max_steps,
             on_episode=progress.advance,
         )
-    results = tuple(
+    return tuple(
         TargetResult(
-            target=float(target),
-            returns=played.returns[index :: len(targets)],
-            lengths=played.lengths[index :: len(targets)],
-            terminated=played.terminated[index :: len(targets)],
+            target=target,
+            returns=played.returns[index::count],
+            lengths=played.lengths[index::count],
+            terminated=played.terminated[index::count],
         )
-        for index, target in enumerate(targets)
-    )
-    return EvaluationReport(
-        environment=environment_id,
-        reference=scores,
-        results=results,
-        seed=seed,
-        environments=environments,
-        seconds=time.perf_counter() - started,
-        versions=_versions(),
+        for index, target in enumerate(task.targets)
     )
 
 
-def evaluate(
-    run: str | Path,
-    *,
-    targets: Sequence[float] | float | None = None,
-    episodes: int | None = None,
-    environment: str | None = None,
-    checkpoint: str | int | None = None,
-    seed: int | None = None,
-    device: str = "auto",
-    out: str | Path | None = None,
-    quiet: bool = False,
-) -> EvaluationReport:
-    """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
+def tasks_of(recipe: Recipe, model_tasks: Sequence[ModelTask] = ()) -> tuple[EvaluationTask, ...]:
+    """Return what a resolved recipe evaluates in; none where no environment is known.
 
-    An ``evaluation.json`` that is there already is kept as ``evaluation-1.json`` and so on.
-
-    Parameters
-    ----------
-    run
-        Run directory, or one checkpoint of it.
-    targets, episodes, environment, seed
-        Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
-    checkpoint
-        ``"last"`` (the default), ``"best"`` (the highest mean return that was seen while training,
-        over its targets) or a step number.  Must not contradict `run` when that is a checkpoint.
-    device
-        ``"auto"``, ``"cpu"`` or ``"cuda"``.
-    out
-        Write the result to this file instead; the run directory then stays as it is.
-    quiet
-        No progress, no messages.
-
-    Raises
-    ------
-    InputError
-        ``OUTPUT_EXISTS`` or ``OUTPUT_WRITE`` when `out` cannot be made; those of
-        `evaluate_policy`; ``ENVIRONMENT_MISMATCH`` when the environment's sizes are not the
-        model's; ``RUN_*`` of finding and reading the checkpoint.
-    GearError
-        ``OUTPUT_WRITE`` when `out` could not be written; the result is printed.
-    UnavailableError
-        ``ENVIRONMENT_PACKAGE``; ``DEVICE`` when the asked device is not here.
+    `model_tasks` says what the model of several knows of each: returns of its data.
     """
-    from gear_offline.core.device import resolve_device
-    from gear_offline.runs.report import write_report
-    from gear_offline.training.checkpoint import read_state
-    from gear_offline.training.policies import load_policy_parts
-
-    run = given_path(run, "RUN_NOT_FOUND", where="run")
-    if out is not None:
-        check_new_file(Path(out))
-    folder = find_checkpoint(run, checkpoint)
-    parts = load_policy_parts(folder)
-    step = read_state(folder).step  # now: a run in training may remove it before the end
-    recipe = parts.recipe
-    settings, where = recipe.evaluate, resolve_device(device)
-    environment_id = _chosen(
-        environment, settings.environment, "environment", "say it: --environment Hopper-v5"
-    )
-    if environment is None:
-        check_no_import(environment_id, source="the run", option="--environment ")
-    check_sizes(parts.model, environment_id)
-    say_version(environment_id, quiet=quiet)
-    policy = parts.policy(where)
-    with torch_threads(recipe.train.threads):
-        report = evaluate_policy(
-            policy,
-            environment_id=environment_id,
-            targets=_chosen(targets, settings.targets, "targets", "say them: --targets 3600,1800"),
-            # a recipe's 0 means: not while training
-            episodes=(settings.episodes or 10) if episodes is None else episodes,
-            environments=settings.environments,
-            seed=settings.seed if seed is None else seed,
-            # another environment is normalised by its own scores
-            reference=settings.reference if environment_id == settings.environment else None,
-            quiet=quiet,
+    data_returns = {task.name: (task.return_worst, task.return_best) for task in model_tasks}
+    shared = recipe.evaluate
+    options: dict[str, Any] = {
+        "episodes": shared.episodes,
+        "environments": shared.environments,
+        "seed": shared.seed,
+    }
+    sections: Mapping[str, TaskSettings | EvaluateSettings] = tasks_in(recipe) or {"": shared}
+    return tuple(
+        EvaluationTask(
+            name=name,
+            environment=section.environment,
+            targets=tuple(section.targets or ()),
+            reference=section.reference,
+            data_returns=data_returns.get(name),
+            **options,
         )
-    home = run_of(folder)
-    shown = typed_run(run, home)
-    report = replace(report, run=home.name, step=step, device=str(where))
-    try:  # what was played must not be lost because it cannot be written or drawn
-        if out is not None:
-            report.write(Path(out))
-            return report
-        kept = keep_earlier(home / "evaluation.json")
-        report.write(home / "evaluation.json")
-        if kept is not None:
-            say(f"the result before this one is kept in {shown / kept.name}", quiet=quiet)
-        written = shown / write_report(home).name
-        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
-    except (OSError, GearError) as error:
-        if out is not None and isinstance(error, OSError):
-            print_report(report, console=Console(stderr=True))
-            raise write_error(error, str(out)) from error
-        say(f"the result could not be kept in {shown}: {error}")
-    return report
-
-
-def _chosen(value: Any, default: Any, name: str, remedy: str) -> Any:
-    if (found := default if value is None else value) is not None:
-        return found
-    raise InputError(
-        "EVALUATE_OPTION",
-        f"neither the command nor the run says which {name} to use",
-        where=f"evaluate.{name}",
-        remedy=remedy,
+        for name, section in sections.items()
+        if section.environment is not None
     )
+
+
+def resolve_reference(
+    environment_id: str, reference: str | ReferenceScores | None = None
+) -> ReferenceScores | None:
+    """Return the scores to normalise by.
+
+    A dataset's name (``hopper-medium-v2``) may give the pair, but whether the result can be
+    called a D4RL score depends on the environment that was played; Gymnasium's are not D4RL's.
+    """
+    own = reference_scores(environment_id)
+    if reference is None:
+        return own
+    scores = reference_scores(reference) if isinstance(reference, str) else reference
+    if scores is None:
+        raise InputError(
+            "USAGE",
+            f"no reference scores under the name {reference!r}",
+            where="evaluate.reference",
+            remedy="use a D4RL name such as hopper-medium-v2, or leave it empty",
+        )
+    exact = own is not None and not own.indicative
+    if exact or scores.indicative:
+        return scores
+    note = own.note if own is not None else FOREIGN
+    return scores.model_copy(update={"indicative": True, "note": note})
 
 
 def check_sizes(model: Any, environment_id: str) -> None:
-    """Refuse an environment whose observations or actions are not the model's.
-
-    Raises
-    ------
-    InputError
-        ``ENVIRONMENT_MISMATCH``, and those of making an environment.
-    """
-    probe = make_environment(environment_id)
-    try:
-        states, actions, discrete = space_sizes(probe)
-    finally:
-        probe.close()
-    here = (states, actions, discrete)
+    """Refuse an environment whose observations or actions are not the model's."""
+    facts = probe(environment_id)
+    here = (facts.state_size, facts.action_size, facts.discrete)
     inputs = getattr(model.config, "frame_shape", None) or (model.config.state_dim,)
     wanted = (math.prod(inputs), model.config.act_dim, bool(model.discrete))
     if here != wanted:
-        kinds = {True: "discrete action", False: "action value"}
+        kinds = {True: "discrete actions", False: "action values"}
         raise InputError(
-            "ENVIRONMENT_MISMATCH",
-            f"{environment_id} has {count_text(states, 'observation value')} and "
-            f"{count_text(actions, kinds[discrete])}, "
-            f"the model {wanted[0]:,} and {count_text(wanted[1], kinds[wanted[2]])}",
+            "ENVIRONMENT",
+            f"{environment_id} has {here[0]:,} observation values and {here[1]:,} {kinds[here[2]]},"
+            f" the model {wanted[0]:,} and {wanted[1]:,} {kinds[wanted[2]]}",
             where="evaluate.environment",
             remedy="evaluate in the environment that the data came from",
         )
 
 
-def _asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
+def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
     """Return `targets` as finite numbers, at least one."""
     try:
         asked = tuple(float(target) for target in np.atleast_1d(np.asarray(targets)))
     except (TypeError, ValueError):
         asked = ()
-    if not asked or isinstance(targets, str) or not all(map(math.isfinite, asked)):
-        raise InputError(
-            "EVALUATE_OPTION",
-            f"target returns {targets!r} are not usable",
-            where="evaluate.targets",
-            remedy="give at least one finite number, e.g. 3600",
-        )
-    if len(set(asked)) < len(asked):  # every target plays the same episodes
-        raise InputError(
-            "EVALUATE_OPTION",
-            f"target returns {targets!r} name a return twice",
-            where="evaluate.targets",
-            remedy="name each return once; --episodes asks for more episodes of each",
-        )
-    return asked
+    if isinstance(targets, str) or not asked or not all(abs(t) < LARGEST_TARGET for t in asked):
+        what, remedy = "are not usable", "give at least one finite number, e.g. 3600"
+    elif len(set(asked)) < len(asked):  # every target plays the same episodes
+        what = "name a return twice"
+        remedy = "name each return once; --episodes asks for more episodes of each"
+    else:
+        return asked
+    what = f"target returns {targets!r} {what}"
+    raise InputError("USAGE", what, where="evaluate.targets", remedy=remedy)
 
 
-def _check_options(episodes: int, environments: int, seed: int) -> None:
-    least = {"episodes": (episodes, 1), "environments": (environments, 1), "seed": (seed, 0)}
-    for name, (value, minimum) in least.items():
+def _check_task(task: EvaluationTask) -> None:
+    least = {"episodes": 1, "environments": 1, "seed": 0}
+    for name, minimum in least.items():
+        value = getattr(task, name)
         if not minimum <= value < 1 << 63:
             raise InputError(
-                "EVALUATE_OPTION",
+                "USAGE",
                 f"{name} is {value}",
                 where=f"evaluate.{name}",
                 remedy=f"give a whole number from {minimum} on, below 2^63",
@@ -331,13 +301,34 @@ def _check_options(episodes: int, environments: int, seed: int) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in ("gymnasium", "mujoco", "torch", "numpy"):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
+
+
+class RandomPolicy:
+    """Uniformly random actions, drawn from the action space with its own generator."""
+
+    def __init__(self, action_space: gymnasium.Space[Any], *, seed: int) -> None:
+        self._space = action_space
+        action_space.seed(seed)
+
+    def reset(self, indices: Int64Array, targets: Float64Array) -> None:
+        """Nothing to forget."""
+
+    def act(
+        self, observations: npt.NDArray[Any], indices: Int64Array | None = None
+    ) -> npt.NDArray[Any]:
+        """Return one action a row, flat, whatever the observations."""
+        draws = np.stack([np.asarray(self._space.sample()) for _ in observations])
+        return draws.reshape(len(draws), -1) if draws.ndim > 1 else draws
+
+    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None:
+        """Nothing to learn."""
 
 
 def random_return(
@@ -361,29 +352,11 @@ def random_return(
     TargetResult
         With target NaN: nothing was asked.
     """
-    _check_options(episodes, 1, seed)
-    probe = make_environment(environment)
-    try:
-        space_sizes(probe)
-        policy = RandomPolicy(probe.action_space, seed=seed)
-    finally:
-        probe.close()
-    played = run_episodes(
-        policy,
-        environment_id=environment,
-        seeds=range(seed, seed + episodes),
-        targets=[math.nan] * episodes,
-        environments=1,
-        max_steps=max_steps,
+    made = make_environment(environment)
+    policy = RandomPolicy(made.action_space, seed=seed)
+    made.close()
+    task = EvaluationTask(
+        environment=environment, targets=(math.nan,), episodes=episodes, environments=1, seed=seed
     )
-    return TargetResult(
-        target=math.nan,
-        returns=played.returns,
-        lengths=played.lengths,
-        terminated=played.terminated,
-    )
-
-
-def print_report(report: EvaluationReport, *, console: Console | None = None) -> None:
-    """Print the report as a table, one row a target."""
-    (console or Console()).print(evaluation_table(report))
+    report = evaluate_tasks(lambda _: policy, [task], max_steps=max_steps, processes=1)
+    return report.tasks[0].targets[0]

@@ -1,6 +1,8 @@
 """What an evaluation found: returns for each asked return, with interval and score.
 
-The interval is the two-sided 95 % Student t interval of the mean over episodes.
+``return`` is in the environment's units; ``normalized_score`` is on D4RL's scale, 0 random and 100
+an expert.  A task of a model of several without reference scores is measured on the returns of its
+own data: 0 is the worst episode there, 100 the best; ``scale`` says which of the two it was.
 
 Shape legend: n episodes of one target.
 """
@@ -16,13 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich.console import Console
+
 from gear_offline.core.files import write_file
-from gear_offline.core.types import BoolArray, Int64Array
-from gear_offline.dataset.scores import ReferenceScores, normalized_score
-from gear_offline.evaluation.episode_runner import Float64Array
+from gear_offline.core.text import count_text
+from gear_offline.core.types import BoolArray, Float64Array, Int64Array
+from gear_offline.dataset.scores import ReferenceScores
 from gear_offline.evaluation.split_table import SplitTable
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
+BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,8 +53,7 @@ class TargetResult:
     terminated: BoolArray
 
     @property
-    def mean(self) -> float:
-        """Mean return."""
+    def mean_return(self) -> float:
         return float(self.returns.mean())
 
     @property
@@ -61,43 +66,116 @@ class TargetResult:
         """Lower and upper end of the 95 % interval of the mean; NaN for a single episode."""
         return mean_interval(self.returns)
 
-    def to_json(self, reference: ReferenceScores | None) -> dict[str, Any]:
-        """Return a JSON-able document; NaN becomes null."""
-        low, high = self.ci95
-        scores = [_score(value, reference) for value in (self.mean, low, high)]
-        return {
-            "target": self.target,
-            "episodes": int(self.returns.size),
-            "mean": self.mean,
-            "std": _number(self.std),
-            "ci95": [_number(low), _number(high)],
-            "normalized": scores[0],
-            "normalized_ci95": scores[1:],
-            "min": float(self.returns.min()),
-            "max": float(self.returns.max()),
-            "length_mean": float(self.lengths.mean()),
-            "returns": self.returns.tolist(),
-            "lengths": self.lengths.tolist(),
-            "terminated": self.terminated.tolist(),
-        }
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationReport:
-    """The results of all asked returns of one policy in one environment.
+class TaskResult:
+    """The results of all asked returns in one environment.
 
     Attributes
     ----------
+    name
+        Of the task; empty for a policy of one.
     environment
         Gymnasium id.
-    reference
-        Scores that 0 and 100 stand for, or ``None`` when none are known.
-    results
+    targets
         One entry a target, in the order asked.
+    reference
+        Returns that 0 and 100 stand for, or None when none are known.
+    data_returns
+        Of the worst and the best episode of the task's data, where known.
     seed, environments
-        First reset seed, and environments side by side.
+        First reset seed, and environments side by side for each target.
+    """
+
+    name: str
+    environment: str
+    targets: tuple[TargetResult, ...]
+    reference: ReferenceScores | None
+    data_returns: tuple[float, float] | None
+    seed: int
+    environments: int
+
+    @property
+    def best(self) -> TargetResult:
+        """The target with the highest mean return.  Say that it was chosen so when citing it."""
+        return max(self.targets, key=lambda target: target.mean_return)
+
+    @property
+    def mean_return(self) -> float:
+        """Mean return of the best target."""
+        return self.best.mean_return
+
+    @property
+    def normalized_score(self) -> float | None:
+        """Of the best target's mean return."""
+        return self.normalized(self.best.mean_return)
+
+    @property
+    def scale(self) -> str | None:
+        """What scores are measured on; None: there are none."""
+        if self.reference is not None:
+            return BY_REFERENCE
+        low, high = self.data_returns or (0.0, 0.0)
+        return BY_DATA if high > low else None
+
+    def normalized(self, value: float) -> float | None:
+        """Return the score of a return; None without a scale, or for NaN."""
+        if self.scale is None or not math.isfinite(value):
+            return None
+        if self.reference is not None:
+            low, high = self.reference.minimum, self.reference.maximum
+        else:
+            assert self.data_returns is not None, "the scale says so"
+            low, high = self.data_returns
+        return 100.0 * (value - low) / (high - low)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able document."""
+        worst, best = self.data_returns or (None, None)
+        return {
+            "environment": self.environment,
+            "return": self.mean_return,
+            "normalized_score": self.normalized_score,
+            "scale": self.scale,
+            "reference": None if self.reference is None else self.reference.model_dump(),
+            "data_worst": worst,
+            "data_best": best,
+            "seed": self.seed,
+            "episodes": int(self.targets[0].returns.size),
+            "environments": self.environments,
+            "confidence": CONFIDENCE,
+            "targets": [self._target(target) for target in self.targets],
+        }
+
+    def _target(self, target: TargetResult) -> dict[str, Any]:
+        low, high = target.ci95
+        return {
+            "target": _number(target.target),
+            "episodes": int(target.returns.size),
+            "return": target.mean_return,
+            "std": _number(target.std),
+            "ci95": [_number(low), _number(high)],
+            "normalized_score": self.normalized(target.mean_return),
+            "normalized_ci95": [self.normalized(low), self.normalized(high)],
+            "min": float(target.returns.min()),
+            "max": float(target.returns.max()),
+            "length_mean": float(target.lengths.mean()),
+            "returns": target.returns.tolist(),
+            "lengths": target.lengths.tolist(),
+            "terminated": target.terminated.tolist(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class EvaluationReport:
+    """The results of a policy in its tasks; prints as a table.
+
+    Attributes
+    ----------
+    tasks
+        Those that were played; a policy of one task has one, without a name.
     seconds
-        Wall time of the rollouts.
+        Wall time.
     run, step
         Name of the run and optimiser step of the weights, where known.
     device
@@ -106,11 +184,7 @@ class EvaluationReport:
         Of the packages that matter, by name.
     """
 
-    environment: str
-    reference: ReferenceScores | None
-    results: tuple[TargetResult, ...]
-    seed: int
-    environments: int
+    tasks: tuple[TaskResult, ...]
     seconds: float
     run: str | None = None
     step: int | None = None
@@ -118,52 +192,92 @@ class EvaluationReport:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def best(self) -> TargetResult:
-        """The target with the highest mean return.  Say that it was chosen so when citing it."""
-        return max(self.results, key=lambda result: result.mean)
+    def mean_return(self) -> float | None:
+        """Of the only task's best target; None of several tasks, whose units differ."""
+        return self.tasks[0].mean_return if len(self.tasks) == 1 else None
 
-    def normalized(self, result: TargetResult) -> float | None:
-        """Mean score of `result` on D4RL's scale (0 to 100), ``None`` without reference."""
-        return _score(result.mean, self.reference)
+    @property
+    def normalized_score(self) -> float | None:
+        """Mean of the tasks' scores; None if one of them has none."""
+        scores = [task.normalized_score for task in self.tasks]
+        known = [score for score in scores if score is not None]
+        return sum(known) / len(known) if len(known) == len(scores) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON-able document that `evaluate` writes."""
-        reference = None
-        if self.reference is not None:
-            reference = {
-                "name": self.reference.name,
-                "minimum": self.reference.minimum,
-                "maximum": self.reference.maximum,
-                "indicative": self.reference.indicative,
-                "note": self.reference.note,
-            }
-        return {
-            "environment": self.environment,
-            "reference": reference,
+        """Return the JSON-able document that `evaluate` writes (docs/evaluation.md).
+
+        A task without a name stands at the top level, named ones in ``tasks``.
+        """
+        of_tasks: dict[str, Any] = self.tasks[0].to_json()
+        if self.tasks[0].name:
+            tasks = {task.name: task.to_json() for task in self.tasks}
+            of_tasks = {"targets": [], "tasks": tasks}
+        return of_tasks | {
             "run": self.run,
             "step": self.step,
             "device": self.device,
-            "seed": self.seed,
-            "environments": self.environments,
+            "return": self.mean_return,
+            "normalized_score": self.normalized_score,
             "seconds": round(self.seconds, 3),
-            "confidence": CONFIDENCE,
             "versions": dict(self.versions),
-            "targets": [result.to_json(self.reference) for result in self.results],
         }
 
     def write(self, path: Path) -> None:
         """Write `to_json` to `path`, whole or not at all."""
         write_file(path, (json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n").encode())
 
+    def print(self, *, console: Console | None = None) -> None:
+        """Print a table a task, one row a target."""
+        console = console or Console()
+        for task in self.tasks:
+            console.print(_table(self, task))
+        if len(self.tasks) > 1:
+            count = count_text(len(self.tasks), "task")
+            console.print(f"\nmean score of {count}: {score_text(self.normalized_score)}")
+
+    def __repr__(self) -> str:
+        console = Console(width=80, color_system=None)
+        with console.capture() as text:
+            self.print(console=console)
+        return text.get().rstrip()
+
+
+def score_text(score: float | None) -> str:
+    """Return a score to print; ``-`` where there is none."""
+    return "-" if score is None or not math.isfinite(score) else f"{score:.1f}"
+
+
+def summary_text(document: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what to say of an evaluation's document: its best target in short, and all of it."""
+    if document.get("error"):
+        return "evaluation failed", f"evaluation failed: {document['error']}"
+    if "tasks" in document:
+        text = f"mean score {score_text(document['normalized_score'])}"
+        parts = [f"{name} {task['return']:,.4g}" for name, task in document["tasks"].items()]
+        return text, f"{'; '.join(parts)}; {text}"
+    targets, score = document["targets"], document["normalized_score"]
+    scored = "" if score is None else f", score {score:.1f}"
+    text = f"return {document['return']:,.4g}{scored}"
+    pairs = "; ".join(f"asked {t['target']:,.4g}, got {t['return']:,.4g}" for t in targets)
+    if len(targets) == 1:
+        return text, pairs + scored
+    # not "best return": a reader takes that for the best so far
+    return text, f"{pairs}; best of {len(targets)} targets: {text}"
+
+
+def mean_interval(values: Float64Array) -> tuple[float, float]:
+    """Return the 95 % Student t interval of the mean of `values` (n,); NaN when n < 2."""
+    from scipy.special import stdtrit  # 0.1 s to import
+
+    if values.size < 2:
+        return math.nan, math.nan
+    quantile = float(stdtrit(values.size - 1, 0.975))
+    half = quantile * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(np.mean(values)) - half, float(np.mean(values)) + half
+
 
 def keep_earlier(path: Path) -> Path | None:
-    """Copy the result at `path` to ``NAME-1.json``, or the next number that is free.
-
-    Returns
-    -------
-    Path or None
-        The copy; ``None`` when there is nothing to keep.
-    """
+    """Copy the result at `path`, if there is one, to ``NAME-1.json`` or the next free number."""
     if not path.is_file():
         return None
     content = path.read_bytes()
@@ -179,70 +293,31 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _score(value: float, reference: ReferenceScores | None) -> float | None:
-    return None if reference is None else _number(float(normalized_score(value, reference)))
-
-
-def student_t_inside(theta: float, freedom: int) -> float:
-    """Return the probability that Student's t lies within ± ``tan(theta) * sqrt(freedom)``.
-
-    The finite series for whole degrees of freedom (Abramowitz and Stegun, 26.7.3 and 26.7.4):
-    exact to rounding, and no dependency on SciPy.
-    """
-    cosine, term, total = math.cos(theta), 1.0, 0.0
-    odd = freedom % 2 == 1
-    for k in range((freedom - 1) // 2 if odd else freedom // 2):
-        # odd: cos, cos^3 2/3, cos^5 2*4/(3*5), ...; even: 1, cos^2 1/2, cos^4 1*3/(2*4), ...
-        if k == 0:
-            term = cosine if odd else 1.0
-        else:
-            term *= cosine**2 * ((2 * k) / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
-        total += term
-    if odd:
-        return 2 / math.pi * (theta + math.sin(theta) * total)
-    return math.sin(theta) * total
-
-
-def student_t_quantile(freedom: int, *, level: float = 0.95) -> float:
-    """Return t such that Student's t with `freedom` degrees lies within ±t with `level`."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        inside = student_t_inside(middle, freedom)
-        low, high = (middle, high) if inside < level else (low, middle)
-    return math.tan(low) * math.sqrt(freedom)
-
-
-def mean_interval(values: Float64Array) -> tuple[float, float]:
-    """Return the 95 % Student t interval of the mean of `values` (n,); NaN when n < 2."""
-    if values.size < 2:
-        return math.nan, math.nan
-    half = student_t_quantile(values.size - 1) * float(values.std(ddof=1)) / math.sqrt(values.size)
-    return float(values.mean()) - half, float(values.mean()) + half
-
-
-def evaluation_table(report: EvaluationReport) -> SplitTable:
-    """Return the report as a table for the terminal, one row a target."""
-    place = f" at step {report.step:,}" if report.step is not None else ""
+def _table(report: EvaluationReport, task: TaskResult) -> SplitTable:
     rows = []
-    for result in report.results:
-        low, high = result.ci95
-        score = report.normalized(result)
+    for target in task.targets:
+        low, high = target.ci95
         rows.append(
             (
-                f"{result.target:,.6g}",
-                f"{result.mean:,.1f}",
+                f"{target.target:,.6g}",
+                f"{target.mean_return:,.1f}",
                 "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
-                "-" if math.isnan(result.std) else f"{result.std:,.1f}",
-                "-" if score is None else f"{score:.1f}",
-                f"{result.lengths.mean():,.0f}",
-                str(result.returns.size),
+                "-" if math.isnan(target.std) else f"{target.std:,.1f}",
+                score_text(task.normalized(target.mean_return)),
+                f"{target.lengths.mean():,.0f}",
+                str(target.returns.size),
             )
         )
+    place = f" at step {report.step:,}" if report.step is not None else ""
+    name = f"{task.name}: " if task.name else ""
+    caption = task.reference.note if task.reference is not None else None
+    if task.scale == BY_DATA and task.data_returns is not None:
+        worst, best = task.data_returns
+        caption = f"score on the {BY_DATA}: 0 is {worst:,.6g}, 100 is {best:,.6g}"
     headings = ("asked return", "achieved", "95 % interval", "std", "score", "length", "n")
     return SplitTable(
         columns=[(heading, [row[index] for row in rows]) for index, heading in enumerate(headings)],
-        title=f"{report.run or 'policy'}{place} in {report.environment}",
-        caption=report.reference.note if report.reference is not None else None,
+        title=f"{name}{report.run or 'policy'}{place} in {task.environment}",
+        caption=caption,
         numbers=True,
     )

@@ -17,7 +17,7 @@ from gear_offline.config.tasks import task_recipe
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.dataset.scores import dataset_names, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environment_ids import unregistered
+from gear_offline.evaluation.environments import unregistered
 from gear_offline.sampling import parse_options
 
 

@@ -1,30 +1,39 @@
-"""The evaluations of a run: in place of training or beside it, recorded in the order of steps.
+"""The evaluations of a run: in the training process or in the background.
 
-Beside training, the weights of an evaluation are those of a checkpoint of its step, which stays
-until its result is there; a run that was killed meanwhile finds it again and plays it.
+In the background, the weights of an evaluation are those of a checkpoint of its step, which stays
+until its result is there; a run that was killed meanwhile finds it again and plays it.  Results are
+recorded in the order of steps.  An evaluation that fails is recorded as failed, training goes on.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gear_offline.core.interruption import Aborted, StopRequest
-from gear_offline.errors import InputError
-from gear_offline.evaluation.beside import EvaluationsBeside
-from gear_offline.evaluation.choice import EvaluationChoice
-from gear_offline.evaluation.tasks import outcome
-from gear_offline.evaluation.worker import PlayRequest, play, play_checkpoint, play_tasks
-from gear_offline.models.policy import Policy
+from gear_offline.evaluation.background import (
+    BackgroundEvaluations,
+    PlayRequest,
+    failure,
+    plan_evaluations,
+    play,
+    play_checkpoint,
+)
+from gear_offline.evaluation.environments import known_of
+from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
+from gear_offline.evaluation.results import summary_text
+from gear_offline.evaluation.rollout import ActingPolicy
+from gear_offline.models.multitask import tasks_of_config
 from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
+from gear_offline.training.policies import task_policy
 from gear_offline.training.saving import Saver
 
 
@@ -37,18 +46,18 @@ class RunEvaluations:
         The run directory.
     learner
         Of the first rank.
-    choice
-        From `gear_offline.evaluation.choice.choose_evaluation`.
     saves, metrics, display, stop
         Of the run.
+    concurrent_runs
+        Runs that share the cores which training leaves.
 
     Attributes
     ----------
+    plan
+        How they are played.
     held_seconds
-        How long evaluations have held up training: in place all of their time, beside it the
-        waits for room among those outstanding.
-    step_seconds
-        Of training, as last reported; None before.
+        How long evaluations have held up training: all of their time in the training process, the
+        waits for room in the background.
     staleness
         (steps, seconds) between weights and result, of each evaluation of this process.
     """
@@ -57,37 +66,48 @@ class RunEvaluations:
         self,
         folder: Path,
         learner: Learner,
-        choice: EvaluationChoice,
         *,
         saves: Saver,
         metrics: Metrics,
         display: TrainingDisplay,
         stop: StopRequest,
+        concurrent_runs: int = 1,
     ) -> None:
-        self._folder, self._learner, self._choice = folder, learner, choice
+        self._folder, self._learner = folder, learner
         self._saves, self._metrics, self._display, self._stop = saves, metrics, display, stop
-        self._settings = learner.recipe.evaluate
-        self._beside: EvaluationsBeside | None = None
-        if choice.beside:
-            self._beside = EvaluationsBeside(
-                workers=choice.workers,
-                threads=choice.threads,
-                insist=self._settings.background == "on",
-                say=display.say,
+        model_tasks = tasks_of_config(learner.model.config)
+        self._tasks = tasks_of(learner.recipe, model_tasks)
+        if learner.recipe.evaluate.episodes == 0:
+            self._tasks = ()
+        self.plan = plan_evaluations(
+            learner.recipe,
+            self._tasks,
+            learner.device,
+            learner.world,
+            parameters=sum(p.numel() for p in learner.model.parameters()),
+            concurrent_runs=concurrent_runs,
+        )
+        self._background: BackgroundEvaluations | None = None
+        if self.plan.workers:
+            self._background = BackgroundEvaluations(
+                workers=self.plan.workers, threads=self.plan.threads
             )
         self.held_seconds = 0.0
-        self.step_seconds: float | None = None
         self.staleness: list[tuple[int, float]] = []
 
     @property
     def outstanding(self) -> tuple[int, ...]:
         """Steps whose checkpoints must stay, since they are still to be played."""
-        return () if self._beside is None else self._beside.steps
+        return () if self._background is None else self._background.steps
 
     @property
     def is_full(self) -> bool:
         """Whether one more evaluation would hold up training until another is done."""
-        return self._beside is not None and self._beside.is_full
+        return self._background is not None and self._background.is_full
+
+    def is_new(self, step: int) -> bool:
+        """Return whether `step` has neither been evaluated nor is under way."""
+        return not self._metrics.evaluated(step) and step not in self.outstanding
 
     def begin(self, due: list[int]) -> None:
         """Take up what a killed run left: steps of `due` with a checkpoint and without a result."""
@@ -95,99 +115,64 @@ class RunEvaluations:
         for step in due:
             if step not in there or self._metrics.evaluated(step):
                 continue
-            if self._beside is not None:
-                self._beside.submit(self._request(step))
+            request = self._request(step)
+            if self._background is not None:
+                self._background.submit(request)
             elif step < self._learner.step:  # that of this step comes of itself
-                self._make_up(step)
-
-    def _make_up(self, step: int) -> None:
-        """Play in place what a run with evaluations beside has left."""
-        began = time.monotonic()
-        try:
-            document = play_checkpoint(self._request(step))
-        except InputError as error:
-            if error.code not in ("RUN_DAMAGED", "RUN_NOT_FOUND"):
-                raise
-            self._display.say(f"step {step:,} cannot be evaluated: {error.what}")
-            return
-        self._record(step, document, time.monotonic() - began)
+                self._play(step, partial(play_checkpoint, request))
 
     def evaluate(self, step: int) -> bool:
-        """Play the weights of `step`; return whether a checkpoint of them is needed.
+        """Play the weights of `step`; return whether a checkpoint of them is needed now.
 
-        In place: when they are the best so far.  Beside training: always, the result comes later.
+        In the training process: when they are the best so far.  In the background: always.
         """
-        if self._metrics.evaluated(step) or step in self.outstanding:
+        if not self.is_new(step):
             return False
-        if self.plays_in_place(step):
-            return self._in_place(step)
-        assert self._beside is not None, "else it is played in place"
-        if self._beside.is_full:
-            self._make_room()
-        self._beside.submit(self._request(step))
-        return True
+        request = self._request(step)
+        if self._background is not None:
+            self._make_room(self._background)
+            self._background.submit(request)
+            return True
+        self._learner.check()
+        self._display.evaluating()
+        try:
+            self._play(step, partial(play, self._policy, request, processes=None))
+        finally:
+            self._learner.resume_training()
+        best = self._metrics.best
+        return best is not None and best["step"] == step
 
-    def plays_in_place(self, step: int) -> bool:
-        """Return whether `evaluate` will play the learner's own weights, in this process."""
-        if self._metrics.evaluated(step) or step in self.outstanding:
-            return False
-        if self._choice.otherwise is not None and not self.outstanding:
-            self._decide(self._choice.otherwise)
-        return self._beside is None
-
-    def _decide(self, otherwise: EvaluationChoice) -> None:
-        """At the first evaluation with ``auto``: stay in place where cores could not keep up."""
-        choice, every = self._choice, self._learner.recipe.train.evaluate_every
-        if self.step_seconds is None or every is None:
-            return
-        if choice.is_too_slow(self.step_seconds * every):
-            self._display.say(
-                f"evaluations: in place of training, one may take {choice.most_seconds:,.0f} s on "
-                f"{choice.threads} of these cores, {every:,} steps take "
-                f"{self.step_seconds * every:,.0f} s; evaluate.background=on insists"
-            )
-            self._beside, self._choice = None, otherwise
-        else:
-            self._choice = replace(choice, otherwise=None)
-
-    def _make_room(self) -> None:
+    def _make_room(self, background: BackgroundEvaluations) -> None:
         began = time.perf_counter()
-        assert self._beside is not None, "only evaluations beside training need room"
-        while self._beside.is_full and self._stop.signal_name is None:
-            self._beside.wait()
+        while background.is_full and self._stop.signal_name is None:
+            background.wait()
             self._saves.check()
             self.collect()
         self.held_seconds += time.perf_counter() - began
 
-    def _in_place(self, step: int) -> bool:
-        learner = self._learner
-        learner.check()
+    def _play(self, step: int, played: Callable[[], Mapping[str, Any]]) -> None:
+        """Play in this process; Ctrl-C leaves it to a resumed run."""
         began = time.monotonic()
-        self._display.evaluating()
         try:
             with self._stop.abortable(), torch.random.fork_rng(devices=[]):
-                document = self._played(self._request(step))
+                document = played()
         except Aborted:
-            return False  # the resumed run makes up for it
-        finally:
-            learner.resume_training()
-            seconds = time.monotonic() - began
-            self.held_seconds += seconds
-            self._display.evaluating(seconds)
+            return
+        except Exception as error:
+            document = failure(error)
+        seconds = time.monotonic() - began
+        self.held_seconds += seconds
+        self._display.evaluating(seconds)
         self._record(step, document, seconds)
-        best = self._metrics.best
-        return best is not None and best["step"] == step
 
-    def _played(self, request: PlayRequest) -> dict[str, Any]:
-        if not request.environment:
-            return play_tasks(self._learner.acting, self._learner.recipe, request)
-        return play(self._policy(), request)
-
-    def _policy(self) -> Policy:
+    def _policy(self, task: EvaluationTask) -> ActingPolicy:
         """Return the learner's policy, or a copy of it where it acts on another device."""
-        parts, device = self._learner.policy_parts(), self._choice.device
-        if same_device(device, self._learner.device):
-            return parts.policy(self._learner.device)
+        learner, device = self._learner, self.plan.device
+        if task.name:
+            return task_policy(learner.acting, task.name, learner.recipe, device)
+        parts, here = learner.policy_parts(), learner.device
+        if here.type == device.type and device.index in (None, here.index):
+            return parts.policy(here)
         with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
             model = type(parts.model)(parts.model.config)
         model.attention = parts.model.attention
@@ -195,78 +180,61 @@ class RunEvaluations:
         return parts._replace(model=model).policy(device)
 
     def _request(self, step: int) -> PlayRequest:
-        settings, choice = self._settings, self._choice
         return PlayRequest(
             checkpoint=str(self._saves.path(step).absolute()),
             run=self._folder.name,
             step=step,
-            environment=settings.environment or "",
-            targets=tuple(settings.targets or ()),
-            episodes=settings.episodes,
-            environments=settings.environments,
-            seed=settings.seed,
-            reference=settings.reference,
-            specifications=choice.specifications,
-            device=str(choice.device),
-            threads=choice.threads,
+            tasks=self._tasks,
+            known=tuple(known_of(task.environment) for task in self._tasks),
+            device=str(self.plan.device),
+            threads=self.plan.threads,
         )
 
     def collect(self) -> bool:
-        """Record what has come in; return whether a checkpoint may have become needless.
-
-        Raises
-        ------
-        GearError
-            Of an evaluation, or ``EVALUATION_WORKER``.
-        """
-        done = [] if self._beside is None else self._beside.poll()
+        """Record what has come in; return whether a checkpoint may have become needless."""
+        done = [] if self._background is None else self._background.poll()
         for step, document, seconds in done:
             self._record(step, document, seconds)
         return bool(done)
 
     def finish(self) -> None:
         """Wait for what is outstanding; Ctrl-C leaves it to a resumed run."""
-        if self._beside is None or not self._beside.steps:
+        if self._background is None or not self._background.steps:
             return
-        count = len(self._beside.steps)
+        count = len(self._background.steps)
         self._display.say(f"waiting for {count} evaluation{'s' if count > 1 else ''}")
         try:
             with self._stop.abortable():
-                while self._beside.steps:
-                    self._beside.wait()
+                while self._background.steps:
+                    self._background.wait()
                     self.collect()
         except Aborted:
             self.close()
 
     def close(self) -> None:
         """End the processes."""
-        if self._beside is not None:
-            self._beside.close()
+        if self._background is not None:
+            self._background.close()
 
     def _record(self, step: int, document: Mapping[str, Any], seconds: float) -> None:
         now = self._learner.step
         stale = {"staleness_steps": now - step, "staleness_seconds": round(seconds, 3)}
         self.staleness.append((now - step, seconds))
         self._metrics.evaluation(step, {**document, **stale})
-        text, said = outcome(document)
+        short, whole = summary_text(document)
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
-        self._display.score(text + (f" of step {step:,}" if now > step else ""))
-        self._display.say(f"step {step:,}{late}: {said}")
+        self._display.score(short + (f" of step {step:,}" if now > step else ""))
+        self._display.say(f"step {step:,}{late}: {whole}")
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``."""
         steps, seconds = ([float(pair[i]) for pair in self.staleness] for i in range(2))
         return {
-            "beside": self._beside is not None,
-            "device": str(self._choice.device),
-            "reason": self._choice.reason,
+            "background": self._background is not None,
+            "workers": self.plan.workers,
+            "device": str(self.plan.device),
             "held_seconds": round(self.held_seconds, 3),
             "staleness_steps_mean": sum(steps) / len(steps) if steps else None,
             "staleness_steps_max": max(steps, default=None),
             "staleness_seconds_max": max(seconds, default=None),
         }
-
-
-def same_device(one: torch.device, other: torch.device) -> bool:
-    """Return whether a policy on `other` is where `one` says."""
-    return one.type == other.type and one.index in (None, other.index)

@@ -7,7 +7,6 @@ import time
 
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text
-from gear_offline.evaluation.choice import choose_evaluation
 from gear_offline.runs.directory import RunDirectory
 from gear_offline.runs.evaluations import RunEvaluations
 from gear_offline.runs.summary import summary_of
@@ -79,12 +78,14 @@ class LeadingRun(Run):
         self.evaluations = RunEvaluations(
             self.path,
             self.learner,
-            self.choice,
             saves=self.saves,
             metrics=self.metrics,
             display=self.display,
             stop=self.stop,
+            concurrent_runs=self.neighbours,
         )
+        if self._evaluation_due(self.settings.steps):
+            say(f"evaluation: {self.evaluations.plan}", quiet=self.quiet)
         self.evaluations.begin(self._due_so_far(step))
         self._logged, self._held, self._stale = time.perf_counter(), 0.0, 0
         self._held_before = 0.0
@@ -113,13 +114,6 @@ class LeadingRun(Run):
     def _announce(self) -> None:
         learner, spec = self.learner, self.dataset.spec
         parameters = sum(p.numel() for p in learner.model.parameters())
-        self.choice = choose_evaluation(
-            self.recipe,
-            learner.device,
-            self.world,
-            parameters=parameters,
-            neighbours=self.neighbours,
-        )
         ranks = f", {self.world.size} ranks ({learner.parallel.reason})" * (self.world.size > 1)
         say(
             f"{self.recipe.name}: {count_text(spec.episodes, 'episode')}, "
@@ -129,9 +123,6 @@ class LeadingRun(Run):
             f"run directory {self.path}",
             quiet=self.quiet,
         )
-        if self._evaluation_due(self.settings.steps):
-            place = "beside training" if self.choice.beside else "in place of training"
-            say(f"evaluations: {place}, {self.choice.reason}", quiet=self.quiet)
         if learner.step:
             say(f"resuming after step {learner.step:,}", quiet=self.quiet)
 
@@ -147,7 +138,6 @@ class LeadingRun(Run):
     def _log(self, step: int, values: dict[str, float]) -> None:
         now, held = time.perf_counter(), self.saves.stalled_seconds
         if "step_seconds" in values:
-            self.evaluations.step_seconds = values["step_seconds"]
             values = {**values, "save_wait_share": (held - self._held) / (now - self._logged)}
         for steps, seconds in self.evaluations.staleness[self._stale :][-1:]:
             values |= {"evaluation_stale_steps": steps, "evaluation_stale_seconds": seconds}
@@ -160,7 +150,7 @@ class LeadingRun(Run):
         return self.evaluations.evaluate(step)
 
     def _plays_here(self, step: int) -> bool:
-        return self.evaluations.plays_in_place(step)
+        return not self.evaluations.plan.workers and self.evaluations.is_new(step)
 
     def _what_stays(self) -> Keep:
         best = self.metrics.best

@@ -235,7 +235,7 @@ def _plot_returns(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> float
     shades, ends, best = SERIES, [], -np.inf
     for index, target in enumerate(reversed(targets)):
         points = [
-            (row["step"], t["mean"], t.get("ci95") or (None, None))
+            (row["step"], t["return"], t.get("ci95") or (None, None))
             for row in evaluations
             for t in row["targets"]
             if float(t["target"]) == target
@@ -305,7 +305,7 @@ def plot_asked_vs_achieved(
     """
     rows = sorted(evaluation["targets"], key=lambda row: float(row["target"]))
     asked = np.array([row["target"] for row in rows], np.float64)
-    means = np.array([row["mean"] for row in rows], np.float64)
+    means = np.array([row["return"] for row in rows], np.float64)
     figure = new_figure()
     axes = figure.add_subplot()
     everything = [*asked, 0.0, *(value for row in rows for value in row["returns"])]
@@ -334,7 +334,7 @@ def plot_asked_vs_achieved(
         shift = np.linspace(-1, 1, returns.size) * spread if returns.size > 1 else np.zeros(1)
         axes.scatter(row["target"] + shift, returns, s=11, color=BLUE, alpha=0.28, linewidth=0)
     bars = np.array(
-        [[0.0, 0.0] if row["ci95"][0] is None else np.abs(np.array(row["ci95"]) - row["mean"])
+        [[0.0, 0.0] if row["ci95"][0] is None else np.abs(np.array(row["ci95"]) - row["return"])
          for row in rows]
     ).T  # fmt: skip
     axes.errorbar(

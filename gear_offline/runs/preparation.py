@@ -23,7 +23,7 @@ from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.scores import dataset_file, reference_scores
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.environment_ids import check_no_import, say_version
+from gear_offline.evaluation.environments import probe, say_version
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.tables.fields import is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, TableData
@@ -144,6 +144,7 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     )
     check_path(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
+    probe(settings.environment)  # refuses a module that only a run names
     options = settings.model_dump(exclude={"environment"})
     collect(settings.environment, file, **options, quiet=quiet)
     return file
@@ -165,7 +166,6 @@ def resolve(
         ``ENVIRONMENT_PACKAGE`` when the recipe itself names an environment that cannot be made;
         ``DEVICE`` when evaluations are asked for on one that is not here.
     """
-    from gear_offline.evaluation.episode_runner import make_environment, space_sizes
     from gear_offline.evaluation.evaluate import resolve_reference
     from gear_offline.runs.task_preparation import resolve_tasks
 
@@ -180,10 +180,7 @@ def resolve(
         say(f"no evaluation: {names}; evaluate.environment=ID would", quiet=quiet)
     if environment is not None and recipe.evaluate.episodes > 0:
         try:
-            if recipe.evaluate.environment is None:
-                option = "evaluate.environment="
-                check_no_import(environment, source="the dataset", option=option)
-            probe = make_environment(environment)
+            facts = probe(environment)
         except (InputError, UnavailableError) as error:
             if recipe.evaluate.environment is not None:
                 raise
@@ -191,18 +188,14 @@ def resolve(
             environment = None
         else:
             say_version(environment, quiet=quiet)
-            with probe:
-                state_dim, action_dim, discrete = space_sizes(probe)
-                shape = probe.observation_space.shape or ()
-                limit = probe.spec.max_episode_steps if probe.spec is not None else None
             there = ModelSizes(
-                state_dim=state_dim,
-                action_dim=action_dim,
-                discrete=discrete,
-                frame_shape=shape if sizes.frame_shape else (),
+                state_dim=facts.state_size,
+                action_dim=facts.action_size,
+                discrete=facts.discrete,
+                frame_shape=facts.observation_shape if sizes.frame_shape else (),
             )
             sizes = _agreed(sizes, there, environment)
-            longest = max(longest, limit or 0)
+            longest = max(longest, facts.step_limit)
     changes: dict[str, Any] = {
         "evaluate__environment": environment,
         "evaluate__reference": recipe.evaluate.reference or _reference(dataset),
@@ -274,7 +267,7 @@ def _agreed(data: ModelSizes, environment: ModelSizes, name: str) -> ModelSizes:
     ):
         return environment
     raise InputError(
-        "ENVIRONMENT_MISMATCH",
+        "ENVIRONMENT",
         f"{name} has {_words(environment)}, the data {_words(data)}",
         where="evaluate.environment",
         remedy="name the environment that the data came from, or set evaluate.episodes=0",

@@ -47,6 +47,7 @@ def write_report(run: str | Path, *, random_return: float | None = None) -> Path
     run = Path(run)
     recipe = _recipe(run)
     metrics, evaluations = (read_records(run / f"{n}.jsonl") for n in ("metrics", "evaluations"))
+    evaluations = [row for row in evaluations if "error" not in row]
     final = _final_evaluation(run, evaluations)
     if recipe is None and not metrics and final is None:
         raise InputError(
@@ -149,8 +150,8 @@ def _returns_table(
         low, high = row["ci95"]
         interval = "" if low is None else f"{short(low)} to {short(high)}"
         label = f"policy, asked {short(row['target'])}"
-        rows.append((label, short(row["mean"]), interval, score(row["mean"])))
-    lines = ["| | mean return | 95 % interval | score |", "|---|---:|---:|---:|"]
+        rows.append((label, short(row["return"]), interval, score(row["return"])))
+    lines = ["| | mean return | 95 % interval | normalised score |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     episodes = final["targets"][0]["episodes"]
     lines += [

@@ -8,7 +8,7 @@ from typing import Any
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import task_recipe
-from gear_offline.evaluation.tasks import score_text
+from gear_offline.evaluation.results import score_text
 from gear_offline.runs.plots import plot_asked_vs_achieved
 from gear_offline.runs.report import _data, _returns_table
 
@@ -24,7 +24,7 @@ def write_tasks(
     Parameters
     ----------
     final
-        What `gear_offline.evaluation.tasks.TasksReport.to_json` returned.
+        What `gear_offline.evaluation.results.EvaluationReport.to_json` returned.
     evaluations
         The same of the training, with their steps.
     """
@@ -34,13 +34,13 @@ def write_tasks(
     ]
     sections = []
     for name, found in final["tasks"].items():
-        best = max(row["mean"] for row in found["targets"])
-        cells = (name, found["environment"], f"{best:,.1f}", score_text(found["score"]))
-        lines.append(f"| {' | '.join(cells)} | {found['scale']} |")
+        best, score = found["return"], score_text(found["normalized_score"])
+        cells = (name, found["environment"], f"{best:,.1f}", score)
+        lines.append(f"| {' | '.join(cells)} | {found['scale'] or '-'} |")
         sections.append(_section(run, recipe, name, {**found, "step": final.get("step")}))
     lines.append(
-        f"\nScore of all, the mean of the tasks': {score_text(final['score'])}. Measured on the "
-        "returns of its data, a task's 0 is the worst episode there and 100 the best.\n"
+        f"\nMean of the tasks' scores: {score_text(final['normalized_score'])}. Measured on "
+        "the returns of its data, a task's 0 is the worst episode there and 100 the best.\n"
     )
     if len(evaluations) > 1:
         lines += [_history(final, evaluations)]
@@ -69,7 +69,7 @@ def _history(final: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]])
     names = list(final["tasks"])
     lines = [f"| step | {' | '.join(names)} | mean |", "|---:|" + "---:|" * (len(names) + 1)]
     for row in evaluations:
-        scores = [row["tasks"].get(name, {}).get("score") for name in names]
-        cells = [f"{row['step']:,}", *map(score_text, [*scores, row["score"]])]
+        scores = [row["tasks"].get(name, {}).get("normalized_score") for name in names]
+        cells = [f"{row['step']:,}", *map(score_text, [*scores, row["normalized_score"]])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(["Scores over the training:\n", *lines, ""])

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.tasks import named_environments
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, current, open_world, rank_device
 from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import import_module_of
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, default_run_path
@@ -126,6 +128,9 @@ def _train(
     with open_world(device, timeout=recipe.train.timeout) as world, ExitStack() as stack:
         check_micro_batches(world.rank_batch(recipe.loader.batch_size), recipe.train.accumulate)
         world.lead(lambda: check_recipe(recipe, where=f"recipe {recipe.name}"))
+        if not resume:  # then the recipe is the user's word, not only a run's
+            for name in named_environments(recipe):
+                import_module_of(name)
         directory = world.lead(lambda: stack.enter_context(RunDirectory(path, resume=resume)))
         stack.enter_context(_torch_settings(recipe, device))
         quiet = quiet or not world.is_first

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from gear_offline.config.tasks import environments_of
 from gear_offline.core.interruption import StopRequest
 from gear_offline.errors import GearError
-from gear_offline.evaluation.tasks import plays
 from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -109,7 +109,7 @@ class Run:
     def _evaluation_due(self, step: int) -> bool:
         every = self.settings.evaluate_every
         due = step == self.settings.steps or (every is not None and step % every == 0)
-        return due and plays(self.recipe)
+        return due and self.recipe.evaluate.episodes > 0 and bool(environments_of(self.recipe))
 
     def _begin(self) -> None:
         """Open what is written to."""

@@ -11,7 +11,7 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.system import usable_cores
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.evaluation.choice import MOST_WORKERS
+from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.sweep.points import SweepPoint
 
 Mode = Literal["auto", "streams", "stacked", "processes", "serial"]

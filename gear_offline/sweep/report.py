@@ -23,6 +23,7 @@ from gear_offline.sweep.directory import read_sweep
 from gear_offline.sweep.points import SweepPoint, plain_label
 from gear_offline.sweep.results import RunResult, read_result
 from gear_offline.sweep.summary import INTERVAL, curves, summarize
+from gear_offline.training.metrics import ranking
 
 COLUMNS = {
     "return_last": "return, last",
@@ -173,7 +174,7 @@ def _runs_table(results: Sequence[RunResult]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for result in results:
-        score = None if result.evaluation_last is None else result.evaluation_last.get("score")
+        score = None if result.evaluation_last is None else ranking(result.evaluation_last)
         error = errors.get(result.name)
         state = result.status if error is None else f"failed: {error}"
         cells = [

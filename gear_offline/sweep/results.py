@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.sweep.points import SweepPoint
-from gear_offline.training.metrics import read_records
+from gear_offline.training.metrics import best_evaluation, read_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,6 @@ def read_result(point: SweepPoint, path: Path, *, error: str | None = None) -> R
     """Return what the run directory of a point says; `error` if the run has failed."""
     metrics = read_records(path / "metrics.jsonl")
     evaluations = read_records(path / "evaluations.jsonl")
-    scored = [row for row in evaluations if row.get("score") is not None]
-    best = max(scored, key=lambda row: (float(row["score"]), row["step"])) if scored else None
     status: Literal["complete", "failed", "open"] = "open"
     if is_complete(point, path):
         status, error = "complete", None
@@ -67,7 +65,7 @@ def read_result(point: SweepPoint, path: Path, *, error: str | None = None) -> R
         steps=int(metrics[-1]["step"]) if metrics else 0,
         loss=metrics[-1].get("loss") if metrics else None,
         evaluation_last=evaluations[-1] if evaluations else None,
-        evaluation_best=best,
+        evaluation_best=best_evaluation(evaluations),
     )
 
 

@@ -14,22 +14,18 @@ import numpy as np
 from gear_offline.evaluation.results import mean_interval
 from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.results import RunResult
-from gear_offline.training.metrics import finite, read_records
+from gear_offline.training.metrics import finite, ranking, read_records
 
 INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
 
 
 def _score(evaluation: Mapping[str, Any] | None) -> float | None:
     """Return the normalised score of the target that returned most; None without a reference."""
-    if evaluation is not None and "tasks" in evaluation:
-        return _return(evaluation)  # the mean of the tasks' scores
-    targets = [] if evaluation is None else evaluation.get("targets", ())
-    found = [t["normalized"] for t in targets if t.get("normalized") is not None]
-    return max(found) if found else None
+    return None if evaluation is None else evaluation.get("normalized_score")
 
 
 def _return(evaluation: Mapping[str, Any] | None) -> float | None:
-    return None if evaluation is None else evaluation.get("score")
+    return None if evaluation is None else ranking(evaluation)
 
 
 METRICS: dict[str, Callable[[RunResult], float | None]] = {
@@ -103,7 +99,7 @@ def curves(
             name: _curve([_column(result, file, key) for result in members])
             for name, file, key in (
                 ("loss", "metrics.jsonl", "loss"),
-                ("return", "evaluations.jsonl", "score"),
+                ("return", "evaluations.jsonl", "return"),
             )
         }
     return found

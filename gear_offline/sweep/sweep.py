@@ -19,6 +19,7 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.progress import say
 from gear_offline.core.text import count_text, remedies_once
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.results import summary_text
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
@@ -317,6 +318,6 @@ def _outcome(result: RunResult) -> str:
     parts = ["complete"]
     if result.loss is not None:
         parts.append(f"loss {result.loss:.4g}")
-    if result.evaluation_last is not None and result.evaluation_last.get("score") is not None:
-        parts.append(f"return {result.evaluation_last['score']:,.4g}")
+    if result.evaluation_last is not None:
+        parts.append(summary_text(result.evaluation_last)[0])
     return ", ".join(parts)

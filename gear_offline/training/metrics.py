@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,19 @@ def finite(value: Any) -> Any:
     return value
 
 
+def ranking(document: Mapping[str, Any]) -> float | None:
+    """Return the number by which the best evaluation is chosen: its return, of several tasks the
+    normalised score; None of one that failed."""
+    value = document.get("normalized_score" if "tasks" in document else "return")
+    return None if value is None else float(value)
+
+
+def best_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the record of the best evaluation, the latest of equals; None without any."""
+    ranked = [(value, row["step"], row) for row in records if (value := ranking(row)) is not None]
+    return dict(max(ranked, key=lambda one: one[:2])[2]) if ranked else None
+
+
 class Metrics:
     """The metrics and evaluations of a run.
 
@@ -158,21 +171,22 @@ class Metrics:
             self._event(f"train/{name}", value, step)
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record an evaluation; `record` is JSON-able and has ``score`` (higher is better)."""
+        """Record an evaluation: what `EvaluationReport.to_json` gives, or one with ``error``."""
         whole: dict[str, Any] = finite({**record, "step": step})  # as it is read back
         self._evaluations.append(whole)
         self.evaluations.append(whole)
         self._returns("evaluate", record, step)
         for name, found in record.get("tasks", {}).items():
             self._returns(f"evaluate/{name}", found, step)
-        if "tasks" in record and record.get("score") is not None:
-            self._event("evaluate/score", record["score"], step)
+        if "tasks" in record and record.get("normalized_score") is not None:
+            self._event("evaluate/normalized_score", record["normalized_score"], step)
 
     def _returns(self, prefix: str, record: Mapping[str, Any], step: int) -> None:
         for target in record.get("targets", ()):
-            self._event(f"{prefix}/return_{target['target']:g}", target["mean"], step)
-            if target.get("normalized") is not None:
-                self._event(f"{prefix}/score_{target['target']:g}", target["normalized"], step)
+            self._event(f"{prefix}/return_{target['target']:g}", target["return"], step)
+            if target.get("normalized_score") is not None:
+                name = f"{prefix}/normalized_score_{target['target']:g}"
+                self._event(name, target["normalized_score"], step)
 
     def _event(self, name: str, value: float, step: int) -> None:
         if self._board is not None:
@@ -184,9 +198,8 @@ class Metrics:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The evaluation with the highest score, the latest of equals; None before any."""
-        scored = [r for r in self.evaluations if r.get("score") is not None]
-        return max(scored, key=lambda r: (float(r["score"]), r["step"])) if scored else None
+        """The evaluation with the highest return, the latest of equals; None before any."""
+        return best_evaluation(self.evaluations)
 
     def sync(self) -> None:
         """Make everything so far survive a power loss."""

@@ -1,0 +1,278 @@
+"""Evaluations of checkpoints in worker processes while training goes on.
+
+Every evaluation that is due is played, by one worker from beginning to end, so its returns are
+those of playing it in the training process with the same device and number of threads.  Results are
+handed out in the order of their steps.  When more are outstanding than allowed, the next one waits
+for room: leaving evaluations out would make the result of a run depend on its machine's speed.  An
+evaluation that fails gives a document with ``error``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.closing import Closing
+from gear_offline.core.system import usable_cores
+from gear_offline.core.workers import Caller, Worker
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+from gear_offline.evaluation.environments import Known, known_of
+from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
+from gear_offline.evaluation.rollout import ActingPolicy
+from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
+from gear_offline.training.metrics import finite
+from gear_offline.training.policies import policy_parts, restore_model, task_policy
+from gear_offline.training.seeding import torch_threads
+
+POLL_SECONDS = 0.05
+SPARE = 2  # evaluations that may wait while all workers play
+NICENESS = 5  # where cores are short, training goes first
+MOST_WORKERS = 8
+MOST_THREADS = 4  # of a worker beside a GPU: an evaluation should not take minutes
+CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """How a run's evaluations are played.
+
+    Attributes
+    ----------
+    workers
+        Processes in the background; 0: in the training process.
+    threads
+        CPU threads of torch where they are played.
+    device
+        Where the policy runs.
+    """
+
+    workers: int
+    threads: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        if not self.workers:
+            return "in the training process"
+        count = f"{self.workers} process{'es' if self.workers > 1 else ''}"
+        return f"in the background ({count} on {self.device})"
+
+
+def plan_evaluations(
+    recipe: Recipe,
+    tasks: tuple[EvaluationTask, ...],
+    device: torch.device,
+    world: World,
+    *,
+    parameters: int,
+    concurrent_runs: int = 1,
+) -> EvaluationPlan:
+    """Decide for a run that trains on `device`: ``auto`` takes cores that training leaves."""
+    settings, train = recipe.evaluate, recipe.train
+    on_gpu = device.type == "cuda"
+    here = device if settings.device == "auto" else torch.device(settings.device)
+    away = torch.device("cpu") if settings.device == "auto" else torch.device(settings.device)
+    if on_gpu and away.type == "cuda" and away.index is None:
+        here = away = device
+    ranks = world.nodes.count(world.nodes[world.rank])
+    spare = usable_cores() - ranks * (1 if on_gpu else torch.get_num_threads())
+    spare //= concurrent_runs
+    wanted = settings.background == "on"
+    if settings.background == "auto":
+        at_the_end = train.evaluate_every is None or train.evaluate_every >= train.steps
+        too_large = on_gpu and away.type == "cpu" and parameters > CPU_PARAMETERS
+        wanted = spare > 0 and not at_the_end and not too_large
+    can = all(known_of(task.environment) is not None for task in tasks)
+    if not (wanted and can and tasks):
+        return EvaluationPlan(workers=0, threads=torch.get_num_threads(), device=here)
+    threads = max(1, min(MOST_THREADS, spare // 2)) if on_gpu else train.threads or 1
+    workers = max(1, min(MOST_WORKERS, spare // (2 * threads)))
+    if away.type == "cuda":
+        workers = threads = 1
+    return EvaluationPlan(workers=settings.workers or workers, threads=threads, device=away)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayRequest:
+    """One evaluation of a checkpoint.
+
+    Attributes
+    ----------
+    checkpoint
+        Its directory.
+    run, step
+        Name of the run and optimiser step of the weights.
+    tasks
+        What to play.
+    known
+        What another process must learn of the tasks' environments.
+    device, threads
+        Where the policy runs, and CPU threads of torch; sums over more differ in last bits.
+    """
+
+    checkpoint: str
+    run: str
+    step: int
+    tasks: tuple[EvaluationTask, ...]
+    known: tuple[Known | None, ...]
+    device: str
+    threads: int
+
+
+def policies_of(
+    checkpoint: Checkpoint, device: str | torch.device
+) -> Callable[[EvaluationTask], ActingPolicy]:
+    """Return what gives the policy of each task of a checkpoint."""
+    recipe = checkpoint.recipe
+    if not recipe.data.tasks:
+        parts = policy_parts(checkpoint)
+        return lambda task: parts.policy(device)
+    model = restore_model(checkpoint)
+    return lambda task: task_policy(model, task.name, recipe, device)
+
+
+def play(
+    policy_of: Callable[[EvaluationTask], ActingPolicy],
+    request: PlayRequest,
+    *,
+    processes: int | None = 1,
+) -> dict[str, Any]:
+    """Play as `request` says; return the document for ``evaluations.jsonl``."""
+    report = evaluate_tasks(policy_of, request.tasks, processes=processes)
+    report = replace(report, run=request.run, step=request.step, device=request.device)
+    document: dict[str, Any] = finite(report.to_json())
+    return document
+
+
+def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
+    """Read the weights of a checkpoint and play them; torch's state is as before afterwards."""
+    with torch_threads(request.threads), torch.random.fork_rng(devices=[]):
+        checkpoint = read_checkpoint(Path(request.checkpoint), training=False)
+        return play(policies_of(checkpoint, request.device), request)
+
+
+def play_in_worker(caller: Caller, request: PlayRequest) -> dict[str, Any]:
+    """The job of `BackgroundEvaluations`."""
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
+    for known in request.known:
+        if known is not None:
+            known.learn()
+    return play_checkpoint(request)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Return the document of an evaluation that failed."""
+    code = f"{error.code}: {error}" if isinstance(error, GearError) else repr(error)
+    return {"error": code, "return": None, "normalized_score": None, "targets": []}
+
+
+@dataclass(kw_only=True, eq=False)
+class _Outstanding:
+    request: PlayRequest
+    began: float
+    worker: Worker | None = None
+    document: Mapping[str, Any] | None = None
+
+
+class BackgroundEvaluations(Closing):
+    """The evaluations of a run that are under way, and the processes that play them.
+
+    Parameters
+    ----------
+    workers
+        Most processes at a time; each is started when there is work for it.
+    threads
+        CPU threads of each.
+    """
+
+    def __init__(self, *, workers: int, threads: int) -> None:
+        self._most, self._start = workers, partial(Worker, threads=threads)
+        self._idle: list[Worker] = []
+        self._outstanding: dict[int, _Outstanding] = {}
+        self._polled = 0.0
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps whose evaluation is outstanding; their checkpoints must stay."""
+        return tuple(self._outstanding)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would have to wait."""
+        return len(self._outstanding) >= self._most + SPARE
+
+    def submit(self, request: PlayRequest) -> None:
+        """Have a checkpoint played as soon as it is on the disk and a worker is free."""
+        self._outstanding[request.step] = _Outstanding(request=request, began=time.monotonic())
+
+    def poll(self) -> list[tuple[int, Mapping[str, Any], float]]:
+        """Hand out what is done, in the order of steps: (step, document, seconds it took).
+
+        Cheap enough for every step; does not wait.
+        """
+        now = time.monotonic()
+        if not self._outstanding or now - self._polled < POLL_SECONDS:
+            return []
+        self._polled = now
+        for job in self._outstanding.values():
+            if job.worker is not None and job.worker.connection.poll():
+                self._receive(job, job.worker)
+        playing = sum(job.worker is not None for job in self._outstanding.values())
+        for job in self._outstanding.values():
+            if playing == self._most:
+                break
+            if job.worker is None and job.document is None and self._begin(job):
+                playing += 1
+        done = []
+        for step in sorted(self._outstanding):
+            job = self._outstanding[step]
+            if job.document is None:
+                break
+            del self._outstanding[step]
+            done.append((step, job.document, now - job.began))
+        return done
+
+    def _begin(self, job: _Outstanding) -> bool:
+        if not Path(job.request.checkpoint).is_dir():  # it is still being written
+            return False
+        try:
+            job.worker = self._idle.pop() if self._idle else self._start()
+            job.worker.start(f"{__name__}:play_in_worker", job.request)
+        except GearError as error:
+            self._fail(job, error)
+        return job.worker is not None
+
+    def _receive(self, job: _Outstanding, worker: Worker) -> None:
+        try:
+            job.document = worker.receive()
+        except GearError as error:
+            self._fail(job, error)
+        else:
+            self._idle.append(worker)
+            job.worker = None
+
+    def _fail(self, job: _Outstanding, error: GearError) -> None:
+        """Record the error; the next evaluation gets a fresh worker."""
+        job.document = failure(error)
+        if job.worker is not None:
+            job.worker.close()
+            job.worker = None
+
+    def wait(self) -> None:
+        """Sleep a moment."""
+        time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the processes; what is outstanding is left to a resumed run."""
+        for worker in (*self._idle, *(job.worker for job in self._outstanding.values())):
+            if worker is not None:
+                worker.close()
+        self._idle.clear()

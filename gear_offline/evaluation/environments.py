@@ -1,0 +1,333 @@
+"""Gymnasium environments: their names, making them, what a policy has to know of them.
+
+An id ``module:Name-v0`` imports a module, which runs its code.  `make_environment` never does: the
+owner's word does (`import_module_of`), at the door where an id was given by hand; an id that only
+a run or a dataset names does not.
+
+Atari games (``ALE/...``) get the usual preprocessing (Machado et al. 2018), made of Gymnasium's
+wrappers: single 84 x 84 grey frames.  Loader and policy stack them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+
+from gear_offline.core.progress import say
+from gear_offline.errors import InputError, UnavailableError
+
+FRAME_SKIP: Final = 4  # emulator frames a step; the last two are merged by their maximum
+SCREEN_SIZE: Final = 84
+FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EnvironmentFacts:
+    """What a policy and a recorder need to know of an environment.
+
+    Attributes
+    ----------
+    environment_id
+        Gymnasium id, with the version that was taken.
+    observation_shape, observation_dtype
+        Of one observation.
+    choices
+        Number of discrete actions, or 0 where actions are continuous.
+    action_shape, action_dtype
+        As the environment takes them.
+    low, high
+        (A,) float32 bounds of continuous actions; empty for discrete ones.
+    step_limit
+        Steps after which Gymnasium truncates an episode; 0: never.
+    simulator_state
+        Whether the environment bares MuJoCo's ``qpos`` and ``qvel``.
+    """
+
+    environment_id: str
+    observation_shape: tuple[int, ...]
+    observation_dtype: np.dtype[Any]
+    choices: int
+    action_shape: tuple[int, ...]
+    action_dtype: np.dtype[Any]
+    low: npt.NDArray[np.float32]
+    high: npt.NDArray[np.float32]
+    step_limit: int
+    simulator_state: bool
+
+    @property
+    def discrete(self) -> bool:
+        return self.choices > 0
+
+    @property
+    def frames(self) -> bool:
+        """Whether observations are frames: uint8, (h, w) or (h, w, colours)."""
+        return self.observation_dtype == np.uint8 and len(self.observation_shape) in (2, 3)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers in one observation."""
+        return math.prod(self.observation_shape)
+
+    @property
+    def action_size(self) -> int:
+        """Numbers in an action, or the number of discrete actions."""
+        return self.choices or int(self.low.size)
+
+    def bounded(self, actions: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return actions (n, A) within the bounds, or (n,) choices, in the environment's dtype."""
+        if self.discrete:
+            return actions.astype(np.int64)
+        clipped: npt.NDArray[Any] = np.clip(actions, self.low, self.high)
+        return clipped.astype(self.action_dtype)
+
+    def shaped(self, action: npt.NDArray[Any]) -> Any:
+        """Return one action as the environment takes it."""
+        return int(action) if self.discrete else action.reshape(self.action_shape)
+
+
+def make_environment(environment_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
+    """Make one Gymnasium environment, with one clear error when that is not possible."""
+    module, colon, name = environment_id.rpartition(":")
+    if colon and module not in sys.modules:
+        raise InputError(
+            "ENVIRONMENT",
+            f"the environment {environment_id!r} would import module {module!r}, which only a run "
+            "or a dataset names",
+            remedy=f"if you trust it, name it yourself: environment {environment_id}",
+        )
+    try:
+        with warnings.catch_warnings(), _quiet_simulator():
+            # v4 is asked for on purpose where it is closer to D4RL's environments than v5
+            warnings.filterwarnings("ignore", message=".*is out of date.*")
+            # `say_version` says it, once for all environments and processes
+            warnings.filterwarnings("ignore", message=".*Using the latest versioned environment.*")
+            # the checker repeats for every step what the first episode already proves
+            if is_atari(name):
+                return _make_atari(name, disable_env_checker=True, **options)
+            return gymnasium.make(name, disable_env_checker=True, **options)
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        extra = "atari" if is_atari(name) else "mujoco"
+        raise UnavailableError(
+            "ENVIRONMENT",
+            f"the simulator of {environment_id} is not usable: {_first_line(error)}",
+            remedy=f"install it, e.g. pip install 'gear-offline[{extra}]'",
+        ) from error
+    except gymnasium.error.Error as error:
+        raise InputError(
+            "ENVIRONMENT",
+            f"no environment {environment_id!r}: {_first_line(error)}",
+            remedy="use a registered Gymnasium id such as Hopper-v5; "
+            "one of your own with its module: my_module:Name-v0",
+        ) from error
+
+
+def import_module_of(environment_id: str) -> None:
+    """Import the module that an id given by the user names, if it names one."""
+    module, colon, _ = environment_id.rpartition(":")
+    if not colon:
+        return
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise UnavailableError(
+            "ENVIRONMENT",
+            f"the module of {environment_id} cannot be imported: {_first_line(error)}",
+            remedy=f"put the folder of module {module!r} on PYTHONPATH, e.g. PYTHONPATH=. for this "
+            "one",
+        ) from error
+
+
+def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> EnvironmentFacts:
+    """Return the facts of an environment that has been made; refuse spaces we cannot play in."""
+    seen, acted, spec = environment.observation_space, environment.action_space, environment.spec
+    problem = ""
+    if not isinstance(seen, gymnasium.spaces.Box) or seen.dtype.kind not in "biuf":
+        problem = f"observations {seen} are not one numeric Box"
+    elif isinstance(acted, gymnasium.spaces.Discrete):
+        if int(acted.start) != 0:  # a model's first choice is 0
+            problem = f"actions {acted} do not start at 0"
+    elif not isinstance(acted, gymnasium.spaces.Box) or acted.dtype.kind != "f":
+        problem = f"actions {acted} are neither Discrete nor a Box of floats"
+    if problem:
+        remedy = "wrap the environment in one with such spaces"
+        raise InputError("ENVIRONMENT", problem, where=environment_id, remedy=remedy)
+    assert isinstance(seen, gymnasium.spaces.Box)
+    low = high = np.zeros(0)
+    choices = 0
+    if isinstance(acted, gymnasium.spaces.Box):
+        low, high = acted.low, acted.high
+    elif isinstance(acted, gymnasium.spaces.Discrete):
+        choices = int(acted.n)
+    return EnvironmentFacts(
+        environment_id=versioned_id(environment_id),
+        observation_shape=tuple(seen.shape),
+        observation_dtype=np.dtype(seen.dtype),
+        choices=choices,
+        action_shape=tuple(acted.shape or ()),
+        action_dtype=np.dtype(acted.dtype),
+        low=np.asarray(low, np.float32).reshape(-1),
+        high=np.asarray(high, np.float32).reshape(-1),
+        step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
+        simulator_state=simulator_data(environment) is not None,
+    )
+
+
+def probe(environment_id: str) -> EnvironmentFacts:
+    """Make an environment, describe it, close it."""
+    with closing(make_environment(environment_id)) as environment:
+        return describe(environment, environment_id)
+
+
+def simulator_data(environment: gymnasium.Env[Any, Any]) -> Any:
+    """Return MuJoCo's ``MjData`` of an environment, or None where there is none."""
+    data = getattr(environment.unwrapped, "data", None)
+    return data if hasattr(data, "qpos") and hasattr(data, "qvel") else None
+
+
+# names ---------------------------------------------------------------------------------------
+
+
+def is_atari(environment_id: str) -> bool:
+    """Return whether an id names a game of the Arcade Learning Environment."""
+    return environment_id.startswith("ALE/")
+
+
+def unregistered(name: str) -> str:
+    """Return why Gymnasium does not know `name`, with the nearest id; empty if it does.
+
+    Of an id that names a module to import nothing is known, nor of Atari without its package.
+    """
+    if is_atari(name):
+        try:
+            _register_atari()
+        except ImportError:
+            return ""
+    known = gymnasium.registry
+    bare = _without_version(name)  # without a version Gymnasium takes the newest
+    if ":" in name or name in known or any(_without_version(i) == name for i in known):
+        return ""
+    versions = [i for i in known if _without_version(i) == bare]
+    near = versions or difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[-1]}?" if near else ""
+    return f"Gymnasium has no environment {name!r} here{hint}"
+
+
+def versioned_id(name: str) -> str:
+    """Return the id of the newest version here for a name without one; others as they are."""
+    module, colon, known = name.rpartition(":")
+    try:
+        space, bare, version = parse_env_id(known)
+    except gymnasium.error.Error:  # malformed
+        return name
+    newest = find_highest_version(space, bare) if version is None else None
+    return name if newest is None else f"{module}{colon}{get_env_id(space, bare, newest)}"
+
+
+def say_version(name: str, *, quiet: bool) -> None:
+    """Say which version is taken of an environment that is named without one."""
+    taken = versioned_id(name)
+    if taken != name:
+        shown = taken.rpartition(":")[2]
+        say(f"{name} names no version: the newest one here is taken, {shown}", quiet=quiet)
+
+
+def _without_version(name: str) -> str:
+    return re.sub(r"-v[0-9]+\Z", "", name)
+
+
+# in other processes --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """What this process knows of an environment and another one must learn: modules, a spec."""
+
+    modules: tuple[str, ...] = ()
+    spec: str | None = None
+
+    def learn(self) -> None:
+        """Make it known here."""
+        for module in self.modules:
+            import_module(module)
+        if self.spec is not None:
+            spec = EnvSpec.from_json(self.spec)
+            gymnasium.registry.setdefault(spec.id, spec)
+
+
+def known_of(environment_id: str) -> Known | None:
+    """Return what another process needs to make an environment; None: it cannot."""
+    module, _, name = environment_id.rpartition(":")
+    spec = gymnasium.registry.get(name)
+    modules = (module,) if module else ()
+    if is_atari(name) or spec is None:  # the error of making it is the same everywhere
+        return Known(modules)
+    if not isinstance(spec.entry_point, str):
+        return Known(modules) if modules else None
+    try:
+        return Known(modules, None if modules else spec.to_json())
+    except (TypeError, ValueError):  # options that are no JSON
+        return Known(modules) if modules else None
+
+
+# simulators ----------------------------------------------------------------------------------
+
+
+def _register_atari() -> None:
+    import ale_py
+
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner for each environment
+    gymnasium.register_envs(ale_py)
+
+
+def _make_atari(environment_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
+    """Make a game with the standard preprocessing, one (84, 84) uint8 frame a step.
+
+    Up to 30 no-ops after a reset; sticky actions as the id says (``-v5``: 0.25); rewards are the
+    game's points, not clipped.  An episode is a whole game, not one life, as Gymnasium and Dopamine
+    have it, and ends after 27,000 steps.
+    """
+    _register_atari()
+    frames = gymnasium.wrappers.AtariPreprocessing(
+        gymnasium.make(environment_id, frameskip=1, **options),
+        noop_max=30,
+        frame_skip=FRAME_SKIP,
+        screen_size=SCREEN_SIZE,
+        terminal_on_life_loss=False,
+        grayscale_obs=True,
+        scale_obs=False,
+    )
+    return gymnasium.wrappers.TimeLimit(frames, FRAMES_PER_EPISODE // FRAME_SKIP)
+
+
+@contextmanager
+def _quiet_simulator() -> Iterator[None]:
+    # compiling HalfCheetah's model makes MuJoCo's C code print a deprecation at every `make`
+    try:
+        import mujoco
+    except ImportError:
+        yield
+        return
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        yield
+    finally:
+        mujoco.set_mju_user_warning(before)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

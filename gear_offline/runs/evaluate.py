@@ -1,0 +1,178 @@
+"""Evaluate a run: play a checkpoint, write the result, the report and its plots into the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from gear_offline.core.device import resolve_device
+from gear_offline.core.files import check_new_file, write_error
+from gear_offline.core.progress import say
+from gear_offline.errors import GearError, InputError, given_path
+from gear_offline.evaluation.background import policies_of
+from gear_offline.evaluation.environments import import_module_of, say_version
+from gear_offline.evaluation.evaluate import (
+    EvaluationTask,
+    asked_returns,
+    check_sizes,
+    evaluate_tasks,
+    tasks_of,
+)
+from gear_offline.evaluation.results import EvaluationReport, keep_earlier
+from gear_offline.evaluation.rollout import ActingPolicy
+from gear_offline.models.multitask import tasks_of_config
+from gear_offline.models.policy import Policy
+from gear_offline.runs.report import write_report
+from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
+from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
+from gear_offline.training.policies import restore_model
+from gear_offline.training.seeding import torch_threads
+
+EPISODES = 10  # where the recipe has 0, which means none while training
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    targets: Sequence[float] | float | None = None,
+    episodes: int | None = None,
+    environment: str | None = None,
+    checkpoint: str | int | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    out: str | Path | None = None,
+    quiet: bool = False,
+) -> EvaluationReport:
+    """Evaluate a run; write ``evaluation.json``, the report and its plots into the run directory.
+
+    Of several tasks every one is played in its environment, with its own targets.  An
+    ``evaluation.json`` that is there already is kept as ``evaluation-1.json`` and so on.
+
+    Parameters
+    ----------
+    run
+        Run directory, or one checkpoint of it.
+    targets, episodes, seed
+        Default: the recipe's; 10 episodes if the recipe has 0, which means none while training.
+    environment
+        Default: the recipe's.  Of a run of several tasks: play only the tasks of this environment,
+        or of this name; `targets` need one that names a single task.
+    checkpoint
+        ``"last"`` (the default), ``"best"`` (the highest return that was seen while training, of
+        several tasks the highest normalised score) or a step number.
+    device
+        ``"auto"``, ``"cpu"`` or ``"cuda"``.
+    out
+        Write the result to this file instead; the run directory then stays as it is.
+    quiet
+        No progress, no messages.
+    """
+    run = given_path(run, "RUN_NOT_FOUND", where="run")
+    if out is not None:
+        check_new_file(Path(out))
+    folder = find_checkpoint(run, checkpoint)
+    weights = read_checkpoint(folder.resolve(), training=False)
+    recipe, where = weights.recipe, resolve_device(device)
+    if environment is not None:
+        import_module_of(environment)
+    tasks = _chosen_tasks(weights, environment, targets)
+    tasks = [
+        replace(
+            task,
+            episodes=(task.episodes or EPISODES) if episodes is None else episodes,
+            seed=task.seed if seed is None else seed,
+        )
+        for task in tasks
+    ]
+    policy_of = policies_of(weights, where)
+
+    def checked(task: EvaluationTask) -> ActingPolicy:
+        policy = policy_of(task)
+        assert isinstance(policy, Policy)
+        check_sizes(policy.model, task.environment)
+        return policy
+
+    for task in tasks:
+        say_version(task.environment, quiet=quiet)
+    with torch_threads(recipe.train.threads):
+        report = evaluate_tasks(checked, tasks, quiet=quiet)
+    home = run_of(folder)
+    report = replace(report, run=home.name, step=weights.state.step, device=str(where))
+    if out is None:
+        _keep(report, home, typed_run(run, home), quiet)
+        return report
+    try:
+        report.write(Path(out))
+    except OSError as error:  # what was played must not be lost
+        report.print(console=Console(stderr=True))
+        raise write_error(error, str(out)) from error
+    return report
+
+
+def _chosen_tasks(
+    weights: Checkpoint,
+    environment: str | None,
+    targets: Sequence[float] | float | None,
+) -> list[EvaluationTask]:
+    """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
+    recipe = weights.recipe
+    if not recipe.data.tasks:
+        own = recipe.evaluate
+        if environment is None and own.environment is None:
+            raise _missing("environment", "say it: --environment Hopper-v5")
+        if targets is None and own.targets is None:
+            raise _missing("targets", "say them: --targets 3600,1800")
+        name = environment or own.environment
+        assert name is not None, "else it is missing"
+        return [
+            EvaluationTask(
+                environment=name,
+                targets=asked_returns(targets if targets is not None else own.targets or ()),
+                episodes=own.episodes,
+                environments=own.environments,
+                seed=own.seed,
+                # another environment is normalised by its own scores
+                reference=own.reference if name == own.environment else None,
+            )
+        ]
+    known = tasks_of(recipe, tasks_of_config(restore_model(weights).config))
+    places = ", ".join(f"{task.name} ({task.environment})" for task in known)
+    tasks = [task for task in known if environment in (None, task.name, task.environment)]
+    if not tasks:
+        what = "no task has an environment to play in" if environment is None else (
+            f"{environment} is the environment of no task"
+        )  # fmt: skip
+        remedy = f"tasks: {places}" if places else "name it: data.tasks.TASK.environment"
+        raise InputError("USAGE", what, where="--environment", remedy=remedy)
+    if targets is None:
+        return tasks
+    if len(tasks) > 1:
+        raise InputError(
+            "USAGE",
+            "the same returns cannot be asked of several tasks",
+            where="--targets",
+            remedy=f"say which task with --environment: {places}",
+        )
+    return [replace(tasks[0], targets=asked_returns(targets))]
+
+
+def _missing(name: str, remedy: str) -> InputError:
+    what = f"neither the command nor the run says which {name} to use"
+    return InputError("USAGE", what, where=f"evaluate.{name}", remedy=remedy)
+
+
+def _keep(report: EvaluationReport, home: Path, shown: Path, quiet: bool) -> None:
+    """Write the result and the run's report; what was played is not lost if that fails."""
+    try:
+        kept = keep_earlier(home / "evaluation.json")
+        report.write(home / "evaluation.json")
+        written = shown / write_report(home).name
+        say(f"written: {shown / 'evaluation.json'}, {written} and its plots", quiet=quiet)
+        if kept is not None:
+            said = f"the result before this one is kept in {shown / kept.name}"
+            say(f"{said}; report and plots show the new one", quiet=quiet)
+    except (OSError, GearError) as error:
+        say(f"the result could not be kept in {shown}: {error}")

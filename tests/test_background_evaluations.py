@@ -1,0 +1,315 @@
+"""Evaluations in the background: the same returns, later; failures are recorded, no more.
+
+Real workers take seconds to start, so most tests use one that plays in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+
+from gear_offline.core.workers import Worker
+from gear_offline.distributed.world import World
+from gear_offline.errors import GearError
+from gear_offline.evaluation import background
+from gear_offline.evaluation.background import BackgroundEvaluations, PlayRequest, plan_evaluations
+from gear_offline.evaluation.evaluate import tasks_of
+from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import best_evaluation, read_records
+from tests.test_resume import interrupted_in
+from tests.training_support import (
+    ENVIRONMENT,
+    FakeWorker,
+    learnt,
+    register_importable,
+    tiny_recipe,
+)
+from tests.trust.leaks import session_processes, wait_until_gone
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def importable(no_reports: None, data: Path) -> None:
+    """Register the environment so that other processes can make it; no plots."""
+    register_importable()
+
+
+@pytest.fixture(scope="module")
+def in_process(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    register_importable()
+    out = tmp_path_factory.mktemp("runs") / "in-process"
+    return train(tiny_recipe(data, "evaluate.background=off"), out=out, quiet=True)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
+    FakeWorker.delay = FakeWorker.deadly = 0
+    FakeWorker.made = []
+    monkeypatch.setattr(background, "Worker", FakeWorker)
+    monkeypatch.setattr(background, "POLL_SECONDS", 0.0)
+    return FakeWorker
+
+
+def played(run: Path) -> list[Any]:
+    """Return everything of the evaluations but times and where they were played."""
+    return [
+        (record["step"], record["return"], [dict(target) for target in record["targets"]])
+        for record in read_records(run / "evaluations.jsonl")
+    ]
+
+
+def test_real_workers_find_the_same_returns(data: Path, in_process: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, "evaluate.background=on", "evaluate.workers=2")
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    assert played(run) == played(in_process)
+    assert learnt(run)["model"] == learnt(in_process)["model"], "training draws the same numbers"
+    records = read_records(run / "evaluations.jsonl")
+    assert all(record["staleness_seconds"] > 0 for record in records)
+    assert records[0]["staleness_steps"] > 0 and records[0]["device"] == "cpu"
+    best = best_evaluation(records)
+    assert best is not None
+    assert (run / "checkpoints" / "best").resolve().name == f"step-{best['step']:08d}"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["evaluation"]["background"]
+    assert summary["evaluation"]["staleness_steps_max"] > 0
+    assert summary["evaluation_best"]["step"] == best["step"]
+
+
+@pytest.mark.long
+def test_a_killed_trainer_leaves_no_worker_and_loses_no_evaluation(
+    data: Path, in_process: Path, tmp_path: Path
+) -> None:
+    """kill -9 while real workers are starting; the resumed run plays what was outstanding."""
+    run, program = tmp_path / "run", "from tests.test_background_evaluations import child; child()"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program, str(data), str(run)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert trainer.stdout is not None
+    with trainer.stdout:
+        workers = [int(number) for number in trainer.stdout.readline().split()]
+    assert workers and session_processes(workers[0])
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    assert all(map(wait_until_gone, workers)), "workers end with the trainer"
+    assert read_records(run / "evaluations.jsonl") == []
+    assert 7 in [step for step, _ in list_checkpoints(run / "checkpoints")], "it is still pinned"
+    train(tiny_recipe(data, "evaluate.background=off"), out=run, resume=True, quiet=True)
+    assert played(run) == played(in_process)
+    assert learnt(run)["training"] == learnt(in_process)["training"]
+
+
+def child() -> None:
+    """Train with two workers and stay after the second evaluation has begun."""
+    register_importable()
+    # Written at once: an evaluation begins when its checkpoint is there.
+    options = ("evaluate.background=on", "evaluate.workers=2")
+    pids, advance, start = [], Learner.advance, Worker.start
+
+    def started(self: Any, *arguments: Any) -> None:
+        pids.append(self.pid)
+        start(self, *arguments)
+
+    def slow(self: Learner) -> None:
+        if self.step >= 15:
+            print(*pids, flush=True)
+            time.sleep(600)
+        advance(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "advance", slow)
+        patched.setattr(Worker, "start", started)
+        patched.setattr(background, "POLL_SECONDS", 0.0)
+        train(tiny_recipe(Path(sys.argv[1]), *options), out=Path(sys.argv[2]), quiet=True)
+
+
+@pytest.mark.parametrize(("delay", "workers"), [(0, 1), (3, 1), (40, 3)])
+def test_every_evaluation_is_played_and_recorded_in_order(
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker], delay: int, workers: int
+) -> None:
+    fake.delay = delay
+    recipe = tiny_recipe(
+        *(data, "evaluate.background=on", f"evaluate.workers={workers}", "train.evaluate_every=2"),
+        *("train.keep_checkpoints=1", "train.checkpoint_every=20"),
+    )
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    assert [step for step, _, _ in played(run)] == list(range(2, 21, 2))
+    assert [p for p in played(run) if p[0] in (14, 20)] == [
+        p for p in played(in_process) if p[0] in (14, 20)
+    ]
+    best = best_evaluation(read_records(run / "evaluations.jsonl"))
+    kept = [step for step, _ in list_checkpoints(run / "checkpoints")]
+    assert best is not None and kept == sorted({best["step"], 20}), "pins are lifted at last"
+    assert len(fake.made) <= workers and all(worker.closed for worker in fake.made)
+
+
+def test_too_many_outstanding_wait_for_room(
+    data: Path, tmp_path: Path, fake: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.delay, most = 25, [0]
+    submit = BackgroundEvaluations.submit
+
+    def counted(self: BackgroundEvaluations, request: PlayRequest) -> None:
+        submit(self, request)
+        most.append(len(self.steps))
+
+    monkeypatch.setattr(BackgroundEvaluations, "submit", counted)
+    recipe = tiny_recipe(data, "evaluate.background=on", "train.evaluate_every=1")
+    run = train(recipe, out=tmp_path / "run", quiet=True)
+    assert max(most) == 1 + background.SPARE
+    assert [step for step, _, _ in played(run)] == list(range(1, 21))
+    assert json.loads((run / "summary.json").read_text())["evaluation"]["held_seconds"] > 0
+
+
+def test_a_lost_worker_fails_one_evaluation_and_training_goes_on(
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker]
+) -> None:
+    fake.deadly = 14
+    run = train(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
+    records = read_records(run / "evaluations.jsonl")
+    assert [record["step"] for record in records] == [7, 14, 20]
+    assert "WORKER_LOST" in records[1]["error"] and records[1]["return"] is None
+    assert [p for p in played(run) if p[0] != 14] == [p for p in played(in_process) if p[0] != 14]
+    assert learnt(run)["model"] == learnt(in_process)["model"]
+    assert all(worker.closed for worker in fake.made)
+
+
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        ("on", GearError("MODEL", "an action that is NaN")),
+        ("off", GearError("MODEL", "an action that is NaN")),
+        ("off", ZeroDivisionError()),
+    ],
+)
+def test_an_evaluation_that_fails_is_recorded_and_training_goes_on(
+    data: Path,
+    in_process: Path,
+    tmp_path: Path,
+    fake: type[FakeWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    mode: str,
+    error: Exception,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(background, "evaluate_tasks", refuse)
+    run = train(tiny_recipe(data, f"evaluate.background={mode}"), out=tmp_path / "run")
+    assert [record["step"] for record in read_records(run / "evaluations.jsonl")] == [7, 14, 20]
+    assert capfd.readouterr().err.count("evaluation failed") >= 3
+    assert learnt(run)["model"] == learnt(in_process)["model"]
+    assert json.loads((run / "summary.json").read_text())["evaluation_best"] is None
+
+
+def test_a_machine_without_room_for_a_process_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    run = train(tiny_recipe(data, "evaluate.background=on"), out=tmp_path / "run", quiet=True)
+    records = read_records(run / "evaluations.jsonl")
+    assert len(records) == 3 and all("cannot be started" in row["error"] for row in records)
+
+
+@pytest.mark.parametrize("stop", [8, 14, 19])
+def test_an_interrupted_run_makes_up_for_what_was_outstanding(
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker], stop: int
+) -> None:
+    fake.delay, run = 1000, tmp_path / "run"
+    recipe = tiny_recipe(data, "evaluate.background=on", "train.keep_checkpoints=1")
+    with interrupted_in(stop), pytest.raises(TrainingInterrupted):
+        train(recipe, out=run, quiet=True)
+    assert played(run) == []
+    fake.delay = 2
+    train(recipe, out=run, resume=True, quiet=True)
+    assert played(run) == played(in_process)
+    assert learnt(run)["training"] == learnt(in_process)["training"]
+
+
+def test_ctrl_c_at_the_end_leaves_evaluations_to_the_resumed_run(
+    data: Path, in_process: Path, tmp_path: Path, fake: type[FakeWorker]
+) -> None:
+    wait, run = BackgroundEvaluations.wait, tmp_path / "run"
+    fake.delay = 10**9
+    recipe = tiny_recipe(data, "evaluate.background=on")
+
+    def interrupted(self: BackgroundEvaluations) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(BackgroundEvaluations, "wait", interrupted)
+        train(recipe, out=run, quiet=True)
+    assert played(run) == []
+    fake.delay = 0
+    train(recipe, out=run, resume=True, quiet=True)
+    assert played(run) == played(in_process)
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+def test_a_damaged_checkpoint_of_an_outstanding_evaluation_is_told(
+    data: Path, tmp_path: Path, fake: type[FakeWorker], mode: str
+) -> None:
+    fake.delay, run = 10**9, tmp_path / "run"
+    recipe = tiny_recipe(data, "evaluate.background=on")
+    with interrupted_in(16), pytest.raises(TrainingInterrupted):
+        train(recipe, out=run, quiet=True)
+    (run / "checkpoints" / "step-00000007" / "config.json").write_text("{}")
+    fake.delay = 0
+    train(recipe.replace({"evaluate.background": mode}), out=run, resume=True, quiet=True)
+    records = read_records(run / "evaluations.jsonl")
+    assert [row["step"] for row in records if "error" in row] == [7]
+    assert [row["step"] for row in records if "error" not in row] == [14, 20]
+
+
+def test_when_evaluations_run_in_the_background(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    gpu = torch.device("cuda", 0)
+
+    def planned(
+        device: torch.device, *overrides: str, parameters: int = 1000
+    ) -> tuple[int, int, str]:
+        options = (f"evaluate.environment={ENVIRONMENT}", "evaluate.targets=[1.0]", *overrides)
+        recipe = tiny_recipe(data, *options)
+        plan = plan_evaluations(recipe, tasks_of(recipe), device, World(), parameters=parameters)
+        return plan.workers, plan.threads, str(plan.device)
+
+    assert planned(CPU) == (7, 1, "cpu")
+    assert planned(gpu) == (1, 4, "cpu")
+    assert planned(gpu, "evaluate.workers=5") == (5, 4, "cpu")
+    assert planned(gpu, "evaluate.device=cuda") == (1, 1, "cuda:0")
+    assert planned(gpu, "evaluate.background=off") == (0, 1, "cuda:0")
+    assert planned(gpu, "evaluate.background=off", "evaluate.device=cpu") == (0, 1, "cpu")
+    assert planned(gpu, parameters=87_000_000)[0] == 0, "slow on CPU cores"
+    assert planned(gpu, "evaluate.device=cuda", parameters=87_000_000)[0] == 1
+    assert planned(CPU, "train.evaluate_every=20")[0] == 0, "nothing before the end"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    assert planned(CPU)[0] == 0, "training uses all cores"
+    assert planned(CPU, "evaluate.background=on") == (1, 1, "cpu")
+    gymnasium.registry.pop(ENVIRONMENT)
+    gymnasium.register(ENVIRONMENT, lambda **_: None)  # type: ignore[arg-type]
+    assert planned(CPU, "evaluate.background=on")[0] == 0, "known to this process only"

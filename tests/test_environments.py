@@ -1,0 +1,193 @@
+"""Environments: their names, making them, Atari's preprocessing, what other processes must know."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec
+
+from gear_offline.collect import collect
+from gear_offline.dataset.dataset import open_dataset
+from gear_offline.errors import InputError, UnavailableError
+from gear_offline.evaluation.environments import (
+    describe,
+    import_module_of,
+    is_atari,
+    known_of,
+    make_environment,
+    probe,
+    say_version,
+    unregistered,
+    versioned_id,
+)
+from gear_offline.runs.evaluate import evaluate
+from gear_offline.runs.preparation import resolve
+from gear_offline.runs.trainer import train
+from gear_offline.sources import open_source
+from tests.support import failing_code, make_dataset
+from tests.training_support import TinyEnvironment, tiny_recipe
+
+SAID = "{} names no version: the newest one here is taken, {}"
+needs_atari = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("ale_py", "cv2")),
+    reason="pip install 'gear-offline[atari]'",
+)
+
+
+def test_what_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"Hopper.*my_module:Name-v0") as unknown:
+        make_environment("Hoper-v5")
+    assert unknown.value.code == "ENVIRONMENT"
+    with pytest.raises(InputError, match="not one numeric Box"):
+        probe("GearTest/Nested-v0")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed\nlong advice")
+
+    monkeypatch.setattr(gymnasium, "make", refuse)
+    with pytest.raises(UnavailableError, match=r"gear-offline\[mujoco\]") as missing:
+        make_environment("Hopper-v5")
+    assert missing.value.code == "ENVIRONMENT" and "long advice" not in str(missing.value)
+
+
+def test_discrete_actions_that_do_not_start_at_0_are_refused() -> None:
+    """A model's choices are counted from 0."""
+    environment = gymnasium.make("CartPole-v1")
+    facts = describe(environment, "CartPole-v1")
+    assert (facts.state_size, facts.action_size, facts.discrete) == (4, 2, True)
+    environment.action_space = gymnasium.spaces.Discrete(2, start=1)
+    with pytest.raises(InputError, match="do not start at 0"):
+        describe(environment, "CartPole-v1")
+
+
+def test_only_the_owners_word_imports_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evilmod.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Evil-v0', 'gymnasium.envs.classic_control:CartPoleEnv')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "evilmod:Evil-v0"
+    data = make_dataset(tmp_path / "data", [4], state_dim=3, action_dim=2, environment_id=name)
+    resolved, _ = resolve(tiny_recipe(data.path), data, quiet=True)
+    assert resolved.evaluate.environment is None and "evilmod" not in sys.modules
+    with pytest.raises(InputError, match="only a run or a dataset names"):
+        make_environment(name)
+    assert failing_code(lambda: import_module_of("no_module_of_mine:A-v0")) == "ENVIRONMENT"
+    try:
+        import_module_of(name)
+        make_environment(name).close()
+    finally:
+        sys.modules.pop("evilmod")
+        gymnasium.registry.pop("Evil-v0", None)
+
+
+def test_other_processes_learn_what_this_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = EnvSpec("GearKnown-v0", "gymnasium.envs.classic_control:CartPoleEnv", kwargs={})
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
+    known = known_of("GearKnown-v0")
+    monkeypatch.delitem(gymnasium.registry, spec.id)
+    assert known is not None and unregistered("GearKnown-v0")
+    known.learn()
+    make_environment("GearKnown-v0").close()
+    monkeypatch.setitem(
+        gymnasium.registry, spec.id, EnvSpec(spec.id, lambda **_: TinyEnvironment())
+    )
+    assert known_of("GearKnown-v0") is None, "it is made of what this process holds"
+    found = known_of("gymnasium:CartPole-v1")
+    assert found is not None and found.modules == ("gymnasium",)
+
+
+def lines_about_versions(said: str) -> list[str]:
+    """Return the lines that speak of a version, Gymnasium's included."""
+    return [line for line in said.splitlines() if "version" in line]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_collect_says_the_version_once(
+    processes: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.hdf5"
+    report = collect("CartPole", out, steps=300, processes=processes)
+    assert lines_about_versions(capfd.readouterr().err) == [SAID.format("CartPole", "CartPole-v1")]
+    with open_source(out) as source:
+        assert source.info.environment_id == report.environment_id == "CartPole-v1"
+    named = out.read_bytes()
+    collect("CartPole-v1", out, steps=300, processes=processes, overwrite=True)
+    assert lines_about_versions(capfd.readouterr().err) == []
+    assert out.read_bytes() == named
+    collect("CartPole", out, steps=30, overwrite=True, quiet=True)
+    assert capfd.readouterr().err == ""
+
+
+def test_training_and_evaluating_say_it_once_too(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_reports: None,
+) -> None:
+    for version in (2, 10):
+        name = f"GearOfflineVersions-v{version}"
+        spec = EnvSpec(name, entry_point=lambda **_: TinyEnvironment(), max_episode_steps=6)
+        monkeypatch.setitem(gymnasium.registry, name, spec)
+    said = [SAID.format("GearOfflineVersions", "GearOfflineVersions-v10")]
+    data = make_dataset(tmp_path / "data", [4, 3], state_dim=3, action_dim=2).path
+    recipe = tiny_recipe(data, "evaluate.environment=GearOfflineVersions", "train.steps=4")
+    resolve(recipe, open_dataset(data), quiet=False)
+    assert lines_about_versions(capfd.readouterr().err) == said
+    train(recipe, out=tmp_path / "run", quiet=True)
+    assert lines_about_versions(capfd.readouterr().err) == []
+    evaluate(tmp_path / "run")
+    assert lines_about_versions(capfd.readouterr().err) == said
+
+
+@pytest.mark.parametrize("name", ["Hopper-v4", "", "no id!", "a:b:c", "Nothing", "a/b"])
+def test_any_other_text_stays(name: str) -> None:
+    assert versioned_id(name) == name
+
+
+def test_names_with_a_module_are_understood(capfd: pytest.CaptureFixture[str]) -> None:
+    say_version("gymnasium:CartPole", quiet=False)
+    assert capfd.readouterr().err == f"{SAID.format('gymnasium:CartPole', 'CartPole-v1')}\n"
+
+
+def test_without_ale_py_or_opencv_there_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert is_atari("ALE/Pong-v5") and not is_atari("Hopper-v5")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "ale_py", None)
+        with pytest.raises(UnavailableError, match=r"gear-offline\[atari\]"):
+            make_environment("ALE/Pong-v5")
+        assert unregistered("ALE/NoGame-v5") == "", "nobody can say"
+    pytest.importorskip("ale_py")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise gymnasium.error.DependencyNotInstalled("opencv is not installed")
+
+    monkeypatch.setattr(gymnasium.wrappers, "AtariPreprocessing", refuse)
+    with pytest.raises(UnavailableError, match=r"opencv.*gear-offline\[atari\]"):
+        make_environment("ALE/Pong-v5")
+
+
+@needs_atari
+def test_games_are_preprocessed_as_usual() -> None:
+    assert unregistered("ALE/Pong-v5") == "" and unregistered("ALE/NoGame-v5")
+    environment = make_environment("ALE/Pong-v5")
+    facts = describe(environment, "ALE/Pong-v5")
+    assert (facts.observation_shape, facts.action_size, facts.frames) == ((84, 84), 6, True)
+    assert facts.step_limit == 27_000
+    frame, _ = environment.reset(seed=3)
+    assert frame.shape == (84, 84) and frame.dtype == np.uint8 and frame.max() > 100
+    _, _, _, _, numbers = environment.step(0)
+    assert numbers["episode_frame_number"] % 4 == numbers["frame_number"] % 4
+    again, _ = environment.reset(seed=3)
+    assert np.array_equal(frame, again)
+    environment.close()

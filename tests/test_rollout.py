@@ -1,0 +1,146 @@
+"""The fixed list of episodes: each is played once, as a plain loop would, in any processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import probe
+from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
+from tests.evaluation_support import Constant, Remembering
+
+
+def play(
+    policy: ActingPolicy,
+    environment_id: str,
+    seeds: Sequence[int],
+    *,
+    targets: Sequence[float] | None = None,
+    environments: int = 1,
+    processes: int = 1,
+    **options: Any,
+) -> Episodes:
+    asked = [0.0] * len(seeds) if targets is None else targets
+    with Environments(environment_id, environments, processes=processes) as made:
+        return play_episodes(policy, made, seeds=seeds, targets=asked, **options)
+
+
+def one_by_one(
+    policy: Remembering, environment_id: str, seeds: Sequence[int], targets: Sequence[float]
+) -> tuple[list[float], list[int]]:
+    """The oracle: a loop over episodes with one environment, as in Gymnasium's own manual."""
+    environment = gymnasium.make(environment_id)
+    returns, lengths = [], []
+    for seed, target in zip(seeds, targets, strict=True):
+        observation, _ = environment.reset(seed=seed)
+        total, step, over = 0.0, 0, False
+        while not over:
+            action: Any = policy.one(observation, target - total, step)
+            space = environment.action_space
+            if isinstance(space, gymnasium.spaces.Box):
+                action = np.clip(action, space.low, space.high).astype(np.float32)
+            observation, reward, ended, cut, _ = environment.step(action)
+            total, step, over = total + float(reward), step + 1, ended or cut
+        returns.append(total)
+        lengths.append(step)
+    environment.close()
+    return returns, lengths
+
+
+@pytest.mark.parametrize(("environments", "processes"), [(1, 1), (3, 1), (20, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("environment_id", "discrete"),
+    [("Pendulum-v1", False), ("CartPole-v1", True), ("InvertedPendulum-v5", False)],
+)
+def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
+    environment_id: str, discrete: bool, environments: int, processes: int
+) -> None:
+    facts = probe(environment_id)
+    assert facts.discrete is discrete
+    weights = np.random.default_rng(3).normal(size=(facts.state_size + 2, facts.action_size))
+    seeds, targets = [5, 6, 7, 5, 6, 7], [10.0, 10.0, 10.0, -400.0, -400.0, -400.0]
+    expected = one_by_one(Remembering(weights, discrete=discrete), environment_id, seeds, targets)
+    assert len(set(expected[0])) >= 3, "the episodes differ, so mixing them up would show"
+    played = play(
+        Remembering(weights, discrete=discrete),
+        environment_id,
+        seeds,
+        targets=targets,
+        environments=environments,
+        processes=processes,
+    )
+    assert played.returns.tolist() == expected[0]
+    assert played.lengths.tolist() == expected[1]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_each_listed_episode_is_played_once_however_long_it_is(processes: int) -> None:
+    seeds = [3, 6, 0, 13, 2, 6, 20, 1, 0, 5]
+    ended: list[int] = []
+    played = play(
+        Constant(np.full(3, 9.0)),  # far outside: the environment checks that it was clipped
+        "GearTest/Counted-v0",
+        seeds,
+        environments=4,
+        processes=processes,
+        on_episode=ended.append,
+    )
+    lengths = [seed % 7 + 1 for seed in seeds]
+    assert played.lengths.tolist() == lengths
+    assert played.returns.tolist() == [n * (n + 1) / 2 for n in lengths]
+    assert played.terminated.all() and sum(ended) == len(seeds)
+
+
+def test_environments_that_only_this_process_knows_are_played_here() -> None:
+    gymnasium.register("GearTest/Local-v0", lambda **_: gymnasium.make("GearTest/Counted-v0"))
+    try:
+        with Environments("GearTest/Local-v0", 4, processes=2) as made:
+            assert not made._workers
+            played = play_episodes(Constant(np.zeros(3)), made, seeds=[3], targets=[0.0])
+        assert played.lengths.tolist() == [4]
+    finally:
+        gymnasium.registry.pop("GearTest/Local-v0")
+
+
+def test_actions_are_given_in_the_environments_own_shape() -> None:
+    flat = play(Constant(np.array([0.5, 0.5, 2.0, 0.5])), "GearTest/Square-v0", [1])
+    assert flat.returns.tolist() == [2.5], "2.0 was clipped to 1.0"
+
+
+def test_episodes_without_a_limit_are_cut_and_not_called_terminated() -> None:
+    played = play(Constant(np.zeros(3)), "GearTest/Endless-v0", [0, 1], environments=2, max_steps=7)
+    assert played.lengths.tolist() == [7, 7]
+    assert not played.terminated.any()
+
+
+def test_action_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        play(Constant(np.array([0.0, np.nan, 0.0])), "GearTest/Counted-v0", [0])
+    assert caught.value.code == "MODEL"
+
+
+@pytest.mark.parametrize(("name", "what"), [("Broken", "a reward"), ("Blind", "an observation")])
+def test_what_an_environment_gives_that_is_not_a_number_is_not_the_policys_fault(
+    name: str, what: str
+) -> None:
+    with pytest.raises(InputError, match=f"the environment gave {what} .* NaN") as caught:
+        play(Remembering(np.ones((4, 3))), f"GearTest/{name}-v0", [2])
+    assert (caught.value.code, caught.value.where) == ("ENVIRONMENT", f"GearTest/{name}-v0")
+
+
+def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
+    policy = Constant(np.zeros(3))
+    with pytest.raises(GearError, match="failed: AssertionError: every episode"):
+        play(policy, "GearTest/Counted-v0", [-1, -1], environments=2, processes=2)
+
+
+def test_importing_the_rollout_loads_no_torch() -> None:
+    code = "import sys, gear_offline.evaluation.rollout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
