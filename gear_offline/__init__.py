@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from gear_offline.errors import GearError as GearError
     from gear_offline.errors import InputError as InputError
     from gear_offline.errors import UnavailableError as UnavailableError
-    from gear_offline.runs.evaluate import evaluate as evaluate
     from gear_offline.export import export_hdf5 as export_hdf5
     from gear_offline.loaders.batch import Batch as Batch
     from gear_offline.loaders.loader import GearLoader as GearLoader
     from gear_offline.models.decision_transformer import (
         DecisionTransformer as DecisionTransformer,
     )
+    from gear_offline.runs.evaluate import evaluate as evaluate
     from gear_offline.runs.trainer import train as train
     from gear_offline.sampling import make_sampler as make_sampler
     from gear_offline.sources import from_arrays as from_arrays
