@@ -29,10 +29,13 @@ from gear_offline.training.checkpoint_folder import (
 )
 from gear_offline.training.policies import load_policy, load_policy_parts
 from tests.checkpoint_support import RECIPE, save_checkpoint, saved_state, training_tensors
-from tests.damage import DAMAGE, damage
 from tests.support import failing_code
 
 FILES = ("config.json", "model.safetensors", "state.json", "training.safetensors")
+DAMAGE = (
+    *("first bit", "middle bit", "last bit", "truncated", "half", "empty", "longer", "zeros"),
+    *("missing", "a folder", "a pipe", "a link to nothing"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,31 @@ def test_lies_with_a_digest_that_fits(tmp_path: Path, model: DecisionTransformer
         assert code_of(path) == "RUN_DAMAGED"
     (path / "state.json").write_bytes(seal(honest))
     assert read_checkpoint(path).state.step == 5
+
+
+def damage(path: Path, kind: str) -> None:
+    """Damage one file in the way of that name."""
+    whole = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "a folder":
+        path.unlink()
+        path.mkdir()
+    elif kind == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif kind == "a link to nothing":
+        path.unlink()
+        path.symlink_to("nowhere")
+    else:
+        changed = bytearray(whole)
+        place = {"first bit": 0, "middle bit": len(whole) // 2, "last bit": -1}.get(kind)
+        if place is not None:
+            changed[place] ^= 1
+        cuts = {"truncated": whole[:-7], "half": whole[: len(whole) // 2], "empty": b""}
+        longer = b"\0" if kind == "longer" else b""
+        content = cuts.get(kind, bytes(changed) + longer)
+        path.write_bytes(b"\0" * len(whole) if kind == "zeros" else content)
 
 
 @pytest.mark.parametrize("name", FILES)
