@@ -55,7 +55,7 @@ API = gear_offline $(addprefix gear_offline., \
 	loaders.feedback loaders.static_batch tables.table tables.joint tables.placement \
 	distributed.world distributed.exchange models.decision_transformer models.loss models.checks \
 	models.policy config.recipe runs.checks runs.trainer training.policies \
-	evaluation.evaluate sweep.sweep sweep.points analysis.strategies planning.hardware \
+	evaluation.evaluate sweep.run sweep.trials analysis.strategies planning.hardware \
 	planning.workload planning.plan cli.main)
 api: export PDOC_ALLOW_EXEC = 1
 api:

@@ -50,7 +50,8 @@ from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from gear_offline.runs.trainer import train
-from gear_offline.sweep.sweep import run_sweep
+from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.trials import Trial
 from gear_offline.training.policies import load_policy_parts
 
 SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
@@ -87,12 +88,11 @@ def our_runs(paths: Sequence[Path], options: argparse.Namespace) -> None:
     points = [(path, seed) for path in paths for seed in range(options.seeds)]
     recipes = [recipe_of(path, seed, options) for path, seed in points]
     if options.device != "cpu":
-        run_sweep(
-            recipes,
-            sweep_path(options),
-            names=[f"{path.name}-s{seed}" for path, seed in points],
-            report=False,
-        )
+        trials = [
+            Trial(name=f"{path.name}-s{seed}", label=path.name, recipe=recipe, settings={})
+            for (path, seed), recipe in zip(points, recipes, strict=True)
+        ]
+        run_trials(trials, sweep_path(options), exact=True)
         return
     for (path, seed), recipe in zip(points, recipes, strict=True):
         train(recipe, out=our_path(path, seed, options), resume=True, quiet=True)

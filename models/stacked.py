@@ -60,7 +60,7 @@ def refuse_stack(reason: str) -> None:
         raise UnavailableError(
             "UNAVAILABLE",
             f"these runs cannot be stacked: {reason}",
-            remedy="use --mode streams, processes or serial",
+            remedy="use --exact",
         )
 
 

@@ -25,7 +25,7 @@ from gear_offline.collect.request import requested_mix
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.planning.hardware import load_hardware
 from gear_offline.planning.workload import make_workload
-from gear_offline.sweep.points import parse_points, parse_seeds
+from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
 from tests.docs_support import ROOT
 
 SOURCES = {
@@ -161,7 +161,8 @@ def _check_recipe(name: str, given: dict[str, Any]) -> None:
     recipe = "paper" if own or PLACEHOLDER.fullmatch(recipe) else recipe
     recipe = ROOT / recipe if recipe.endswith(".yaml") else recipe
     if name == "sweep":
-        parse_points(recipe, overrides, seeds=parse_seeds(given["seeds"]))
+        seeds = None if given["seeds"] is None else parse_seeds(given["seeds"])
+        make_trials(recipe, parse_options(overrides), seeds)
         return
     found = load_recipe(recipe, overrides)
     if name == "strategies":
@@ -363,7 +364,7 @@ def option_findings(codes: Sequence[str]) -> list[str]:
             missing.append(code)
         elif value and not PLACEHOLDER.fullmatch(value) and found[1] in ("train", "evaluate"):
             try:
-                parse_points("demo", [f"{found[1]}.{found[2]}={value}"])
+                make_trials("demo", parse_options([f"{found[1]}.{found[2]}={value}"]))
             except ValueError as error:
                 missing.append(f"{code}: {error}")
     return missing

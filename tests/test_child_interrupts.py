@@ -11,8 +11,6 @@ import pytest
 from gear_offline.collect.rollout import EpisodePlan
 from gear_offline.collect.workers import Crew
 from gear_offline.core.processes import interrupts_kept_from_children
-from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sweep import processes as sweep_processes
 
 
 class Started(OSError):
@@ -41,21 +39,3 @@ def test_players_are_started_without_interrupts(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(Started) as caught:
                 play()
             assert caught.value.args == (True,) and not is_blocked()
-
-
-def test_a_run_that_had_not_begun_when_its_sweep_was_stopped_is_no_error() -> None:
-    """SIGTERM ends a worker that still loads its modules; only without it the worker is lost."""
-    for asked in (True, False):
-        worker = sweep_processes.Worker({}, threads=1)
-        try:
-            if asked:
-                worker.interrupt()
-            else:
-                worker._process.terminate()
-            error = worker.answer()
-        finally:
-            worker.close()
-        assert isinstance(error, TrainingInterrupted) is asked
-        assert error is not None and error.code == (
-            "TRAIN_INTERRUPTED" if asked else "SWEEP_WORKER"
-        )

@@ -14,8 +14,8 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import current
 from gear_offline.errors import GearError
 from gear_offline.runs.trainer import _torch_settings
-from gear_offline.sweep.points import name_points
 from gear_offline.sweep.turns import Turns
+from tests.sweep_support import name_points
 
 SECOND = torch.device("cuda:1")
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from gear_offline.cli.main import main
-from gear_offline.sweep import sweep
-from gear_offline.sweep.modes import Choice
 from gear_offline.sweep.results import steps_done
 from tests.training_support import tiny_recipe
 
@@ -49,32 +47,16 @@ def interrupted(words: list[str], number: int, *runs: Path) -> int:
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("mode", "number"),
-    [
-        ("serial", signal.SIGINT),
-        ("streams", signal.SIGINT),
-        ("stacked", signal.SIGTERM),
-        ("processes", signal.SIGINT),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_sweep_that_is_stopped_ends_with_130(
-    mode: str,
-    number: int,
-    recipe: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    parallel: int, number: int, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if mode == "streams":  # which have a GPU otherwise; runs take turns here too
-        chosen = Choice(mode=mode, parallel=2, threads=None, evaluators=None, reason="asked for")
-        monkeypatch.setattr(sweep, "choose", lambda *_, **__: chosen)
     out = tmp_path / "sweep"
-    words = ["sweep", str(recipe), "--seeds", "2", "--mode", mode, "--out", str(out), "--quiet"]
-    begun = [out / "runs" / name for name in ("s0", "s1")][: 1 if mode == "serial" else 2]
-    assert interrupted([*words, "--parallel", "2"], number, *begun) == 130
+    words = ["sweep", str(recipe), "--seeds", "2", "--out", str(out), "--quiet"]
+    begun = [out / "runs" / f"s{seed}" for seed in range(parallel)]
+    assert interrupted([*words, "--parallel", str(parallel)], number, *begun) == 130
     said = capsys.readouterr().err
-    assert said.startswith("error[SWEEP_INTERRUPTED]: ") and "the same command goes on" in said
+    assert said.startswith("error[INTERRUPTED]: ") and "the same command goes on" in said
     assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
 
 

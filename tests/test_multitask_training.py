@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from gear_offline.analysis.candidates import parse_candidates
-from gear_offline.analysis.plan import make_plan
-from gear_offline.analysis.strategies import compare
+from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.dataset.dataset import Dataset
@@ -264,14 +261,25 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
 
 
 def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
-    recipe = tasks_recipe(make_parts(tmp_path))
-    document = compare(recipe, strategies="top_k:k=1,shuffled_epochs", quiet=True)
-    rows = {row["strategy"]: row for row in document["strategies"]}
-    assert "cannot be mixed" in rows["shuffled_epochs"]["error"]
-    assert "error" not in rows["uniform_steps"] and "error" not in rows["top_k"]
-    own = parse_candidates("uniform_steps", recipe)
-    plan = partial(make_plan, recipe, own, seeds=1, out=tmp_path)
-    assert failing_code(plan) == "STRATEGIES_OPTION"
+    recipe = tasks_recipe(make_parts(tmp_path), "train.steps=2", "train.evaluate_every=2")
+    names = "top_k:k=1,shuffled_epochs"
+    options: dict[str, Any] = {"seeds": 1, "parallel": 1, "quiet": True}
+    found = compare_strategies(recipe, names, train=True, out=tmp_path / "out", **options)
+    rows = {row.strategy: row for row in found.strategies}
+    assert "cannot be mixed" in str(rows["shuffled_epochs"].error)
+    assert rows["uniform_steps"].error is None and rows["top_k"].error is None
+    assert [one.label for one in found.outcomes] == ["uniform_steps", "top_k k=1"]
+    best = load_recipe(
+        tmp_path
+        / "out"
+        / "training"
+        / "runs"
+        / next(
+            p.name for p in (tmp_path / "out" / "training" / "runs").iterdir() if "top_k" in p.name
+        )
+    )
+    assert best.selection.strategy == "top_k"
+    assert all(task.selection is None for task in (best.data.tasks or {}).values())
 
 
 def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ COMMANDS = {  # and their codes
     "train {recipe} --out {out}": "RUN_DIRECTORY",
     "train {recipe} data.path={out} data.source={source}": "OUTPUT_WRITE",
     "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_WRITE",
-    "sweep {recipe} --seeds 2 --out {out}": "SWEEP_DIRECTORY",
+    "sweep {recipe} --seeds 2 --out {out}": "OUTPUT_WRITE",
     "strategies {recipe} --out {out}": "OUTPUT_WRITE",
     "strategies {recipe} --train --out {out}": "OUTPUT_WRITE",
     "recipes cp paper {out}": "OUTPUT_WRITE",

@@ -69,18 +69,3 @@ def test_the_table_tells_noise_from_a_difference() -> None:
     assert "| 5, 1,234 |" in alike and "20 (10)" in alike and "2.0 (1.0)" in alike
     assert head.count("|") == alike.count("|") == apart.count("|")
     assert summary(same)["return, asked for the mean"]["difference"] == 0.0
-
-
-def test_results_get_into_the_pages(measured: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    from benchmarks.study_page import BEGIN, END, main
-
-    page = tmp_path / "quality.md"
-    (tmp_path / "benchmarks").mkdir()
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    for _ in range(2):  # again: the marks are still there
-        main(["--quality", str(measured[1] / "found.json")], quality=page)
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert text.count(BEGIN) == text.count(END) == 1 and table(measured[0]) in text
-    raw = json.loads((tmp_path / "benchmarks" / "quality.json").read_text())
-    assert raw == measured[0]

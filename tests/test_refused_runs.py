@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from gear_offline.runs.trainer import train
-from gear_offline.sweep.points import name_points
 from gear_offline.sweep.turns import Turns
 from tests.support import failing_code
-from tests.sweep_support import in_turns
+from tests.sweep_support import in_turns, name_points
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.runs.errors import in_words, is_gpu_lost
 from gear_offline.runs.trainer import train
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sweep.points import grid, name_points
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.stack import StackTurns
-from gear_offline.sweep.sweep import run_sweep
 from gear_offline.sweep.turns import Turns
-from gear_offline.sweep.worker import _answer
-from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack
-from tests.sweep_support import in_turns
+from tests.sweep_support import grid, in_turns, name_points, run_sweep
 from tests.training_support import learnt, tiny_recipe
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -62,7 +57,7 @@ def break_step(
 
 
 def lose_gpu(patch: pytest.MonkeyPatch) -> None:
-    for module in ("runs.errors", "sweep.sweep", "sweep.worker"):
+    for module in ("runs.errors", "sweep.run"):
         patch.setattr(f"gear_offline.{module}.is_gpu_lost", lambda device: True)
 
 
@@ -186,45 +181,18 @@ def test_an_error_of_a_stack_ends_its_runs_and_no_others(
     assert [steps_done(tmp_path / point.name) for point in points] == [20] * 4
 
 
-@pytest.mark.parametrize("mode", ["stacked", "serial"])
 def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
-    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "sweep"
-    options: dict[str, Any] = {"mode": mode, "quiet": True, "report": False}
     with monkeypatch.context() as patch:
         break_step(patch, ILLEGAL, after=18)
         lose_gpu(patch)
         with pytest.raises(GearError) as caught:
-            run_sweep(recipes, out, **options)
+            run_sweep(recipes, out, mode="serial")
     assert caught.value.code == "GPU_LOST" and caught.value.where == str(out)
     assert "illegal memory access was encountered (" in str(caught.value)
-    rows = json.loads((out / "sweep.json").read_text())["points"]
-    assert [row["error"] for row in rows] == [None] * 3, "no run is blamed"
-    done = [steps_done(out / "runs" / f"s{seed}") for seed in (0, 1, 2)]
-    assert done == ([20, 18, 0] if mode == "serial" else [18, 18, 18])
-    results = run_sweep(recipes, out, **options)
+    assert not (out / "failures.jsonl").exists(), "no run is blamed"
+    assert [steps_done(out / "runs" / f"s{seed}") for seed in (0, 1, 2)] == [20, 18, 0]
+    results = run_sweep(recipes, out, mode="serial")
     assert [(r.status, r.error, r.steps) for r in results] == [("complete", None, 20)] * 3
-
-
-def test_a_process_names_the_run_that_lost_its_gpu(
-    recipes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = {"recipe": recipes[1].to_dict(), "path": str(tmp_path / "s1")}
-    tables = SharedTables()
-    with monkeypatch.context() as patch:
-        break_step(patch, ILLEGAL)
-        assert _answer(request, tables)["code"] == "RUN_FAILED"
-        lose_gpu(patch)
-        answer = _answer(request, tables)
-    assert answer["code"] == "GPU_LOST" and answer["where"] == "s1"
-    assert _answer(request, tables) == {}
-
-
-def test_a_run_whose_place_is_taken_fails_alone(recipes: list[Recipe], tmp_path: Path) -> None:
-    (tmp_path / "sweep").mkdir()
-    run_sweep(recipes[:1], tmp_path / "sweep", mode="serial", quiet=True, report=False)
-    (tmp_path / "sweep" / "runs" / "s1").touch()
-    results = run_sweep(recipes, tmp_path / "sweep", mode="serial", quiet=True)
-    assert [result.status for result in results] == ["complete", "failed", "complete"]
-    assert str(results[1].error).startswith("RUN_DIRECTORY: not a directory")

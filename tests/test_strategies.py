@@ -1,38 +1,46 @@
-"""`gear-offline strategies`: figures against plain counting, the page, errors, the command."""
+"""`gear-offline strategies`: figures against plain counting, training, the page, the command."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
+import tracemalloc
 from collections import Counter
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from gear_offline.analysis import page
 from gear_offline.analysis.candidates import parse_candidates
-from gear_offline.analysis.page import render
-from gear_offline.analysis.strategies import _parts, compare, row_bytes, write_comparison
-from gear_offline.analysis.text import COLUMNS, print_comparison
+from gear_offline.analysis.compare import Comparison
+from gear_offline.analysis.page import print_comparison, render, write_comparison
+from gear_offline.analysis.sampling import Draws, measure, row_bytes, table_shares
+from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.cli import main as cli
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.convert import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
+from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import GearError, InputError
+from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
 from tests.sampling_support import keys
 from tests.support import ArraySource, failing_code, hopper_columns, make_dataset
+from tests.training_support import tiny_recipe
+
+pytestmark = pytest.mark.usefixtures("no_reports")
 
 LENGTHS = [3, 8, 1, 12, 6]
 BATCHES, BATCH, SPAN = 60, 4, 5
-NAMES = "uniform_steps,top_k:k=2,d3rlpy,shuffled_epochs,fifo,uniform_episodes"
+NAMES = "uniform_steps,top_k:k=2,d3rlpy,shuffled_epochs,fifo,uniform_episodes,min_dt"
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +60,30 @@ def recipe_of(dataset: Dataset, *overrides: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def document(dataset: Dataset) -> dict[str, Any]:
-    return compare(recipe_of(dataset), strategies=NAMES, quiet=True)
+def comparison(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    out = tmp_path_factory.mktemp("drawn")
+    return compare_strategies(recipe_of(dataset), NAMES, out=out, quiet=True)
 
 
-def row_of(document: dict[str, Any], label: str) -> dict[str, Any]:
-    (found,) = (row for row in document["strategies"] if row["label"] == label)
-    return dict(found)
+def draws_of(comparison: Comparison, label: str) -> Draws:
+    (found,) = (one.draws for one in comparison.strategies if one.label == label)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize("label", ["uniform_steps", "top_k k=2", "d3rlpy", "fifo"])
+@pytest.mark.parametrize("label", ["uniform_steps", "top_k k=2", "d3rlpy", "fifo", "min_dt"])
 def test_figures_are_those_of_counting_one_by_one(
-    dataset: Dataset, document: dict[str, Any], label: str
+    dataset: Dataset, comparison: Comparison, label: str
 ) -> None:
-    row = row_of(document, label)
-    law = make_sampler(row["strategy"], dataset, context_length=SPAN, **row["options"])
+    (row,) = (one for one in comparison.strategies if one.label == label)
+    found = draws_of(comparison, label)
+    sampler = make_sampler(row.strategy, dataset, context_length=SPAN, **row.options)
     drawn, repeats, episodes_again, shown = Counter[Any](), 0, 0, Counter[Any]()
-    returns, weights, places, real = [], [], [], 0
+    returns, weights, places, real, coverage = [], [], [], 0, []
     first = np.cumsum([0, *LENGTHS]).tolist()
+    steps = sum(LENGTHS)
     for step in range(BATCHES):
-        segments = law.sample(0, step, 1, BATCH)[0]
+        segments = sampler.sample(0, step, 1, BATCH)[0]
         named = keys(segments, LENGTHS, SPAN)
         starts = [(e, s) for e, s, _ in named]
         repeats += len(starts) - len(set(starts))
@@ -80,11 +92,12 @@ def test_figures_are_those_of_counting_one_by_one(
         for e, s, n in named:
             shown.update((e, s + i) for i in range(n))
             returns.append(dataset.returns[e])
-            places.append(1 - (first[e] + s + 0.5) / sum(LENGTHS))
+            places.append(1 - (first[e] + s + 0.5) / steps)
             real += n
         weights += [1 / p for p in segments.probability.tolist()]
-    draws, steps = BATCHES * BATCH, sum(LENGTHS)
-    assert row["draws"] == draws
+        coverage.append((step + 1, len(drawn) / steps, len(shown) / steps))
+    draws = BATCHES * BATCH
+    assert found.draws == draws
     expected = {
         "coverage_starts": len(drawn) / steps,
         "coverage_steps": len(shown) / steps,
@@ -98,87 +111,192 @@ def test_figures_are_those_of_counting_one_by_one(
         "window_bytes_per_batch": real * row_bytes(dataset) / BATCHES,
     }
     for key, value in expected.items():
-        assert row[key] == pytest.approx(value, rel=1e-9), key
-    assert row["age_quartiles"][1] == pytest.approx(float(np.median(places)), abs=1.5 / steps)
-    assert sum(row["returns"]) == pytest.approx(1) and sum(row["ages"]) == pytest.approx(1)
-    assert row["coverage"][-1] == [BATCHES, row["coverage_starts"], row["coverage_steps"]]
-    batches, starts_seen, steps_seen = zip(*row["coverage"], strict=True)
-    assert list(batches) == sorted(set(batches))
-    assert list(starts_seen) == sorted(starts_seen) and list(steps_seen) == sorted(steps_seen)
+        assert getattr(found, key) == pytest.approx(value, rel=1e-9), key
+    middle = sorted(places)[draws // 2 - 1 : draws // 2 + 1]
+    assert middle[0] <= found.age_quartiles[1] <= middle[1]
+    assert sum(found.returns) == pytest.approx(1) and sum(found.ages) == pytest.approx(1)
+    assert found.coverage[-1][0] == BATCHES
+    assert set(found.coverage) <= set(coverage), "of the first batches each"
 
 
 @pytest.mark.parametrize("steps", [1, 7, 20, 30, 41])
 def test_starts_that_are_drawn_alike_have_equal_shares_of_all_twentieths(steps: int) -> None:
     """Parts of whole steps made one half of a table of 30 steps look drawn twice as often."""
-    parts = _parts(np.full(steps, 3), 20)
-    np.testing.assert_allclose(parts, 3 * steps / 20)
+    shares = table_shares(np.repeat(np.arange(steps), 3), steps, 20)
+    np.testing.assert_allclose(shares, 3 * steps / 20)
     counts = np.random.default_rng(steps).integers(0, 9, steps)
     fine = np.repeat(counts / 20, 20).reshape(20, steps).sum(axis=1)
-    np.testing.assert_allclose(_parts(counts, 20), fine)
+    shares = table_shares(np.repeat(np.arange(steps), counts), steps, 20)
+    np.testing.assert_allclose(shares, fine)
 
 
-def test_effective_starts(document: dict[str, Any]) -> None:
-    assert row_of(document, "uniform_steps")["effective_segments"] == pytest.approx(30)
-    assert row_of(document, "fifo")["effective_segments"] == 30
-    best = row_of(document, "top_k k=2")["effective_segments"]
-    assert best == pytest.approx(30 * row_of(document, "top_k k=2")["coverage_starts"])
-    found = row_of(document, "uniform_episodes")["effective_segments"]
+def test_effective_starts(comparison: Comparison) -> None:
+    assert draws_of(comparison, "uniform_steps").effective_segments == pytest.approx(30)
+    assert draws_of(comparison, "fifo").effective_segments == 30
+    best = draws_of(comparison, "top_k k=2")
+    assert best.effective_segments == pytest.approx(30 * best.coverage_starts)
     exact = 1 / sum(1 / (25 * length) for length in LENGTHS)
+    found = draws_of(comparison, "uniform_episodes").effective_segments
     assert found == pytest.approx(exact, rel=0.15), "from 240 draws"
-    assert row_of(document, "shuffled_epochs")["coverage_starts"] == 1
+    assert draws_of(comparison, "shuffled_epochs").coverage_starts == 1
 
 
-def test_predictions(document: dict[str, Any]) -> None:
-    plain = row_of(document, "uniform_steps")
-    assert plain["hbm_budget_bytes"] == 30 * 64 // 2, "11 + 3 + 2 floats a step, half of them"
-    assert 0.3 < plain["hbm_share"] < 0.8
-    assert set(plain["moved_share"]) == {"2", "4", "8"}
-    assert plain["moved_share"]["8"] is None, "a batch of 4 has no share for 8 ranks"
-    assert 0 <= plain["moved_share"]["2"] < 0.5
-    assert row_of(document, "fifo")["moved_share"]["2"] > plain["moved_share"]["2"]
+def test_predictions(comparison: Comparison) -> None:
+    plain = draws_of(comparison, "uniform_steps")
+    assert plain.hbm_budget_bytes == 30 * 64 // 2, "11 + 3 + 2 floats a step, half of them"
+    assert 0.3 < plain.hbm_share < 0.8
+    assert plain.moved_share["8"] is None, "a batch of 4 has no share for 8 ranks"
+    fifo = draws_of(comparison, "fifo")
+    assert plain.moved_share["2"] is not None and fifo.moved_share["2"] is not None
+    assert 0 <= plain.moved_share["2"] < 0.5 and fifo.moved_share["2"] > plain.moved_share["2"]
 
 
-def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(dataset: Dataset) -> None:
+def test_memory_does_not_grow_with_the_table(dataset: Dataset) -> None:
+    """Counting in arrays of all steps took 24 bytes a step: 24 GB a block of 10^9 steps."""
+    index = EpisodeIndex(np.array([600_000_000, 1, 400_000_000]))
+    large: Any = SimpleNamespace(episodes=index, returns=np.arange(3.0), spec=dataset.spec)
+    sampler = make_sampler("uniform_steps", index)
+    tracemalloc.start()
+    try:
+        draws = measure(large, recipe_of(dataset), sampler, 100)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert draws.draws == 400 and draws.coverage_steps == pytest.approx(2e-6, rel=0.01)
+    assert peak < 16 << 20
+
+
+def test_a_strategy_that_cannot_run_is_named_and_the_others_go_on(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     recipe = recipe_of(dataset, "loader.batch_size=6", "train.steps=3")
-    found = compare(recipe, strategies="min_dt,top_percent", quiet=True)
-    plain, failed, last = found["strategies"]
-    assert plain["strategy"] == "uniform_steps" and last["strategy"] == "top_percent"
-    assert "5 episodes make no batch of 6" in failed["error"]
-    assert "left out" in render(found)
-    console = Console(width=90, record=True, file=io.StringIO())
+    found = compare_strategies(recipe, "min_dt,top_percent", out=tmp_path, quiet=True)
+    assert [one.error is None for one in found.strategies] == [True, False, True]
+    reason = "5 episodes make no batch of 6"
+    console = Console(width=90, record=True)
     print_comparison(found, console=console)
-    assert "5 episodes make no batch of 6" in " ".join(console.export_text().split())
+    assert reason in " ".join(console.export_text().split())
+    assert reason in render(found)
 
 
-def test_returns_that_are_not_finite_are_refused_in_words(tmp_path: Path) -> None:
+def test_returns_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     columns = hopper_columns(9)
     columns["rewards"][[1, 2, 8]] = np.nan, 1.0, np.inf
     convert(ArraySource(columns, [3, 3, 3]), tmp_path / "d", allow_nonfinite=True, quiet=True)
+    recipe = recipe_of(open_dataset(tmp_path / "d"))
     with pytest.raises(InputError) as caught:
-        compare(recipe_of(open_dataset(tmp_path / "d")), strategies="fifo", quiet=True)
+        compare_strategies(recipe, "fifo", out=tmp_path / "out", quiet=True)
     assert caught.value.code == "COLUMN" and "2 episodes" in caught.value.what
 
 
-def test_candidates() -> None:
+def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
+    """NumPy refuses a histogram whose range spans fewer floats than it has bins."""
+    columns = hopper_columns(6)
+    columns["rewards"] = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
+    columns["terminals"][[2, 5]] = True
+    data = make_dataset(tmp_path, [3, 3], columns=columns)
+    assert 0 < np.ptp(data.returns) < 1e-15
+    found = compare_strategies(recipe_of(data), "top_k:k=1", out=tmp_path / "out", quiet=True)
+    assert sum(found.data.returns) == pytest.approx(1)
+
+
+def test_candidates(tmp_path: Path) -> None:
     recipe = load_recipe("paper", ["selection={strategy: top_k, k: 3}"])
     named = "top_k:k=3, return_weighted:rule=rank:temperature=2,top_k:k=3"
     found = parse_candidates(named, recipe)
     assert [c.label for c in found] == ["top_k k=3", "return_weighted rule=rank temperature=2"]
     assert found[1].options == {"rule": "rank", "temperature": 2}
     assert len(parse_candidates(None, recipe)) == 9
-    with pytest.raises(InputError, match="top_k:k=50") as caught:
-        parse_candidates("top_k:50", recipe)
-    assert caught.value.code == "USAGE"
-    assert failing_code(lambda: parse_candidates("uniform", recipe)) == "SELECTION"
-    with pytest.raises(InputError, match="did you mean 'top_k'"):
-        parse_candidates("top_kk:k=3", recipe)
-    for text in (" ,", "", "top_k:k=5:k=6"):
+    file = tmp_path / "list.yaml"
+    file.write_text(
+        "- uniform_episodes\n- {strategy: top_percent, percent: 5, label: best 5 %}\n"
+        "- {strategy: top_k, k: 3, label: mine}\n"
+    )
+    found = parse_candidates(str(file), recipe)
+    assert [c.label for c in found] == ["mine", "uniform_episodes", "best 5 %"]
+    assert parse_candidates(["uniform_steps", {"strategy": "top_k", "k": 9}], recipe)[
+        2
+    ].options == {"k": 9}
+    for content in ("strategy: top_k", "[]", "- 3", "- {percent: 5}", "- {strategy: a, label: ''}"):
+        file.write_text(content)
+        assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
+    file.write_text("- {strategy: top_k, k: 2, label: a}\n- {strategy: top_k, k: 4, label: a}")
+    assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
+    for text in (" ,", "", "top_k:k=5:k=6", "top_k:50", str(tmp_path / "no.yaml")):
         assert failing_code(partial(parse_candidates, text, recipe)) == "USAGE"
+    for text in ("uniform", "top_kk:k=3", "top_k:q=1"):
+        assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
 
 
-def test_options_that_do_not_fit_stop_the_command(dataset: Dataset) -> None:
-    recipe = recipe_of(dataset)
-    assert failing_code(lambda: compare(recipe, strategies="top_k:q=1", quiet=True)) == "SELECTION"
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
+    out = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gear_offline.runs.report.write_report", lambda run, **_: run)
+        found = compare_strategies(
+            recipe, "top_k:k=2,corl", train=True, seeds=3, out=out, parallel=1, quiet=True
+        )
+    return found, out
+
+
+def test_trained_strategies_are_a_sweep_over_strategies_and_seeds(
+    trained: tuple[Comparison, Path],
+) -> None:
+    found, out = trained
+    runs = sorted((out / "training" / "runs").iterdir())
+    assert len(runs) == 9
+    recipes = [load_recipe(run).to_dict() for run in runs]
+    for recipe in recipes:
+        for key in ("seed", "selection", "description"):
+            del recipe[key]
+        del recipe["loader"]["padding"]
+    assert all(recipe == recipes[0] for recipe in recipes)
+    base, best, corl = found.outcomes
+    assert [one.label for one in found.outcomes] == ["uniform_steps", "top_k k=2", "corl"]
+    assert [one.versus is None for one in found.outcomes] == [True, False, False]
+    for one in found.outcomes:
+        assert one.seeds == (0, 1, 2) and one.final is not None and one.curve is not None
+        assert one.curve.steps == (7, 14, 20)
+        assert one.final.values == pytest.approx(one.curve.values[:, -1].tolist())
+    assert base.final is not None and best.final is not None and best.versus is not None
+    assert best.versus.mean == pytest.approx(best.final.mean - base.final.mean)
+    assert corl.versus is not None and corl.versus.pairs == 3
+    document = json.loads((out / "strategies.json").read_text())
+    assert document == found.to_json() and document["verdict"] == found.verdict
+    assert document["outcomes"][1]["versus"]["verdict"] == best.versus.verdict
+
+
+def test_running_again_trains_nothing_again(
+    data: Path, trained: tuple[Comparison, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, out = trained
+    monkeypatch.setattr("gear_offline.sweep.run.train", lambda *_, **__: pytest.fail("trained"))
+    recipe = tiny_recipe(data, "evaluate.targets=[3,1]", "evaluate.background=off")
+    again = partial(compare_strategies, recipe, "top_k:k=2,corl", out=out, quiet=True)
+    assert again(train=True, seeds=3).to_json()["outcomes"] == found.to_json()["outcomes"]
+    fewer = compare_strategies(
+        recipe, "top_k:k=2", train=True, seeds=2, out=out, parallel=1, quiet=True
+    )
+    assert [one.seeds for one in fewer.outcomes] == [(0, 1), (0, 1)]
+    again(train=True, seeds=3)  # leaves the page of all
+    other = partial(compare_strategies, recipe.replace(model__layers=2), "corl", out=out)
+    assert failing_code(lambda: other(train=True, quiet=True)) == "RUN_MISMATCH"
+
+
+def test_what_there_is_after_a_stop_is_shown(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise TrainingInterrupted("INTERRUPTED", "stopped")
+
+    monkeypatch.setattr("gear_offline.sweep.run.train", stop)
+    recipe = tiny_recipe(data, "evaluate.targets=[3,1]")
+    with pytest.raises(TrainingInterrupted):
+        compare_strategies(recipe, "corl", train=True, out=tmp_path, parallel=1, quiet=True)
+    document = json.loads((tmp_path / "strategies.json").read_text())
+    assert [one["seeds"] for one in document["outcomes"]] == [[], []]
+    assert document["verdict"].startswith("Nothing is compared")
 
 
 class Page(HTMLParser):
@@ -193,71 +311,51 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
         self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "wbr"):
+        assert tag != "img" or dict(attrs).get("alt"), "every picture has a text"
+        if tag not in ("meta", "img"):
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags[tag] += 1
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def test_the_page_stands_alone(document: dict[str, Any]) -> None:
-    hostile = json.loads(json.dumps(document))
-    hostile["strategies"][0]["label"] = "<script>alert(1)</script>"
-    hostile["data"]["path"] = "data/<b>"
+def test_the_page_stands_alone(trained: tuple[Comparison, Path]) -> None:
+    found, _ = trained
+    first, *others = found.strategies
+    hostile = replace(
+        found,
+        strategies=(replace(first, label="<script>alert(1)</script>"), *others),
+        data=replace(found.data, path="data/<b>"),
+    )
     text = render(hostile)
-    page = Page()
-    page.feed(text)
-    assert page.open == [] and page.loads == []
-    assert page.tags["script"] == page.tags["link"] == page.tags["b"] == 0
-    assert page.tags["section"] == 6 and page.tags["svg"] == 18
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.open == [] and parsed.tags["script"] == parsed.tags["b"] == 0
+    assert parsed.tags["img"] == 2 + 3, "returns, curves, and a card for each strategy"
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in parsed.loads)
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-    assert not re.search(r"(https?:)?//|url\(|@import", text)
-    for column in COLUMNS:
-        assert text.count(column.title) >= 7, "in the table and in every card"
-    assert not re.search(r"\bnan\b|\binf\b", text)
+    assert text.index(found.verdict[:20]) < text.index("<table>"), "the verdict comes first"
+    for column in (*page.DRAWN, *page.LEARNED):
+        assert column.title in text
+    assert not re.search(r">\s*(nan|inf)\s*<", text)
+    assert render(found) == render(found), "the same for the same"
 
 
-@pytest.mark.parametrize(
-    ("heights", "top", "cuts"),
-    [((6, 5), 6, 0), ((6, 20), 6, 1), ((5, 5), 5, 0), ((8, 5), 5, 1), ((7, 10), 10, 0)],
-)
-def test_bars_are_cut_only_where_that_makes_room(
-    document: dict[str, Any], heights: tuple[int, int], top: int, cuts: int
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_tables_fit_the_terminal(
+    comparison: Comparison, trained: tuple[Comparison, Path], width: int, everything: bool
 ) -> None:
-    changed = json.loads(json.dumps(document))
-    changed["data"]["returns"] = [0.02] * len(changed["data"]["returns"])
-    for row in changed["strategies"]:
-        row["returns"], row["ages"] = [0.01] * len(row["returns"]), [0.05] * len(row["ages"])
-    for row, percent in zip(changed["strategies"], heights, strict=False):
-        row["returns"][0] = percent / 100  # 5 is where bars may be cut
-    text = render(changed)
-    assert text.count("cut here") == cuts and f">{top} %" in text
-
-
-def test_returns_that_are_equal_but_for_rounding(tmp_path: Path) -> None:
-    """NumPy refuses a histogram whose range spans fewer floats than it has bins."""
-    columns = hopper_columns(6)
-    columns["rewards"] = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
-    columns["terminals"][[2, 5]] = True
-    dataset = make_dataset(tmp_path, [3, 3], columns=columns)
-    assert 0 < np.ptp(dataset.returns) < 1e-15
-    found = compare(recipe_of(dataset), strategies="top_k:k=1", quiet=True)
-    for shares in (found["data"]["returns"], *(row["returns"] for row in found["strategies"])):
-        assert sum(shares) == pytest.approx(1)
-    assert "Returns of the episodes drawn" in render(found)
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_table_fits_the_terminal(document: dict[str, Any], width: int) -> None:
-    console = Console(width=width, record=True, file=io.StringIO())
-    print_comparison(document, console=console)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
-    assert f"{100 * row_of(document, 'd3rlpy')['duplicate_starts']:.1f} %" in text
+    for found in (comparison, trained[0]):
+        console = Console(width=width, record=True)
+        print_comparison(found, everything=everything, console=console)
+        text = console.export_text()
+        lines = text.splitlines()
+        assert max(map(len, lines)) <= width
+        if width >= 80:
+            assert "…" not in text
+        assert " ".join(text.split()).startswith(found.verdict[:40])
+        assert ("cross-node" in " ".join(text.split())) is everything
 
 
 def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,57 +367,57 @@ def test_the_command(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFix
     assert streams.err == ""
     assert [row["strategy"] for row in shown["strategies"]] == ["uniform_steps", "fifo", "corl"]
     assert json.loads((tmp_path / "out" / "strategies.json").read_text()) == shown
-    assert (tmp_path / "out" / "strategies.html").read_text() == render(shown)
     assert cli.main(["strategies", "paper", *words]) == 0
     assert "strategies.html" in capsys.readouterr().out
+    assert cli.main(["strategies", "paper", *words, "--seeds", "2"]) == 2
+    assert "add --train" in capsys.readouterr().err
+    assert cli.main(["strategies", "paper", *words, "--train", "evaluate.episodes=0"]) == 2
+    assert "error[USAGE]" in capsys.readouterr().err
+    assert cli.main(["strategies", "paper", *words, "--train", "--seeds", "0"]) == 2
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     dataset: Dataset,
+    comparison: Comparison,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["strategies", "paper", f"data.path={dataset.path}", "loader.batch_size=3"]
     (tmp_path / "file").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "gear_offline.analysis.strategies.compare", lambda *_, **__: pytest.fail("worked")
-        )
-        for place in ("file", "file/below"):
-            assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
-            error = capsys.readouterr().err
-            said = f"error[OUTPUT_WRITE]: {tmp_path / 'file'} is a file, not a folder"
-            assert error.startswith(said)
+    monkeypatch.setattr(
+        "gear_offline.analysis.strategies.measure", lambda *_, **__: pytest.fail("worked")
+    )
+    for place in ("file", "file/below"):
+        assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
+        assert "file is a file, not a folder" in capsys.readouterr().err
     with pytest.raises(GearError) as caught:
-        write_comparison(
-            compare(load_recipe("paper", words[2:]), strategies="fifo"), Path("/proc/x")
-        )
+        write_comparison(comparison, Path("/proc/x"))
     assert caught.value.code == "OUTPUT_WRITE"
 
 
+def code_blocks() -> list[str]:
+    text = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 def test_the_strategy_in_the_documents_works(dataset: Dataset) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
-    (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "@reg" in block
-    )
+    (code,) = (block for block in code_blocks() if "@reg" in block)
     try:
         exec(compile(code, "strategies.md", "exec"), {})
-        law = make_sampler("recent", dataset, half_life=1.0)
-        drawn = law.sample(0, 0, 10, 500)
+        sampler = make_sampler("recent", dataset, half_life=1.0)
+        drawn = sampler.sample(0, 0, 10, 500)
     finally:
         _SAMPLERS.pop("recent", None)
     shares = np.bincount(drawn.episodes.reshape(-1), minlength=5) / drawn.episodes.size
     np.testing.assert_allclose(shares, 2.0 ** np.arange(5) / 31, atol=0.02)
-    assert asdict(law.options) == {"half_life": 1.0}
+    assert asdict(sampler.options) == {"half_life": 1.0}
 
 
 def test_the_file_in_the_documents_starts_commands(
     dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    parts = [block for block in blocks if "@reg" in block or "__main__" in block]
+    parts = [block for block in code_blocks() if "@reg" in block or "__main__" in block]
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(recipe_of(dataset).to_yaml())
     words = ["strategies", str(recipe), "--strategies", "recent:half_life=2", "--json", "-q"]
@@ -331,13 +429,12 @@ def test_the_file_in_the_documents_starts_commands(
     finally:
         _SAMPLERS.pop("recent", None)
     assert len(parts) == 2 and caught.value.code == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["strategies"][1]["options"] == {"half_life": 2}
+    assert json.loads(capsys.readouterr().out)["strategies"][1]["options"] == {"half_life": 2}
 
 
 def test_every_strategy_and_option_is_documented() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
     for name in strategy_names():
-        assert f"`{name}`" in page, name
+        assert f"`{name}`" in text, name
         for option in (field.name for field in fields(cast(Any, sampler_class(name).Options))):
-            assert f"`{option}`" in page or f"{option}:" in page, f"{name}: {option}"
+            assert f"`{option}`" in text or f"{option}:" in text, f"{name}: {option}"

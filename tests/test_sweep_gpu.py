@@ -14,14 +14,13 @@ from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
 from gear_offline.runs.trainer import train
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sweep.points import grid, name_points
-from gear_offline.sweep.sweep import run_sweep
 from gear_offline.sweep.track import Track
 from gear_offline.tables import placement
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
+from tests.sweep_support import grid, name_points, run_sweep
 from tests.training_support import learnt, tiny_recipe
 
 pytestmark = [*ON_GPU, NEEDS_CUPY, INDUCTOR]

@@ -18,8 +18,8 @@ from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep.lane import CHUNK, DEEP, Lane, TurnRun
-from gear_offline.sweep.points import name_points
 from gear_offline.sweep.turns import Turns
+from tests.sweep_support import name_points
 
 STEPS, LOG, SAVE, EVALUATE = 100, 20, 50, 30
 

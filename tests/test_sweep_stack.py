@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,20 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from gear_offline.cli.main import main
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.runs.trainer import train
 from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep.lane import TurnRun
-from gear_offline.sweep.points import SweepPoint, grid, name_points
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.stack import LARGEST, StackTurns, in_groups
-from gear_offline.sweep.sweep import run_sweep
+from gear_offline.sweep.trials import Trial
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.stack import Stack, stack_key
+from gear_offline.training.stack import Stack, check_stackable, stack_key
 from tests import sweep_support
+from tests.sweep_support import grid, name_points, run_sweep
 from tests.training_support import learnt, tiny_recipe
 
 CPU = torch.device("cpu")
@@ -44,9 +42,7 @@ def make_recipes(data: Path, *overrides: str) -> list[Recipe]:
     )
 
 
-def stacked(
-    points: tuple[SweepPoint, ...], folder: Path, *, parallel: int = 4
-) -> dict[str, GearError | None]:
+def stacked(points: list[Trial], folder: Path, *, parallel: int = 4) -> dict[str, GearError | None]:
     return sweep_support.in_turns(StackTurns, points, folder, parallel=parallel)
 
 
@@ -218,17 +214,6 @@ def test_a_stop_while_runs_open_saves_nothing_of_them(
     assert set(stacked(points, tmp_path).values()) == {None}
 
 
-def test_a_sweep_stays_stacked(data: Path, tmp_path: Path) -> None:
-    recipes = grid(tiny_recipe(data, "evaluate.episodes=0"), {}, seeds=[0, 1])
-    out = tmp_path / "sweep"
-    run_sweep(recipes, out, mode="stacked", quiet=True)
-    run_sweep(recipes, out, mode="serial", quiet=True, report=False)  # nothing is left to run
-    assert json.loads((out / "sweep.json").read_text())["mode"] == "stacked"
-    more = grid(tiny_recipe(data, "evaluate.episodes=0"), {}, seeds=[0, 1, 2])
-    run_sweep(more, out, quiet=True, report=False)
-    assert json.loads((out / "sweep.json").read_text())["mode"] == "stacked"
-
-
 def test_runs_that_stand_at_other_steps_are_stacked_apart(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,25 +271,8 @@ def test_two_stacks_share_what_one_does_not_take(data: Path, tmp_path: Path) -> 
         ("train.recompute=true", "computed twice"),
         ("loader.padding=left", "padded on the left"),
         ("train.weights=bf16", "bfloat16 copy"),
-        ("selection.strategy=prioritized", "learns from losses"),
     ],
 )
-def test_recipes_that_cannot_be_stacked_are_refused(
-    data: Path, tmp_path: Path, change: str, words: str
-) -> None:
-    with pytest.raises(UnavailableError, match=words) as caught:
-        run_sweep(make_recipes(data, change), tmp_path / "sweep", mode="stacked", quiet=True)
-    assert caught.value.code == "UNAVAILABLE"
-    assert not (tmp_path / "sweep").exists()
-
-
-def test_the_command(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(tiny_recipe(data, "evaluate.episodes=0", "train.steps=6").to_yaml())
-    monkeypatch.chdir(tmp_path)
-    assert main(["sweep", str(recipe), "--seeds", "3", "--mode", "stacked"]) == 0
-    captured = capsys.readouterr()
-    assert "stacked, 3 at a time" in captured.err
-    assert captured.out.splitlines()[-1] == "runs/tiny-sweep"
+def test_recipes_that_cannot_be_stacked_are_refused(data: Path, change: str, words: str) -> None:
+    with pytest.raises(UnavailableError, match=words):
+        check_stackable(make_recipes(data, change)[0])

@@ -1,326 +1,207 @@
-"""What a strategy draws, measured without training: coverage, repetition, returns, age, speed.
-
-Every strategy draws the batches that a training run of the recipe would ask for, up to a number,
-and nothing is gathered.  Figures are of those draws; nothing is extrapolated.
-
-Shape legend: E episodes, N steps, B slots of a batch, K steps of a window.
-"""
+"""Compare sampling strategies on a recipe's data: what they draw and, trained, what they teach."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from math import prod
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from gear_offline.analysis.candidates import parse_candidates
-from gear_offline.config.recipe import Recipe
+from gear_offline.analysis.candidates import Candidate, parse_candidates
+from gear_offline.analysis.compare import Comparison, compare, verdict_text
+from gear_offline.analysis.page import write_comparison
+from gear_offline.analysis.sampling import (
+    MOST_DRAWS,
+    Data,
+    Strategy,
+    measure,
+    return_edges,
+    return_shares,
+)
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.files import check_new_folder
 from gear_offline.core.progress import Progress, say
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, strategies_text
-from gear_offline.core.types import Int64Array
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
-from gear_offline.runs.plots import histogram_edges
+from gear_offline.runs.plots import short
 from gear_offline.runs.preparation import prepare_dataset
-from gear_offline.sampling import Sampler, Segments
+from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.sampling import sampler_class
+from gear_offline.sweep.report import SweepResult, read_sweep
+from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.trials import Trial, trial_name
 from gear_offline.tables.joint import TableData, data_name
 
-__all__ = ["compare", "write_comparison"]
-
-Float64Array = npt.NDArray[np.float64]
-
-MOST_DRAWS = 1_000_000  # of a strategy
-POINTS = 40  # of a coverage curve
-BINS = 40  # of returns
-AGES = 20  # bins over the table's order
-NODES = (2, 4, 8)  # for which network traffic is predicted
-BATCHES_ASSIGNED = 50
+MOST_SEEDS = 64
 
 
-def compare(
-    recipe: Recipe, *, strategies: str | None = None, quiet: bool = False
-) -> dict[str, Any]:
-    """Measure strategies on a recipe's data.
+def compare_strategies(
+    recipe: Recipe | str | Path,
+    strategies: str | Sequence[Any] | None = None,
+    *,
+    train: bool = False,
+    seeds: int = 3,
+    out: str | Path | None = None,
+    parallel: int | None = None,
+    exact: bool = False,
+    quiet: bool = False,
+) -> Comparison:
+    """Compare sampling strategies; write ``strategies.json`` and ``strategies.html``.
 
     Parameters
     ----------
     recipe
         Names the data, the batch size, the window, the seed and the steps.
     strategies
-        What to compare the recipe's own strategy with, as on the command line:
-        ``"top_k:k=50,return_weighted:rule=rank"``, or a YAML file; default the usual ones.
+        What to compare the recipe's own strategy with: ``"top_k:k=50,return_weighted"``, a YAML
+        file, or a list of names and of mappings such as ``{"strategy": "top_k", "k": 50}``; by
+        default the usual ones.
+    train
+        Train every strategy with every seed, too, as a sweep in ``OUT/training``; called again it
+        goes on.
+    seeds
+        Of each strategy, from the recipe's own on.
+    out
+        Folder of the page; by default ``runs/NAME-strategies``.
+    parallel, exact
+        As in `gear_offline.sweep.run.sweep`.
     quiet
-        Show no progress.
-
-    Returns
-    -------
-    dict
-        JSON-able; docs/strategies.md says what is in it.
+        Print nothing.
 
     Raises
     ------
     InputError
-        ``SELECTION``, ``STRATEGIES_FILE``, ``USAGE`` for `strategies`; ``COLUMN`` for returns
-        that are NaN or infinite; those of preparing the recipe's data.
+        ``SELECTION`` or ``USAGE`` for what is asked for; ``COLUMN`` for returns that are not
+        finite; those of preparing the data and of a sweep.
+    TrainingInterrupted
+        ``INTERRUPTED``; the page shows what there is.
     """
-    candidates = parse_candidates(strategies, recipe)
-    dataset = prepare_dataset(recipe, quiet=quiet)
-    _refuse_nonfinite(dataset)
-    batch = recipe.loader.batch_size
-    batches = max(1, min(recipe.train.steps, MOST_DRAWS // batch))
-    rows: list[dict[str, Any]] = []
-    title = strategies_text(len(candidates))
-    total = len(candidates) * batches
-    with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
-        for candidate in candidates:
-            head = {"label": candidate.label, "strategy": candidate.strategy}
-            try:
-                law = recipe_sampler(recipe, dataset, candidate.settings)
-                tally = Tally(dataset, recipe, law)
-                tally.run(batches, progress.advance)
-            except GearError as error:
-                say(f"{candidate.label}: {error}", quiet=quiet)
-                rows.append({**head, "options": dict(candidate.options), "error": str(error)})
-                continue
-            rows.append({**head, "options": asdict(law.options), **tally.document()})
-    lengths = dataset.episodes.lengths
-    return {
-        "recipe": recipe.name,
-        "seed": recipe.seed,
-        "batch_size": batch,
-        "context_length": recipe.loader.context_length,
-        "batches": batches,
-        "data": {
-            "path": recipe.data.path,
-            "episodes": dataset.spec.episodes,
-            "steps": dataset.spec.steps,
-            "mean_return": float(np.average(dataset.returns, weights=lengths)),
-            "best_return": float(dataset.returns.max()),
-            "returns": _shares(dataset.returns, lengths.astype(np.float64)),
-            "edges": _edges(dataset.returns),
-        },
-        "machine": machine(),
-        "strategies": rows,
-    }
+    whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
+    candidates = parse_candidates(strategies, whole)
+    check_new_folder(folder)  # before anything is drawn
+    if train:
+        _check_training(whole, seeds)
+    dataset = prepare_dataset(whole, quiet=quiet)
+    comparison = _drawn(whole, candidates, dataset, quiet=quiet)
+    if train:
+        usable = {one.label for one in comparison.strategies if one.draws is not None}
+        trained = [candidate for candidate in candidates if candidate.label in usable]
+        trials = _trials(whole, trained, range(whole.seed, whole.seed + seeds))
+        place = folder / "training"
+        try:
+            sweep = run_trials(trials, place, parallel=parallel, exact=exact, quiet=quiet)
+        except TrainingInterrupted:
+            write_comparison(_with_outcomes(comparison, read_sweep(place)), folder)
+            raise
+        comparison = _with_outcomes(comparison, sweep)
+    write_comparison(comparison, folder)
+    return comparison
 
 
-def _refuse_nonfinite(dataset: TableData) -> None:
-    """Refuse what has no place in a histogram or a mean, and cannot be trained on."""
-    bad = int((~np.isfinite(dataset.returns)).sum())
+def _check_training(recipe: Recipe, seeds: int) -> None:
+    what, remedy = "", "leave out --train to see what strategies draw"
+    if not 1 <= seeds <= MOST_SEEDS:
+        what, remedy = f"{seeds} seeds", f"give 1 to {MOST_SEEDS}; a verdict takes 3 or more"
+    elif recipe.evaluate.episodes == 0:
+        what = "strategies are compared by their returns, but evaluate.episodes is 0"
+    if what:
+        raise InputError("USAGE", what, remedy=remedy)
+
+
+def _drawn(
+    recipe: Recipe, candidates: Sequence[Candidate], dataset: TableData, *, quiet: bool
+) -> Comparison:
+    """Measure what candidates draw; one that cannot run on the data is named with the reason."""
+    returns, lengths = dataset.returns, dataset.episodes.lengths
+    bad = int((~np.isfinite(returns)).sum())
     if bad:
         raise InputError(
             "COLUMN",
             f"{count_text(bad, 'episode')} with a return that is NaN or infinite",
-            where=data_name(dataset),
-            remedy="repair the source and convert it again without --allow-nonfinite, or leave "
-            "them out with pick_episodes (docs/sources.md)",
+            data_name(dataset),
+            "convert the source again without --allow-nonfinite, or leave them out",
         )
+    size = recipe.loader.batch_size
+    batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
+    rows = []
+    title, total = strategies_text(len(candidates)), len(candidates) * batches
+    with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
+        for place, candidate in enumerate(candidates):
+            row = Strategy(
+                label=candidate.label, strategy=candidate.strategy, options=dict(candidate.options)
+            )
+            try:
+                sampler = recipe_sampler(recipe, dataset, candidate.settings)
+                draws = measure(dataset, recipe, sampler, batches, progress.advance)
+            except GearError as error:
+                say(f"{candidate.label}: {error.message}", quiet=quiet)
+                rows.append(replace(row, error=error.message))
+                progress.update((place + 1) * batches)
+            else:
+                rows.append(replace(row, options=asdict(sampler.options), draws=draws))
+    data = Data(
+        path=recipe.data.path or data_name(dataset),
+        episodes=dataset.spec.episodes,
+        steps=dataset.spec.steps,
+        mean_return=float(np.average(returns, weights=lengths)),
+        best_return=float(returns.max()),
+        edges=return_edges(returns),
+        returns=return_shares(returns, lengths.astype(np.float64)),
+    )
+    return Comparison(
+        recipe=recipe.name,
+        seed=recipe.seed,
+        batch_size=size,
+        context_length=recipe.loader.context_length,
+        batches=batches,
+        data=data,
+        machine=machine(),
+        strategies=tuple(rows),
+        verdict=_drawn_text(rows, data),
+    )
 
 
-def _edges(returns: Float64Array) -> list[float]:
-    return [float(edge) for edge in histogram_edges(returns, BINS)]
+def _drawn_text(rows: Sequence[Strategy], data: Data) -> str:
+    drawn = sorted((row.draws.mean_return, row.label) for row in rows if row.draws is not None)
+    if not drawn:
+        return "None of the strategies can run on these data."
+    low, high = (f"{short(value)} ({label})" for value, label in (drawn[0], drawn[-1]))
+    return (
+        f"Mean return of the episodes drawn: {low} to {high}; of the data, weighted by length, "
+        f"{short(data.mean_return)}."
+    )
 
 
-def _shares(returns: Float64Array, weights: Float64Array) -> list[float]:
-    """Return the share of `weights` in each bin of returns."""
-    counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
-    return [float(share) for share in counts / weights.sum()]
+def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int]) -> list[Trial]:
+    """Return the trials, seed by seed, so that one that is cut short has whole seeds."""
+    trials = []
+    for seed in seeds:
+        for candidate in candidates:
+            selection = {"strategy": candidate.strategy, "options": dict(candidate.options)}
+            # the side of the padding is a part of some implementations' strategies
+            side = sampler_class(candidate.strategy).padding or recipe.loader.padding
+            settings: dict[str, Any] = {"selection": selection, "loader.padding": side}
+            if candidate is not candidates[0]:
+                for name in recipe.data.tasks or ():
+                    settings[f"data.tasks.{name}.selection"] = None
+            trials.append(
+                Trial(
+                    name=trial_name(candidate.label, seed),
+                    label=candidate.label,
+                    recipe=recipe.replace({**settings, "seed": seed}),
+                    settings=settings,
+                )
+            )
+    return trials
 
 
-class Tally:
-    """Counts what one strategy draws.
-
-    Parameters
-    ----------
-    dataset
-        Lengths and returns of its episodes.
-    recipe
-        Batch size, window and seed.
-    law
-        What to measure.
-    """
-
-    def __init__(self, dataset: TableData, recipe: Recipe, law: Sampler) -> None:
-        self._index, self._returns, self._law = dataset.episodes, dataset.returns, law
-        self._batch, self._span = recipe.loader.batch_size, recipe.loader.context_length
-        self._seed, self._budget = recipe.seed, recipe.loader.hbm_budget
-        self._row_bytes = row_bytes(dataset)
-        steps = self._index.steps
-        self._started = np.zeros(steps, dtype=np.int64)  # (N,) how often each start was drawn
-        self._change = np.zeros(steps + 1, dtype=np.int64)  # its sums: how often a step was shown
-        self._episodes = np.zeros(self._index.episodes, dtype=np.int64)  # (E,)
-        self._curve: list[tuple[int, float, float]] = []  # batches, starts seen, steps shown
-        self._real = self._same_start = self._same_episode = 0
-        self._inverse = self._inverse_squared = self._probability = 0.0
-        self._certain = True
-        self._seconds = 0.0
-        self._batches = 0
-
-    def run(self, batches: int, advance: Any) -> None:
-        """Draw the batches of steps 0 to `batches`."""
-        marks = sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)})
-        for begin, end in zip([0, *marks], marks, strict=False):
-            most = max(1, 65536 // self._batch)
-            for first in range(begin, end, most):
-                steps = min(most, end - first)
-                began = time.perf_counter()
-                drawn = self._law.sample(self._seed, first, steps, self._batch)
-                self._seconds += time.perf_counter() - began
-                self._count(drawn)
-                advance(steps)
-            self._batches = end
-            shown = np.cumsum(self._change[:-1]) > 0
-            self._curve.append((end, float((self._started > 0).mean()), float(shown.mean())))
-
-    def _count(self, drawn: Segments) -> None:
-        steps = self._index.steps
-        rows = self._index.offsets[drawn.episodes] + drawn.starts
-        real = np.minimum(self._index.lengths[drawn.episodes] - drawn.starts, self._span)
-        if drawn.lengths is not None:
-            real = np.minimum(real, drawn.lengths)
-        flat = rows.reshape(-1)
-        self._started += np.bincount(flat, minlength=steps)
-        self._change += np.bincount(flat, minlength=steps + 1)
-        self._change -= np.bincount((rows + real).reshape(-1), minlength=steps + 1)
-        self._episodes += np.bincount(drawn.episodes.reshape(-1), minlength=self._episodes.size)
-        self._real += int(real.sum())
-        self._same_start += _repeats(rows)
-        self._same_episode += _repeats(drawn.episodes)
-        weights = 1.0 / drawn.probability
-        self._inverse += float(weights.sum())
-        self._inverse_squared += float((weights * weights).sum())
-        self._probability += float(drawn.probability.sum())
-        self._certain &= bool((drawn.probability == 1.0).all())
-
-    def document(self) -> dict[str, Any]:
-        """Return the figures, JSON-able."""
-        steps, draws = self._index.steps, self._batches * self._batch
-        shown = np.cumsum(self._change[:-1])
-        # The mean probability of what is drawn is the sum of squared probabilities.
-        effective = float(steps) if self._certain else draws / self._probability
-        ages = self._started * 1.0
-        centres = (np.arange(steps) + 0.5) / steps  # 0 is the oldest step, 1 the newest
-        cumulative = np.cumsum(ages) / draws
-        quartiles = [
-            float(1.0 - centres[np.searchsorted(cumulative, q)]) for q in (0.75, 0.5, 0.25)
-        ]
-        return {
-            "draws": draws,
-            "coverage_starts": self._curve[-1][1],
-            "coverage_steps": self._curve[-1][2],
-            "coverage_episodes": float((self._episodes > 0).mean()),
-            "effective_segments": min(effective, float(steps)),
-            "effective_sample_share": self._inverse**2 / (draws * self._inverse_squared),
-            "most_shown_over_mean": float(shown.max() / shown.mean()),
-            "duplicate_starts": self._same_start / draws,
-            "duplicate_episodes": self._same_episode / draws,
-            "padding": 1.0 - self._real / (draws * self._span),
-            "mean_return": float(np.average(self._returns, weights=self._episodes)),
-            "age_quartiles": quartiles,
-            "segments_per_second": draws / self._seconds,
-            **self._predictions(shown),
-            "returns": _shares(self._returns, self._episodes.astype(np.float64)),
-            "ages": [float(share) for share in _parts(self._started, AGES) / draws],
-            "coverage": [list(point) for point in self._curve],
-        }
-
-    def _predictions(self, shown: Int64Array) -> dict[str, Any]:
-        """Return where windows would be read from, and what would cross the network."""
-        from gear_offline.tables.placement import plan_episodes
-
-        sizes = self._index.lengths * self._row_bytes
-        budget = int(sizes.sum()) // 2 if self._budget is None else self._budget
-        weights = np.add.reduceat(shown, self._index.offsets[:-1]).astype(np.float64)
-        plan = plan_episodes(sizes, weights, budget)
-        return {
-            "hbm_budget_bytes": budget,
-            "hbm_share": plan.shares[0],
-            "window_bytes_per_batch": self._real * self._row_bytes / self._batches,
-            "moved_share": {str(nodes): self._moved(nodes) for nodes in NODES},
-        }
-
-    def _moved(self, nodes: int) -> float | None:
-        """Return the share of segments that leave their node, one rank a node.
-
-        The table is split into runs of episodes of nearly equal steps; the batch is cut to a
-        multiple of the ranks.
-        """
-        from gear_offline.distributed.assignment import Assigner
-
-        count = self._batch // nodes * nodes
-        if count == 0 or self._index.episodes < nodes:
-            return None
-        middle = (self._index.offsets[:-1] + self._index.offsets[1:]) // 2
-        homes = np.minimum(middle * nodes // self._index.steps, nodes - 1)
-        batches = min(self._batches, BATCHES_ASSIGNED)
-        drawn = self._law.sample(self._seed, 0, batches, self._batch)
-        moved = Assigner(range(nodes), count).moved(homes[drawn.episodes[:, :count]])
-        return float(moved.sum()) / (batches * count)
-
-
-def _parts(counts: Int64Array, parts: int) -> Float64Array:
-    """Return the sums of (N,) `counts` over parts of equal width, (parts,).
-
-    An entry that lies on an edge is divided: parts of whole entries would differ in width, which
-    shows where entries are few.
-    """
-    below = np.concatenate([[0], np.cumsum(counts)])
-    edges = np.arange(parts + 1) * counts.size
-    whole, rest = np.divmod(edges, parts)
-    cut = np.append(counts, 0)[whole] * (rest / parts)
-    return np.diff(below[whole] + cut)
-
-
-def _repeats(values: Int64Array) -> int:
-    """Return how many entries of (steps, B) are in their row already, further left."""
-    ordered = np.sort(values, axis=1)
-    return int((ordered[:, 1:] == ordered[:, :-1]).sum())
-
-
-def row_bytes(dataset: TableData) -> int:
-    """Return the bytes of a step in the loader's table: float32 records, images as they are."""
-    floats, images = 2, 0  # reward and return-to-go
-    for name in ("observations", "actions"):
-        spec = dataset.spec[name]
-        if spec.dtype == np.uint8 and len(spec.shape) >= 2:
-            images += spec.step_bytes
-        else:
-            floats += prod(spec.shape)
-    return -(-4 * floats // 16) * 16 + images
-
-
-def write_comparison(document: Mapping[str, Any], out: Path) -> Sequence[Path]:
-    """Write ``strategies.json`` and ``strategies.html``; return both paths.
-
-    Parameters
-    ----------
-    document
-        From `compare`.
-    out
-        Folder; made if it is not there.
-
-    Raises
-    ------
-    GearError
-        ``OUTPUT_WRITE``.
-    """
-    import json
-
-    from gear_offline.analysis.page import render
-    from gear_offline.core.files import write_error, write_file
-
-    data, page = out / "strategies.json", out / "strategies.html"
-    text, picture = json.dumps(document, indent=1, allow_nan=False) + "\n", render(document)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_file(data, text.encode())
-        write_file(page, picture.encode())
-    except OSError as error:
-        raise write_error(error, str(out)) from error
-    return data, page
+def _with_outcomes(comparison: Comparison, sweep: SweepResult) -> Comparison:
+    metric, outcomes = compare(sweep.trials)
+    return replace(
+        comparison, metric=metric, outcomes=tuple(outcomes), verdict=verdict_text(outcomes)
+    )

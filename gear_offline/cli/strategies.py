@@ -1,20 +1,18 @@
-"""`gear-offline strategies`: what selection strategies draw from a recipe's data."""
+"""`gear-offline strategies`: what sampling strategies draw from a recipe's data, and teach."""
 
 from __future__ import annotations
 
-import json
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from gear_offline.cli.values import Json, Overrides, Quiet, RecipeName, print_json
+
 
 def strategies(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="key=value changes, e.g. loader.batch_size=256.")
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -22,74 +20,50 @@ def strategies(
         ),
     ] = None,
     train: Annotated[
-        bool, typer.Option("--train", help="Train each strategy as well, and compare the scores.")
+        bool, typer.Option("--train", help="Train each strategy as well, and compare the returns.")
     ] = False,
     seeds: Annotated[
         int | None, typer.Option(help="Runs of each strategy, with --train; default 3.")
     ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Return to reach; default 90 % of the recipe's own strategy's best."),
+    parallel: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time, with --train.")
     ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that play policies; 0: this one, after training; default: the cores."
-        ),
-    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="On a GPU, give each run the bits of one alone.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print all columns.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder of page and runs; default runs/NAME-strategies.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Compare what selection strategies draw and, with --train, what is learnt from it."""
-    from gear_offline.analysis.candidates import parse_candidates
-    from gear_offline.analysis.learning_text import print_learning
-    from gear_offline.analysis.strategies import compare, write_comparison
-    from gear_offline.analysis.text import print_comparison
-    from gear_offline.analysis.train import check_request, hold_comparison, train_strategies
+    """Compare sampling strategies: what they draw and, with --train, what is learnt from it."""
     from gear_offline.config.recipe import load_recipe
-    from gear_offline.core.files import check_new_folder
     from gear_offline.errors import InputError
 
-    given = {"--seeds": seeds, "--threshold": threshold, "--jobs": jobs}
-    for option, value in given.items():
-        if value is not None and not train:
+    given = {"--seeds": seeds is not None, "--parallel": parallel is not None, "--exact": exact}
+    for option, is_given in given.items():
+        if is_given and not train:
             raise InputError("USAGE", f"{option} is for --train", remedy="add --train")
-    found = load_recipe(recipe, overrides or ())
-    folder = out or Path("runs") / f"{found.name}-strategies"
-    runs = 3 if seeds is None else seeds
-    check_new_folder(folder)  # before anything is drawn
-    if train:
-        check_request(found, seeds=runs, jobs=jobs, threshold=threshold)
-    # held before anything is drawn or printed
-    with hold_comparison(folder) if train else nullcontext():
-        document = compare(found, strategies=strategies, quiet=quiet)
+    whole = load_recipe(recipe, overrides or ())
 
-        def keep(training: dict[str, Any]) -> None:
-            write_comparison({**document, "training": training}, folder)
+    from gear_offline.analysis.page import print_comparison
+    from gear_offline.analysis.strategies import compare_strategies
 
-        if train:
-            bad = {row["label"] for row in document["strategies"] if "error" in row}
-            candidates = [c for c in parse_candidates(strategies, found) if c.label not in bad]
-            document["training"] = train_strategies(
-                found,
-                candidates,
-                out=folder,
-                seeds=runs,
-                jobs=jobs,
-                threshold=threshold,
-                quiet=quiet,
-                on_stop=keep,
-            )
-        _, page = write_comparison(document, folder)
+    folder = out or Path("runs") / f"{whole.name}-strategies"
+    comparison = compare_strategies(
+        whole,
+        strategies,
+        train=train,
+        seeds=3 if seeds is None else seeds,
+        out=folder,
+        parallel=parallel,
+        exact=exact,
+        quiet=quiet,
+    )
     if as_json:
-        print(json.dumps(document, indent=2, allow_nan=False))
-        return
-    print_comparison(document)
-    if train:
-        print_learning(document["training"])
-    print(page)
+        print_json(comparison.to_json())
+    else:
+        print_comparison(comparison, everything=everything)
+        print(folder / "strategies.html")

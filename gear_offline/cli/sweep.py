@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from gear_offline.cli.values import Json, Quiet, RecipeName, print_json
+
 
 def sweep(
-    recipe: Annotated[str, typer.Argument(help="Recipe name or file.")],
+    recipe: RecipeName,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value changes, or key=a,b,c: every combination is a run."),
+        typer.Argument(
+            metavar="KEY=VALUE", help="Options to change; key=a,b,c: every combination is a run."
+        ),
     ] = None,
     seeds: Annotated[
         str | None, typer.Option(help="Number of seeds from 0 on (8), or a list (3,5,7).")
@@ -21,31 +24,34 @@ def sweep(
     out: Annotated[
         Path | None, typer.Option(help="Sweep directory; default runs/NAME-sweep.")
     ] = None,
-    mode: Annotated[
-        str, typer.Option(help="auto, streams, stacked, processes or serial.")
-    ] = "auto",
     parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; default by mode.")
+        int | None, typer.Option(min=1, help="Runs at a time; default: as many as pay off.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document on stdout.")
+    exact: Annotated[
+        bool, typer.Option("--exact", help="On a GPU, give each run the bits of one alone.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no messages.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a recipe with several seeds and settings; the same command again goes on."""
-    from gear_offline.sweep.points import parse_points, parse_seeds
-    from gear_offline.sweep.report import print_sweep, sweep_document
-    from gear_offline.sweep.sweep import default_sweep_path, run_sweep
+    from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
 
-    points = parse_points(recipe, overrides or (), seeds=parse_seeds(seeds))
-    path = out or default_sweep_path(points[0])
-    chosen: Any = mode
-    results = run_sweep(points, path, mode=chosen, parallel=parallel, quiet=quiet)
+    options = parse_options(overrides or ())
+    numbers = None if seeds is None else parse_seeds(seeds)
+    make_trials(recipe, options, numbers)  # a typo is told before torch is loaded
+
+    from gear_offline.sweep.report import print_sweep
+    from gear_offline.sweep.run import sweep as run_sweep
+
+    result = run_sweep(
+        recipe, options, seeds=numbers, out=out, parallel=parallel, exact=exact, quiet=quiet
+    )
     if as_json:
-        print(json.dumps(sweep_document(path), indent=2, allow_nan=False))
+        print_json(result.to_json())
+    elif quiet:
+        print(result.path)
     else:
-        if not quiet:
-            print_sweep(path)
-        print(path)
-    if any(result.status != "complete" for result in results):
+        print_sweep(result)
+        print(result.path)
+    if not result.is_complete:
         raise typer.Exit(1)

@@ -1,1 +1,3 @@
-"""Runs over a grid."""
+"""Many runs as one: `run.sweep` trains the trials of a grid, on a CPU in worker processes, on a GPU
+together; `trials` has the grid, `directory` the files, `table` the table over seeds.
+"""

@@ -1,10 +1,10 @@
-"""The directory of a sweep: one ordinary run directory a point, and what is known of all of them.
+"""The directory of a sweep: one ordinary run directory a trial, and what is known of all of them.
 
 ::
 
     runs/hopper-medium-sweep/
-      sweep.json           the points, how they were run, where each stands, the table at the end;
-                           points that were not asked for last stand apart, under ``others``
+      sweep.json           the trials, how they were run, and the table when the sweep has ended
+      failures.jsonl       one line a trial that failed
       runs/NAME/           a run directory each, as `train` writes it
       sweep.md, plots/     the report
 """
@@ -12,216 +12,187 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, Field
+
+from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.errors import InputError
 from gear_offline.runs.held_directory import LOCK, HeldDirectory
-from gear_offline.sweep.points import SweepPoint, flat
-from gear_offline.training.metrics import finite
+from gear_offline.sweep.results import TrialResult, is_complete, read_result
+from gear_offline.sweep.trials import Trial, flat
+from gear_offline.training.metrics import JsonLines, finite
 
-FORMAT = 1
 MOST_BYTES = 1 << 30
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=,+-]{0,99}$")]
 
 
-class SweepDirectory(HeldDirectory):
-    """A sweep's directory held for writing; a context manager.
+class TrialEntry(BaseModel):
+    """A trial in ``sweep.json``; `asked` is whether the last call named it."""
 
-    Parameters
-    ----------
-    path
-        Created when missing.
-    points
-        What is to be run.  Of a sweep that is there they are all points, some, or more; points
-        that are not asked for stay as they are.
-    free
-        Dotted options that may differ from those of the sweep's beginning.
-    others
-        Whether recipes may differ in more than in the sweep before, and runs be there that no
-        sweep has made; points of the same name must still be the same.
+    name: RunName
+    label: str
+    seed: int
+    settings: dict[str, Any]
+    recipe: dict[str, Any]
+    asked: bool = True
 
-    Raises
-    ------
-    InputError
-        ``SWEEP_EXISTS`` for a sweep whose points are others than these or differ in something
-        else, ``SWEEP_LOCKED`` when another process runs
-        it, ``SWEEP_DIRECTORY`` when the place cannot be the directory of a sweep.
+    @classmethod
+    def of(cls, trial: Trial) -> TrialEntry:
+        return cls(
+            name=trial.name,
+            label=trial.label,
+            seed=trial.recipe.seed,
+            settings=dict(trial.settings),
+            recipe=trial.recipe.to_dict(),
+        )
+
+    def trial(self, where: Path) -> Trial:
+        recipe = Recipe.parse(self.recipe, where=f"{where}: trial {self.name}")
+        return Trial(name=self.name, label=self.label, recipe=recipe, settings=self.settings)
+
+
+class SweepFile(BaseModel):
+    """The content of ``sweep.json``.
 
     Attributes
     ----------
-    document
-        Content of ``sweep.json``.
+    threads
+        Of each trial in a process of its own: other numbers round differently.
+    exact
+        Whether trials on a GPU give the bits of runs alone.
+    trials
+        All that were ever asked for.
+    table
+        Of those asked for last, as `gear_offline.sweep.table` made it.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        points: Sequence[SweepPoint],
-        *,
-        free: Sequence[str],
-        others: bool = False,
-    ) -> None:
-        self.path, self._others = path, others
-        self._refuse_foreign()
-        taken = InputError(
-            "SWEEP_LOCKED",
-            "another process is running this sweep",
-            where=str(path),
-            remedy="wait for it, or sweep into another directory",
-        )
-        super().__init__(path, unusable="SWEEP_DIRECTORY", taken=taken)
-        try:
-            self.document = self._read() if self.json_path.exists() else {}
-            if self.document:
-                self._check_same(points, set(free))
-        except InputError:
-            self.close()
-            raise
-        rows = [
-            {
-                "name": point.name,
-                "seed": point.recipe.seed,
-                "settings": dict(point.settings),
-                "recipe": point.recipe.to_dict(),
-            }
-            for point in points
-        ]
-        before = {row["name"]: row for row in recorded_points(self.document)}
-        for row in rows:
-            row["error"] = before.pop(str(row["name"]), {}).get("error")
-        self.document |= {
-            "format": FORMAT,
-            "recipe": points[0].recipe.name,
-            "points": rows,
-            "others": list(before.values()),
-        }
+    format: Literal[2] = 2
+    recipe: str
+    threads: int | None = None
+    exact: bool = False
+    trials: list[TrialEntry] = Field(min_length=1)
+    table: dict[str, Any] | None = None
+
+
+class _Failure(BaseModel):
+    trial: str
+    error: str
+
+
+class SweepDirectory:
+    """The directory of a sweep, to look at; `hold` it to write."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.json_path = self.path / "sweep.json"
+
+    def run_path(self, trial: Trial) -> Path:
+        """Return the run directory of a trial."""
+        return self.path / "runs" / trial.name
+
+    def hold(self) -> HeldDirectory:
+        """Keep other processes from running this sweep; a context manager."""
+        what, remedy = "another process is running this sweep", "wait for it, or choose another"
+        taken = InputError("RUN_LOCKED", what, str(self.path), f"{remedy} directory with --out")
+        if self.path.is_dir() and not self.is_begun:
+            foreign = {entry.name for entry in self.path.iterdir()} - {LOCK, ".sweep.json.partial"}
+            if foreign:
+                what = "the directory is not empty and holds no sweep"
+                raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
+        return HeldDirectory(self.path, unusable="OUTPUT_WRITE", taken=taken)
 
     @property
-    def json_path(self) -> Path:
-        return self.path / "sweep.json"
+    def is_begun(self) -> bool:
+        return os.path.lexists(self.json_path)
 
-    def run_path(self, point: SweepPoint) -> Path:
-        """Return the run directory of a point."""
-        return self.path / "runs" / point.name
+    def read(self) -> SweepFile:
+        """Return the content of ``sweep.json``."""
+        if not self.is_begun:
+            raise InputError("RUN_NOT_FOUND", "there is no sweep", str(self.path))
+        try:
+            content = read_regular(self.json_path, most=MOST_BYTES)
+            return SweepFile.model_validate_json(content)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                "RUN_DAMAGED",
+                f"sweep.json cannot be read: {reason}",
+                str(self.path),
+                "sweep into another directory with --out",
+            ) from error
 
-    def note(self, **values: Any) -> None:
-        """Put values into ``sweep.json``."""
-        self.document |= values
-        self._write()
-
-    def note_run(self, name: str, **values: Any) -> None:
-        """Put values into a point's row of ``sweep.json``."""
-        self.note_runs({name: values})
-
-    def note_runs(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put values into the rows of points, by name; the file is written once."""
-        for row in self.document["points"]:
-            row.update(values.get(row["name"], {}))
-        self._write()
-
-    def _write(self) -> None:
-        text = json.dumps(finite(self.document), indent=2, allow_nan=False) + "\n"
+    def write(self, file: SweepFile) -> None:
+        """Write ``sweep.json``, with all recipes: once when a sweep begins and once at its end."""
+        text = json.dumps(finite(file.model_dump()), indent=1, allow_nan=False) + "\n"
         write_file(self.json_path, text.encode())
 
-    def _refuse_foreign(self) -> None:
-        path = self.path
-        if path.exists() and not path.is_dir():
-            raise InputError(
-                "SWEEP_DIRECTORY",
-                "not a directory",
-                where=str(path),
-                remedy="give another place with --out",
-            )
-        there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-        own = {LOCK, ".sweep.json.partial", *(("runs",) if self._others else ())}
-        if there - own and not self.json_path.is_file():
-            raise InputError(
-                "SWEEP_DIRECTORY",
-                "the directory is not empty and holds no sweep",
-                where=str(path),
-                remedy="give another directory with --out",
-            )
+    def note_failure(self, trial: Trial, error: str) -> None:
+        """Append a line to ``failures.jsonl``."""
+        lines = JsonLines(self.path / "failures.jsonl")
+        try:
+            lines.append(_Failure(trial=trial.name, error=error).model_dump())
+        finally:
+            lines.close()
 
-    def _read(self) -> dict[str, Any]:
-        return read_sweep(self.path)
+    def results(self, trials: Iterable[Trial]) -> list[TrialResult]:
+        """Return how trials stand."""
+        errors = self._failures()
+        return [read_result(one, self.run_path(one), errors.get(one.name)) for one in trials]
 
-    def _check_same(self, points: Sequence[SweepPoint], free: set[str]) -> None:
-        now = {point.name: point for point in points}
-        what = ""
-        for row in recorded_points(self.document):
-            point, besides = now.get(row["name"]), free
-            if point is None:
-                if self._others:
-                    continue
-                point = points[0]
-                more = sorted(point.settings.keys() - row["settings"].keys())
-                if more:  # then runs are called otherwise, and the old ones would be run again
-                    what = f"{row['name']} is one of them, and {more[0]} was the same for all"
-                    break
-                # of what all have in common nothing differs, or names would not tell runs apart
-                besides = free | {"seed", *row["settings"]}
-            old, new = flat(row["recipe"]), flat(point.recipe.to_dict())
-            keys = sorted({*old, *new} - besides)
-            changed = next((k for k in keys if old.get(k) != new.get(k)), "")
-            if changed:
-                what = f"{changed} of {row['name']} was {old.get(changed)!r} and is "
-                what += f"{new.get(changed)!r} now"
-                break
-        if what:
-            raise InputError(
-                "SWEEP_EXISTS",
-                f"there is a sweep of other points: {what}",
-                where=str(self.path),
-                remedy="ask for some or all of its points, and for more if you like, or give "
-                "another directory with --out",
-            )
+    def open_trials(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Return those that are not complete."""
+        return [trial for trial in trials if not is_complete(trial, self.run_path(trial))]
+
+    def _failures(self) -> dict[str, str]:
+        """Return the last error of each trial; a line that a kill cut short does not count."""
+        path = self.path / "failures.jsonl"
+        if not os.path.lexists(path):
+            return {}
+        try:
+            lines = read_regular(path, most=MOST_BYTES).split(b"\n")[:-1]
+            failures = [_Failure.model_validate_json(line) for line in lines]
+        except (OSError, ValueError) as error:
+            what, remedy = "failures.jsonl cannot be read", "remove it: failed trials run again"
+            raise InputError("RUN_DAMAGED", what, str(path), remedy) from error
+        return {failure.trial: failure.error for failure in failures}
 
 
-def recorded_points(document: Mapping[str, Any]) -> list[Any]:
-    """Return the rows of all points of a ``sweep.json``, those asked for last first."""
-    return [*document.get("points", ()), *document.get("others", ())]
+def merged(
+    before: SweepFile | None, trials: Sequence[Trial], *, free: Iterable[str], path: Path
+) -> SweepFile:
+    """Return the file of a sweep that goes on with `trials`, or begins.
 
-
-def recorded_options(path: Path) -> tuple[str, ...]:
-    """Return the dotted options that name the runs of a sweep; nothing where there is none.
-
-    Raises
-    ------
-    InputError
-        ``SWEEP_DIRECTORY`` if its ``sweep.json`` is damaged.
+    Trials may differ from those before in the sweep's own options, the seed and what is `free`:
+    else the name of a run would not tell what it is.
     """
-    if not (path / "sweep.json").is_file():
-        return ()
-    return tuple(read_sweep(path)["points"][0]["settings"])
+    file = SweepFile(
+        recipe=trials[0].recipe.name, trials=[TrialEntry.of(trial) for trial in trials]
+    )
+    if before is None:
+        return file
+    old, new = before.trials[0], file.trials[0]
+    if old.settings.keys() != new.settings.keys():
+        then, now = (", ".join(entry.settings) or "their seeds" for entry in (old, new))
+        raise _mismatch(f"its trials differ in {then}, these in {now}", path)
+    own = (*old.settings, *free, "seed", "description")
+    leaves, others = flat(old.recipe), flat(new.recipe)
+    for key in sorted({*leaves, *others}):
+        is_own = any(key == name or key.startswith(f"{name}.") for name in own)
+        if not is_own and leaves.get(key) != others.get(key):
+            raise _mismatch(f"{key} was {leaves.get(key)!r} and is {others.get(key)!r} now", path)
+    asked = {trial.name for trial in trials}
+    for entry in before.trials:
+        if entry.name not in asked:
+            file.trials.append(entry.model_copy(update={"asked": False}))
+    file.threads, file.exact = before.threads, before.exact
+    return file
 
 
-def read_sweep(path: Path) -> dict[str, Any]:
-    """Return the content of a sweep's ``sweep.json``.
-
-    Raises
-    ------
-    InputError
-        ``SWEEP_DIRECTORY`` if it is not one.
-    """
-    place = path / "sweep.json"
-    try:
-        found = json.loads(read_regular(place, most=MOST_BYTES))
-        if found["format"] != FORMAT:
-            raise ValueError(f"format {found['format']}")
-        if not found["points"]:
-            raise ValueError("no points")
-        for row in recorded_points(found):
-            if not isinstance(row["name"], str) or not isinstance(row["recipe"], Mapping):
-                raise ValueError("a point without name or recipe")
-            if not isinstance(row["settings"], Mapping):
-                raise ValueError("a point without settings")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            "SWEEP_DIRECTORY",
-            f"sweep.json cannot be read ({error})",
-            where=str(place),
-            remedy="give the directory of a sweep",
-        ) from error
-    return dict(found)
+def _mismatch(what: str, path: Path) -> InputError:
+    remedy = "give another directory with --out, or other values and seeds of the same options"
+    return InputError("RUN_MISMATCH", f"there is another sweep: {what}", str(path), remedy)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gear_offline.runs.leading_run import LeadingRun
-from gear_offline.sweep.points import SweepPoint
 from gear_offline.sweep.track import Track
+from gear_offline.sweep.trials import Trial
 from gear_offline.training.seeding import deterministic, torch_threads
 
 CHUNK = 8  # steps of a run that are launched together
@@ -101,13 +101,13 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.track = Track(device)
-        self.point: SweepPoint | None = None
+        self.point: Trial | None = None
         self._marks: deque[Any] = deque()
         self._looking = False
         self._launched_seconds = 0.0
         self._window_began: float | None = None
 
-    def start(self, point: SweepPoint, run: TurnRun, held: ExitStack) -> None:
+    def start(self, point: Trial, run: TurnRun, held: ExitStack) -> None:
         """Take a run that has begun; `held` is closed when it ends."""
         self.point, self.run, self._held = point, run, held
         self._marks.clear()

@@ -3,94 +3,155 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gear_offline.config.recipe import Recipe
-from gear_offline.sweep.points import SweepPoint
-from gear_offline.training.metrics import best_evaluation, read_records
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gear_offline.core.files import open_regular, read_regular
+from gear_offline.errors import InputError
+from gear_offline.sweep.trials import Trial
+from gear_offline.training.metrics import read_records
+
+SUMMARY_BYTES = 64 << 20
+TAIL_BYTES = 4096  # holds the last line of a run's metrics
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """How one run of a sweep ended.
+class TaskEvaluation(BaseModel):
+    """What an evaluation says of one task."""
+
+    mean_return: float | None = Field(None, alias="return")
+    normalized_score: float | None = None
+
+
+class Evaluation(TaskEvaluation):
+    """A line of ``evaluations.jsonl``.
 
     Attributes
     ----------
-    name
-        Of its directory.
-    recipe
-        The point, as given.
+    mean_return
+        Of the target that returned most, in the environment's units; None of several tasks, whose
+        units differ, and of an evaluation that failed.
+    normalized_score
+        The same on D4RL's scale, where a reference is known; of several tasks their mean.
+    tasks
+        Of a run of several tasks, by name.
+    """
+
+    step: int
+    tasks: dict[str, TaskEvaluation] = {}
+
+    @property
+    def ranking(self) -> float | None:
+        """What evaluations are compared by; None where there is nothing to compare."""
+        return self.normalized_score if self.mean_return is None else self.mean_return
+
+
+class _Metrics(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+    step: int
+    loss: float | None = None
+
+
+class _Summary(BaseModel):
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """How one trial of a sweep stands.
+
+    Attributes
+    ----------
+    trial
+        Name, recipe and settings.
     path
         Its run directory, as `train` writes it.
     status
         ``"complete"``, or ``"failed"`` with `error`, or ``"open"``: not done yet.
     error
-        ``"CODE: what was wrong"`` of a failed run.
-    steps
-        Optimiser steps that metrics were written of.
-    loss
-        Mean loss of the last line of ``metrics.jsonl``.
-    evaluation_last, evaluation_best
-        Lines of ``evaluations.jsonl``; None without any.
+        ``"CODE: what was wrong"`` of a failed trial.
+    losses
+        Mean training loss by step.
+    evaluations
+        Those that did not fail, in the order of steps.
     """
 
-    name: str
-    recipe: Recipe
+    trial: Trial
     path: Path
     status: Literal["complete", "failed", "open"]
-    error: str | None = None
-    steps: int = 0
-    loss: float | None = None
-    evaluation_last: dict[str, Any] | None = None
-    evaluation_best: dict[str, Any] | None = None
+    error: str | None
+    losses: dict[int, float]
+    evaluations: tuple[Evaluation, ...]
+
+    @property
+    def loss(self) -> float | None:
+        """The last one."""
+        return self.losses[max(self.losses)] if self.losses else None
+
+    @property
+    def last(self) -> Evaluation | None:
+        """The last evaluation that did not fail."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    @property
+    def best(self) -> Evaluation | None:
+        """The evaluation with the highest return, the latest of equals."""
+        return max(self.evaluations, key=lambda e: (e.ranking, e.step), default=None)
 
 
-def read_result(point: SweepPoint, path: Path, *, error: str | None = None) -> RunResult:
-    """Return what the run directory of a point says; `error` if the run has failed."""
-    metrics = read_records(path / "metrics.jsonl")
-    evaluations = read_records(path / "evaluations.jsonl")
-    status: Literal["complete", "failed", "open"] = "open"
-    if is_complete(point, path):
+def read_result(trial: Trial, path: Path, error: str | None) -> TrialResult:
+    """Return what a run directory says; `error` if the trial has failed."""
+    metrics = [_checked(_Metrics, row, path) for row in read_records(path / "metrics.jsonl")]
+    rows = read_records(path / "evaluations.jsonl")
+    played = [_checked(Evaluation, row, path) for row in rows]
+    status: Literal["complete", "failed", "open"] = "open" if error is None else "failed"
+    if is_complete(trial, path):
         status, error = "complete", None
-    elif error is not None:
-        status = "failed"
-    return RunResult(
-        name=point.name,
-        recipe=point.recipe,
+    return TrialResult(
+        trial=trial,
         path=path,
         status=status,
         error=error,
-        steps=int(metrics[-1]["step"]) if metrics else 0,
-        loss=metrics[-1].get("loss") if metrics else None,
-        evaluation_last=evaluations[-1] if evaluations else None,
-        evaluation_best=best_evaluation(evaluations),
+        losses={row.step: row.loss for row in metrics if row.loss is not None},
+        evaluations=tuple(one for one in played if one.ranking is not None),
     )
 
 
-def is_complete(point: SweepPoint, path: Path) -> bool:
-    """Return whether the run of a point has done all its steps and written its summary."""
-    try:
-        summary = json.loads((path / "summary.json").read_text())
-        return bool(summary["steps"] == point.recipe.train.steps)
-    except (OSError, ValueError, KeyError, TypeError):
+def is_complete(trial: Trial, path: Path) -> bool:
+    """Return whether a run has done all the steps of its trial and written its summary."""
+    summary = path / "summary.json"
+    if not os.path.lexists(summary):
         return False
+    try:
+        content = read_regular(summary, most=SUMMARY_BYTES)
+        return _Summary.model_validate_json(content).steps == trial.recipe.train.steps
+    except (OSError, ValueError) as error:
+        raise _damaged(summary, error) from error
 
 
 def steps_done(path: Path) -> int:
     """Return the step of the last whole line of a run's metrics, reading no more than its end."""
     try:
-        with open(path / "metrics.jsonl", "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 4096))
-            lines = file.read().splitlines(keepends=True)
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            if line.endswith(b"\n"):
-                return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+        with open(open_regular(path / "metrics.jsonl"), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]  # the last one is torn, or empty
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0  # for the display only
+
+
+def _checked(kind: type[Any], row: dict[str, Any], path: Path) -> Any:
+    try:
+        return kind.model_validate(row)
+    except ValidationError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:200]
+    remedy = "move that run away: the sweep makes it again"
+    return InputError("RUN_DAMAGED", f"a file cannot be read: {reason}", str(path), remedy)

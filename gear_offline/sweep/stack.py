@@ -13,14 +13,14 @@ from gear_offline.errors import GearError
 from gear_offline.runs.errors import in_words
 from gear_offline.runs.training_run import TrainingInterrupted
 from gear_offline.sweep.lane import CHUNK, DEEP, Lane
-from gear_offline.sweep.points import SweepPoint
+from gear_offline.sweep.trials import Trial
 from gear_offline.sweep.turns import PAUSE_SECONDS, Ended, Turns
 from gear_offline.training.stack import Stack, stack_key
 
 LARGEST = 16  # runs of one stack: more of them are hardly faster, see docs/sweeps.md
 
 
-def in_groups(points: Sequence[SweepPoint], most: int) -> Iterator[list[SweepPoint]]:
+def in_groups(points: Sequence[Trial], most: int) -> Iterator[list[Trial]]:
     """Yield points that can be stacked, in stacks of about the same size; the order stays in them.
 
     Parameters
@@ -28,7 +28,7 @@ def in_groups(points: Sequence[SweepPoint], most: int) -> Iterator[list[SweepPoi
     most
         Points of a stack.
     """
-    kinds: dict[str, list[SweepPoint]] = {}
+    kinds: dict[str, list[Trial]] = {}
     for point in points:
         kinds.setdefault(stack_key(point.recipe), []).append(point)
     for alike in kinds.values():
@@ -46,7 +46,7 @@ class StackTurns(Turns):
     computed there is not used.
     """
 
-    def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
+    def complete(self, points: Sequence[Trial], ended: Ended) -> None:
         """As `Turns.complete`."""
         self._ended = ended
         self._lanes = []  # every group brings its own
@@ -67,7 +67,7 @@ class StackTurns(Turns):
                 for lane in self._busy():
                     self._abandon(lane)
 
-    def _complete_group(self, points: Sequence[SweepPoint]) -> Iterator[bool]:
+    def _complete_group(self, points: Sequence[Trial]) -> Iterator[bool]:
         """Run points of one `stack_key` to their end; yield whether anything moved."""
         mine = []
         for point in points:
@@ -187,7 +187,7 @@ def _there(lanes: Sequence[Lane]) -> list[Lane]:
     return [lane for lane in lanes if lane.point is not None]
 
 
-def _point(lane: Lane) -> SweepPoint:
+def _point(lane: Lane) -> Trial:
     assert lane.point is not None, "a busy lane"
     return lane.point
 

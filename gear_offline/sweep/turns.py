@@ -25,15 +25,14 @@ from gear_offline.runs.errors import in_words
 from gear_offline.runs.preparation import resolve
 from gear_offline.runs.trainer import check_resumed
 from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sweep.display import SweepDisplay
 from gear_offline.sweep.lane import Lane, TurnRun
-from gear_offline.sweep.points import SweepPoint
+from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.learner import Learner
 from gear_offline.training.seeding import deterministic, torch_threads
 
-Ended = Callable[[SweepPoint, GearError | None], None]
+Ended = Callable[[Trial, GearError | None], None]
 
 PAUSE_SECONDS = 0.002  # of the host when every run waits for something
 MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
@@ -64,9 +63,9 @@ class Turns:
         *,
         parallel: int,
         share: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-        prepare: Callable[[SweepPoint], TableData],
-        place: Callable[[SweepPoint], Path],
-        display: SweepDisplay,
+        prepare: Callable[[Recipe], TableData],
+        place: Callable[[Trial], Path],
+        display: Any,
     ) -> None:
         self._device, self._prepare, self._place = device, prepare, place
         self._share, self._display = share, display
@@ -75,7 +74,7 @@ class Turns:
         self._tables = SharedTables()
         self._stop = StopRequest()
 
-    def complete(self, points: Sequence[SweepPoint], ended: Ended) -> None:
+    def complete(self, points: Sequence[Trial], ended: Ended) -> None:
         """Run all points; `ended` is told of each how it ended.
 
         Raises
@@ -103,7 +102,7 @@ class Turns:
     def _busy(self) -> list[Lane]:
         return [lane for lane in self._lanes if lane.point is not None]
 
-    def _admit(self, waiting: deque[SweepPoint]) -> None:
+    def _admit(self, waiting: deque[Trial]) -> None:
         """Begin one run, if there is a lane and memory; the one before is captured by then."""
         lane = next((lane for lane in self._lanes if lane.point is None), None)
         if not waiting or lane is None or not self._has_room():
@@ -123,12 +122,12 @@ class Turns:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free > MEMORY_SPARE * torch.cuda.memory_reserved(self._device) / running
 
-    def _open(self, lane: Lane, point: SweepPoint) -> None:
+    def _open(self, lane: Lane, point: Trial) -> None:
         path = self._place(point)
         lane.track.renew()
         with ExitStack() as stack:
             directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
-            dataset = self._prepare(point)
+            dataset = self._prepare(point.recipe)
             recipe, sizes = resolve(self._share(point.recipe), dataset, quiet=True)
             check_resumed(path, recipe)
             threads = torch_threads(recipe.train.threads)
@@ -206,7 +205,7 @@ class Turns:
             lane.release()
 
     @contextmanager
-    def _many_shapes(self, points: Sequence[SweepPoint]) -> Iterator[None]:
+    def _many_shapes(self, points: Sequence[Trial]) -> Iterator[None]:
         """Let torch.compile keep a version of the step for each shape that there may be."""
         compiled = any(point.recipe.train.compile != "off" for point in points)
         if self._device.type != "cuda" or not compiled:

@@ -1,0 +1,306 @@
+"""Is one setting better than another?  Paired tests over seeds, and the interquartile mean.
+
+Trials of one seed are pairs: they begin with the same weights and are played from the same start
+states.  Two tests look at the differences of the pairs:
+
+- the paired t test, which takes the differences for draws of a normal distribution;
+- the sign-flip permutation test, which only takes them for symmetric around zero when there is no
+  effect.  With n pairs its p cannot be below 2 / 2^n: 0.25 for three.
+
+Several settings compared with one baseline get Holm's correction of the t tests.
+
+Shape legend: n seeds, T tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from gear_offline.analysis.sampling import Data, Strategy
+from gear_offline.sweep.results import TrialResult
+from gear_offline.sweep.table import RANKING, Curve, Estimate, by_label, estimate, make_curves
+from gear_offline.training.metrics import finite
+
+Float64Array = npt.NDArray[np.float64]
+Verdict = Literal["higher", "lower", "no difference", "too few seeds"]
+
+LEVEL = 0.05  # of significance
+LEAST_PAIRS = 3  # for a verdict: the spread of two is one difference, which is small by chance
+MOST_FLIPS = 1 << 16  # up to 16 pairs every assignment of signs is looked at
+BOOTSTRAPS = 10_000
+SEED = 20_261_121  # of flips and bootstraps: the same results give the same figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What the differences of n pairs say.
+
+    Attributes
+    ----------
+    pairs
+        n.
+    mean
+        Of the differences, setting minus baseline.
+    low, high
+        95 % Student t interval of the mean difference, not corrected; None with one pair.
+    t_p, holm_p
+        Two-sided p of the paired t test, alone and after Holm's correction; None with one pair, or
+        when all differences are equal: then nothing is known of their spread.
+    permutation_p
+        Two-sided p of the sign-flip test, not corrected; None with one pair.
+    """
+
+    pairs: int
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    t_p: float | None = None
+    holm_p: float | None = None
+    permutation_p: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the comparison shows, after correction."""
+        if self.pairs < LEAST_PAIRS:
+            return "too few seeds"
+        if self.holm_p is None or self.holm_p >= LEVEL:
+            return "no difference"
+        return "higher" if self.mean > 0 else "lower"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the trials of one setting came to.
+
+    Attributes
+    ----------
+    label
+        Of the setting.
+    seeds
+        Of the complete trials.
+    final
+        Of the last evaluations; None without any.
+    score
+        The same on D4RL's scale.
+    iqm, iqm_low, iqm_high
+        Interquartile mean over seeds (and tasks), and its 95 % bootstrap interval.
+    curve
+        Evaluations over steps.
+    versus
+        The comparison with the baseline; None for the baseline.
+    failures
+        ``(run, error)`` of the trials that failed.
+    """
+
+    label: str
+    seeds: tuple[int, ...]
+    final: Estimate | None
+    score: Estimate | None
+    iqm: float | None
+    iqm_low: float | None
+    iqm_high: float | None
+    curve: Curve | None
+    versus: Difference | None
+    failures: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What strategies draw and, if they were trained, what they came to.
+
+    Attributes
+    ----------
+    recipe, seed, batch_size, context_length, batches
+        What was drawn for: so many batches of a recipe.
+    data
+        What was drawn from.
+    machine
+        Where, and when.
+    strategies
+        The baseline, the recipe's own one, first.
+    metric
+        What trained strategies are compared by: ``return`` or ``normalized_score``.
+    outcomes
+        Of the strategies that were trained; empty without training.
+    verdict
+        The result in a sentence or two.
+    """
+
+    recipe: str
+    seed: int
+    batch_size: int
+    context_length: int
+    batches: int
+    data: Data
+    machine: dict[str, Any]
+    strategies: tuple[Strategy, ...]
+    metric: str = "return"
+    outcomes: tuple[Outcome, ...] = ()
+    verdict: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that ``strategies.json`` holds."""
+        document: dict[str, Any] = finite(asdict(self))
+        for row, outcome in zip(document["outcomes"], self.outcomes, strict=True):
+            if outcome.versus is not None:
+                row["versus"]["verdict"] = outcome.versus.verdict
+            if outcome.curve is not None:
+                row["curve"]["values"] = outcome.curve.values.tolist()
+        return document
+
+
+def compare(trials: Sequence[TrialResult]) -> tuple[str, list[Outcome]]:
+    """Return the metric and the outcome of each setting; the first setting is the baseline.
+
+    The metric is the return of the last evaluation, or the mean normalized score of several tasks.
+    """
+    settings = by_label(trials)
+    lasts = [one.last for one in trials if one.last is not None]
+    metric = RANKING[0] if any(last.mean_return is not None for last in lasts) else RANKING[1]
+    curves = make_curves(trials, metric)
+    finals = {label: _finals(members) for label, members in settings.items()}
+    baseline = next(iter(finals.values()))
+    outcomes = []
+    for place, (label, members) in enumerate(settings.items()):
+        values = finals[label]
+        pairs = [seed for seed in values if seed in baseline]
+        versus = None
+        if place and pairs:
+            versus = difference([values[s] for s in pairs], [baseline[s] for s in pairs])
+        complete = [one for one in members if one.trial.recipe.seed in values]
+        scores = [one.last.normalized_score for one in complete if one.last]
+        known = [score for score in scores if score is not None]
+        middle = iqm_interval(_by_task(complete)) if values else (None, None, None)
+        outcomes.append(
+            Outcome(
+                label=label,
+                seeds=tuple(values),
+                final=estimate(list(values.values())) if values else None,
+                score=estimate(known) if known and len(known) == len(scores) else None,
+                iqm=middle[0],
+                iqm_low=middle[1],
+                iqm_high=middle[2],
+                curve=curves.get(label),
+                versus=versus,
+                failures=tuple((o.trial.name, str(o.error)) for o in members if o.error),
+            )
+        )
+    adjusted = holm([None if one.versus is None else one.versus.t_p for one in outcomes])
+    for place, (one, p) in enumerate(zip(outcomes, adjusted, strict=True)):
+        if one.versus is not None:
+            outcomes[place] = replace(one, versus=replace(one.versus, holm_p=p))
+    return metric, outcomes
+
+
+def _finals(members: Sequence[TrialResult]) -> dict[int, float]:
+    """Return by seed what the complete trials' last evaluations came to."""
+    return {
+        one.trial.recipe.seed: one.last.ranking
+        for one in members
+        if one.status == "complete" and one.last is not None and one.last.ranking is not None
+    }
+
+
+def _by_task(trials: Sequence[TrialResult]) -> Float64Array:
+    """Return (n, T) scores: of one task what is compared, of several their normalized scores."""
+    rows = []
+    for one in trials:
+        assert one.last is not None, "a trial with a final value"
+        scores = [task.normalized_score for task in one.last.tasks.values()]
+        known = [score for score in scores if score is not None]
+        assert one.last.ranking is not None, "it is one of those that count"
+        rows.append(known or [one.last.ranking])
+    return np.array(rows, np.float64)
+
+
+def difference(new: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """Compare n results with those of the baseline for the same seeds, in the same order."""
+    differences = np.asarray(new, np.float64) - np.asarray(baseline, np.float64)
+    pairs, mean = differences.size, float(differences.mean())
+    if pairs < 2:
+        return Difference(pairs=pairs, mean=mean)
+    flips = stats.permutation_test(
+        (differences,),
+        np.sum,
+        permutation_type="samples",
+        n_resamples=MOST_FLIPS,
+        rng=np.random.default_rng(SEED),
+    )
+    found = Difference(pairs=pairs, mean=mean, permutation_p=float(flips.pvalue))
+    # equal differences are not exactly equal after a subtraction of floats
+    if np.ptp(differences) <= 1e-12 * float(np.abs(differences).max()):
+        return replace(found, low=mean, high=mean, t_p=1.0 if mean == 0.0 else None)
+    test = stats.ttest_1samp(differences, 0.0)
+    low, high = test.confidence_interval(0.95)
+    return replace(found, low=float(low), high=float(high), t_p=float(test.pvalue))
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """Return p values adjusted by Holm's step-down method; None stays and does not count."""
+    known = sorted((p, place) for place, p in enumerate(values) if p is not None)
+    adjusted: list[float | None] = [None] * len(values)
+    highest = 0.0
+    for rank, (p, place) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - rank)))
+        adjusted[place] = highest
+    return adjusted
+
+
+def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | None]:
+    """Return the interquartile mean of `scores` (n, T) and its 95 % interval, as rliable does.
+
+    The mean of the middle half of all scores; the percentile bootstrap draws n seeds anew for each
+    task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
+    NeurIPS 2021).  No interval of one seed.
+    """
+    middle = float(stats.trim_mean(scores, 0.25, axis=None))
+    seeds, tasks = scores.shape
+    if seeds < LEAST_PAIRS:
+        return middle, None, None
+    rng = np.random.default_rng(SEED)
+    drawn = rng.integers(seeds, size=(BOOTSTRAPS, seeds, tasks))
+    samples = scores[drawn, np.arange(tasks)].reshape(BOOTSTRAPS, seeds * tasks)
+    low, high = np.percentile(stats.trim_mean(samples, 0.25, axis=1), [2.5, 97.5])
+    return middle, float(low), float(high)
+
+
+def verdict_text(outcomes: Sequence[Outcome]) -> str:
+    """Return in a sentence or two what a comparison shows."""
+    baseline, *others = outcomes
+    compared = [(one.label, one.versus) for one in others if one.versus is not None]
+    if not compared:
+        return "Nothing is compared: no seed is complete with the baseline and another strategy."
+    pairs = max(versus.pairs for _, versus in compared)
+    seeds = f"{pairs} seed{'s' if pairs > 1 else ''}"
+    if pairs < LEAST_PAIRS:
+        return f"{seeds} cannot tell strategies apart: that takes {LEAST_PAIRS}, better more."
+    groups: dict[Verdict, list[str]] = {}
+    for label, versus in compared:
+        groups.setdefault(versus.verdict, []).append(label)
+    words = [
+        f"{', '.join(groups[word])} {'is' if len(groups[word]) == 1 else 'are'} {word}"
+        for word in ("higher", "lower")
+        if word in groups
+    ]
+    same = groups.get("no difference", [])
+    if same:
+        who = ", ".join(same)
+        if len(same) > 3:
+            who = f"the other {len(same)}" if words else f"any of the {len(same)}"
+        words.append(f"no significant difference for {who}")
+    if "too few seeds" in groups:
+        words.append(f"too few seeds of {', '.join(groups['too few seeds'])}")
+    text = f"Against {baseline.label}: {'; '.join(words)} ({seeds}, paired t test, Holm)."
+    least = 2.0 / 2**pairs * len(compared)
+    if least >= LEVEL:
+        text += (
+            f" The permutation test, which does not take differences for normal, cannot reach "
+            f"p < {LEVEL} with so few."
+        )
+    return text

@@ -1,0 +1,280 @@
+"""What a strategy draws, measured without training: coverage, repetition, returns, age, speed.
+
+A strategy draws the batches that a training run of the recipe would ask for, up to a number, and
+nothing is gathered.  Figures are of those draws, nothing is extrapolated; memory is bounded by the
+number of draws and of episodes, whatever the number of steps.
+
+Shape legend: E episodes, N steps of the table, n draws, B slots of a batch, K steps of a window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.core.types import Int64Array
+from gear_offline.dataset.schema import EpisodeIndex
+from gear_offline.distributed.assignment import Assigner
+from gear_offline.runs.plots import histogram_edges
+from gear_offline.sampling import Sampler
+from gear_offline.tables.joint import TableData
+
+Float64Array = npt.NDArray[np.float64]
+
+MOST_DRAWS = 1_000_000  # of a strategy
+DRAWS_AT_ONCE = 65_536
+POINTS = 40  # of a coverage curve
+BINS = 40  # of returns
+AGES = 20  # bins over the table's order
+NODES = (2, 4, 8)  # for which network traffic is predicted
+BATCHES_ASSIGNED = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What a strategy drew.
+
+    Attributes
+    ----------
+    draws
+        n.
+    coverage_starts, coverage_steps, coverage_episodes
+        Share that was drawn, or shown in a window, at least once.
+    effective_segments
+        1 over the mean probability of what was drawn, which is 1 over the sum of squared
+        probabilities: how many equally likely starts would repeat as often.
+    effective_sample_share
+        (sum w)^2 / (n sum w^2) with w = 1 / probability.
+    most_shown_over_mean
+        How often the step that was shown most was shown, over the mean of all steps.
+    duplicate_starts, duplicate_episodes
+        Share of slots that repeat one of their batch.
+    padding
+        Share of places of windows that hold no step.
+    mean_return
+        Mean over draws of the return of the episode drawn.
+    returns
+        Share of the draws in each bin of returns.
+    age_quartiles
+        Places of draws in the table, 0 the newest step, 1 the oldest.
+    ages
+        Share of the draws in each twentieth of the table, the oldest first.
+    coverage
+        (batches, share of starts drawn, share of steps shown) along the way.
+    segments_per_second
+        Selecting alone, on the CPU.
+    hbm_budget_bytes, hbm_share
+        Predicted share of steps that are read from GPU memory when the episodes that are drawn
+        most a byte fill that budget.
+    window_bytes_per_batch
+        Of the rows of a batch's windows.
+    moved_share
+        Predicted share of segments that leave their node, by the number of nodes of one rank.
+    """
+
+    draws: int
+    coverage_starts: float
+    coverage_steps: float
+    coverage_episodes: float
+    effective_segments: float
+    effective_sample_share: float
+    most_shown_over_mean: float
+    duplicate_starts: float
+    duplicate_episodes: float
+    padding: float
+    mean_return: float
+    returns: tuple[float, ...]
+    age_quartiles: tuple[float, ...]
+    ages: tuple[float, ...]
+    coverage: tuple[tuple[int, float, float], ...]
+    segments_per_second: float
+    hbm_budget_bytes: int
+    hbm_share: float
+    window_bytes_per_batch: float
+    moved_share: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What strategies draw from: `returns` are shares of the steps in bins between `edges`."""
+
+    path: str
+    episodes: int
+    steps: int
+    mean_return: float
+    best_return: float
+    edges: tuple[float, ...]
+    returns: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A strategy with options, and what it drew, or why it cannot."""
+
+    label: str
+    strategy: str
+    options: dict[str, Any]
+    draws: Draws | None = None
+    error: str | None = None
+
+
+def measure(
+    dataset: TableData,
+    recipe: Recipe,
+    sampler: Sampler,
+    batches: int,
+    advance: Callable[[int], None] = lambda batches: None,
+) -> Draws:
+    """Draw the batches of steps 0 to `batches` of a recipe, and count."""
+    index, returns = dataset.episodes, dataset.returns
+    size, span = recipe.loader.batch_size, recipe.loader.context_length
+    seconds, episodes, starts, real, probability = 0.0, [], [], [], []
+    at_once = max(1, DRAWS_AT_ONCE // size)
+    for first in range(0, batches, at_once):
+        count = min(at_once, batches - first)
+        began = time.perf_counter()
+        drawn = sampler.sample(recipe.seed, first, count, size)
+        seconds += time.perf_counter() - began
+        lengths = np.minimum(index.lengths[drawn.episodes] - drawn.starts, span)
+        if drawn.lengths is not None:
+            lengths = np.minimum(lengths, drawn.lengths)
+        episodes.append(drawn.episodes)
+        starts.append(index.offsets[drawn.episodes] + drawn.starts)
+        real.append(lengths)
+        probability.append(drawn.probability)
+        advance(count)
+    chosen, rows = np.concatenate(episodes), np.concatenate(starts)  # (batches, B)
+    shown, p = np.concatenate(real), np.concatenate(probability)
+    draws, steps = rows.size, index.steps
+    order = np.argsort(rows, axis=None, kind="stable")
+    first_rows = rows.reshape(-1)[order]
+    last_rows = first_rows + shown.reshape(-1)[order]
+    marks = sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)})
+    coverage = [(0, 0.0, 0.0)]
+    for mark in marks:
+        until = order < mark * size  # the draws of the first batches, still in the table's order
+        seen, covered = _covered(first_rows[until], last_rows[until])
+        coverage.append((mark, seen / steps, covered / steps))
+    per_episode = np.bincount(chosen.reshape(-1), minlength=index.episodes)
+    weights = 1.0 / p
+    # The mean probability of what is drawn is the sum of squared probabilities; where every start
+    # comes once an epoch, its probability is 1 and says nothing of it.
+    effective = float(steps) if (p == 1.0).all() else min(1.0 / float(p.mean()), float(steps))
+    budget, resident = _resident_share(dataset, recipe, chosen, shown)
+    quartiles = first_rows[[int(np.ceil(q * draws)) - 1 for q in (0.75, 0.5, 0.25)]]
+    return Draws(
+        draws=draws,
+        coverage_starts=coverage[-1][1],
+        coverage_steps=coverage[-1][2],
+        coverage_episodes=float((per_episode > 0).mean()),
+        effective_segments=effective,
+        effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
+        most_shown_over_mean=_most_shown(first_rows, last_rows) * steps / int(shown.sum()),
+        duplicate_starts=_repeats(rows) / draws,
+        duplicate_episodes=_repeats(chosen) / draws,
+        padding=1.0 - int(shown.sum()) / (draws * span),
+        mean_return=float(np.average(returns, weights=per_episode)),
+        returns=return_shares(returns, per_episode.astype(np.float64)),
+        age_quartiles=tuple((1.0 - (quartiles + 0.5) / steps).tolist()),
+        ages=tuple((table_shares(first_rows, steps, AGES) / draws).tolist()),
+        coverage=tuple(coverage[1:]),
+        segments_per_second=draws / seconds,
+        hbm_budget_bytes=budget,
+        hbm_share=resident,
+        window_bytes_per_batch=int(shown.sum()) * row_bytes(dataset) / batches,
+        moved_share={str(n): _moved_share(index, chosen[:BATCHES_ASSIGNED], n) for n in NODES},
+    )
+
+
+def _covered(first: Int64Array, last: Int64Array) -> tuple[int, int]:
+    """Return how many starts are distinct, and how many steps lie in a window [first, last).
+
+    Windows are in the order of their first steps.
+    """
+    if not first.size:
+        return 0, 0
+    reached = np.maximum.accumulate(last)
+    begun = np.maximum(first[1:], reached[:-1])  # where what a window adds begins
+    added = np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0]
+    return int((np.diff(first) > 0).sum()) + 1, int(added)
+
+
+def _most_shown(first: Int64Array, last: Int64Array) -> int:
+    """Return in how many windows [first, last), ordered by their first steps, one step lies."""
+    ended = np.searchsorted(np.sort(last), first, side="right")
+    return int((np.searchsorted(first, first, side="right") - ended).max())
+
+
+def _repeats(values: Int64Array) -> int:
+    """Return how many entries of (steps, B) are in their row already, further left."""
+    ordered = np.sort(values, axis=1)
+    return int((ordered[:, 1:] == ordered[:, :-1]).sum())
+
+
+def table_shares(rows: Int64Array, steps: int, parts: int) -> Float64Array:
+    """Return how many of the sorted `rows` (n,) of a table lie in each of `parts` equal parts.
+
+    A row that an edge divides counts on both sides of it: parts of whole rows would differ in
+    width, which shows where rows are few.
+    """
+    whole, rest = np.divmod(np.arange(parts + 1) * steps, parts)
+    below, up_to = (np.searchsorted(rows, whole, side=side) for side in ("left", "right"))
+    return np.asarray(np.diff(below + (up_to - below) * (rest / parts)), np.float64)
+
+
+def return_edges(returns: Float64Array) -> tuple[float, ...]:
+    """Return the edges of the bins of returns."""
+    return tuple(histogram_edges(returns, BINS).tolist())
+
+
+def return_shares(returns: Float64Array, weights: Float64Array) -> tuple[float, ...]:
+    """Return the share of `weights` (E,) in each bin of `returns` (E,)."""
+    counts, _ = np.histogram(returns, bins=histogram_edges(returns, BINS), weights=weights)
+    return tuple((counts / weights.sum()).tolist())
+
+
+def _resident_share(
+    dataset: TableData, recipe: Recipe, episodes: Int64Array, shown: Int64Array
+) -> tuple[int, float]:
+    """Return the budget of GPU memory, and the share of shown steps that lie in it."""
+    sizes = dataset.episodes.lengths * row_bytes(dataset)
+    budget = recipe.loader.hbm_budget
+    budget = int(sizes.sum()) // 2 if budget is None else budget
+    weights = np.bincount(episodes.reshape(-1), shown.reshape(-1), minlength=sizes.size)
+    order = np.argsort(-weights / sizes, kind="stable")
+    taken = int(np.searchsorted(np.cumsum(sizes[order]), budget, side="right"))
+    return budget, float(weights[order[:taken]].sum() / weights.sum())
+
+
+def _moved_share(index: EpisodeIndex, episodes: Int64Array, nodes: int) -> float | None:
+    """Return the share of segments that leave their node, one rank a node.
+
+    The table is split into runs of episodes of nearly equal steps; the batch is cut to a multiple
+    of the ranks.
+    """
+    count = episodes.shape[1] // nodes * nodes
+    if count == 0 or index.episodes < nodes:
+        return None
+    middle = (index.offsets[:-1] + index.offsets[1:]) // 2
+    homes = np.minimum(middle * nodes // index.steps, nodes - 1)
+    moved = Assigner(range(nodes), count).moved(homes[episodes[:, :count]])
+    return float(moved.sum() / (len(episodes) * count))
+
+
+def row_bytes(dataset: TableData) -> int:
+    """Return the bytes of a step in the loader's table: float32 records, images as they are."""
+    floats, images = 2, 0  # reward and return-to-go
+    for name in ("observations", "actions"):
+        spec = dataset.spec[name]
+        if spec.dtype == np.uint8 and len(spec.shape) >= 2:
+            images += spec.step_bytes
+        else:
+            floats += prod(spec.shape)
+    return -(-4 * floats // 16) * 16 + images

@@ -1,0 +1,171 @@
+"""A sweep's table: for each setting the mean over seeds and its 95 % confidence interval.
+
+The interval is the two-sided Student t interval of the mean over seeds: it says how well the mean
+over all seeds is known from these, not how far a single run may lie from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from gear_offline.evaluation.results import mean_interval
+from gear_offline.runs.plots import short
+from gear_offline.sweep.results import Evaluation, TrialResult
+
+INTERVAL = "two-sided 95 % Student t interval of the mean over seeds"
+RANKING = ("return", "normalized_score", "loss")  # of several tasks there is no common return
+LEAST_SEEDS = 3  # for an interval: that of two is 9 times as wide as they lie apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over seeds, and half the width of its 95 % interval; None of fewer than three."""
+
+    mean: float
+    half: float | None
+    values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return short(self.mean) if self.half is None else f"{short(self.mean)} ± {short(self.half)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One setting of a sweep over the seeds whose trials are complete.
+
+    Attributes
+    ----------
+    label, settings
+        Of its trials.
+    trials
+        How many there are, complete or not.
+    seeds
+        Of those that are complete.
+    failed
+        Names of the runs that failed.
+    estimates
+        By metric, as far as there are values: ``return``, ``best_return``, ``normalized_score``
+        (all of evaluations, the last ones but for the second) and ``loss``.
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    trials: int
+    seeds: tuple[int, ...]
+    failed: tuple[str, ...]
+    estimates: Mapping[str, Estimate]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The rows of a sweep, the best first by `metric`: one of `RANKING`, the first there is."""
+
+    rows: tuple[Row, ...]
+    metric: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able document."""
+        return {"interval": INTERVAL, "metric": self.metric, "rows": [asdict(r) for r in self.rows]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Values over optimiser steps.
+
+    Attributes
+    ----------
+    steps
+        (M,) those that every complete trial has.
+    values
+        (n, M), one row a seed.
+    """
+
+    steps: tuple[int, ...]
+    values: np.ndarray[Any, np.dtype[np.float64]]
+
+    def estimates(self) -> list[Estimate]:
+        """Return the mean over seeds and its interval at each step."""
+        return [estimate(column) for column in self.values.T.tolist()]
+
+
+def _of(evaluation: Evaluation | None, name: str) -> float | None:
+    return None if evaluation is None else getattr(evaluation, name)
+
+
+METRIC_FIELDS = {"return": "mean_return", "normalized_score": "normalized_score"}
+METRICS: dict[str, Callable[[TrialResult], float | None]] = {
+    "return": lambda result: _of(result.last, "mean_return"),
+    "best_return": lambda result: _of(result.best, "mean_return"),
+    "normalized_score": lambda result: _of(result.last, "normalized_score"),
+    "loss": lambda result: result.loss,
+}
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of `values`, of one seed each, with its interval."""
+    array = np.asarray(values, np.float64)
+    half = None
+    if array.size >= LEAST_SEEDS:
+        low, high = mean_interval(array)
+        half = (high - low) / 2
+    return Estimate(mean=float(array.mean()), half=half, values=tuple(array.tolist()))
+
+
+def by_label(results: Sequence[TrialResult]) -> dict[str, list[TrialResult]]:
+    """Return the trials of each setting."""
+    groups: dict[str, list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault(result.trial.label, []).append(result)
+    return groups
+
+
+def make_table(results: Sequence[TrialResult]) -> Table:
+    """Return the table of trials; equal settings stay in the order of the trials."""
+    rows = []
+    for label, members in by_label(results).items():
+        complete = [result for result in members if result.status == "complete"]
+        estimates = {}
+        for name, read in METRICS.items():
+            values = [value for result in complete if (value := read(result)) is not None]
+            if values:
+                estimates[name] = estimate(values)
+        rows.append(
+            Row(
+                label=label,
+                settings=members[0].trial.settings,
+                trials=len(members),
+                seeds=tuple(result.trial.recipe.seed for result in complete),
+                failed=tuple(r.trial.name for r in members if r.status == "failed"),
+                estimates=estimates,
+            )
+        )
+    metric = next((m for m in RANKING if any(m in row.estimates for row in rows)), "loss")
+    sign = 1.0 if metric == "loss" else -1.0
+
+    def rank(row: Row) -> float:
+        return sign * row.estimates[metric].mean if metric in row.estimates else np.inf
+
+    return Table(rows=tuple(sorted(rows, key=rank)), metric=metric)
+
+
+def make_curves(results: Sequence[TrialResult], metric: str) -> dict[str, Curve]:
+    """Return the curve of each setting with complete trials, by label; `metric` as in `RANKING`."""
+    curves = {}
+    for label, members in by_label(results).items():
+        runs = [_points(one, metric) for one in members if one.status == "complete"]
+        steps = sorted(set.intersection(*(set(run) for run in runs))) if runs else []
+        if steps:
+            values = np.array([[run[step] for step in steps] for run in runs], np.float64)
+            curves[label] = Curve(steps=tuple(steps), values=values)
+    return curves
+
+
+def _points(result: TrialResult, metric: str) -> dict[int, float]:
+    if metric == "loss":
+        return result.losses
+    values = {one.step: _of(one, METRIC_FIELDS[metric]) for one in result.evaluations}
+    return {step: value for step, value in values.items() if value is not None}

@@ -1,0 +1,187 @@
+"""The trials of a sweep: one recipe each, what they differ in, and what their runs are called."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.config.strict_yaml import dump_yaml, parse_yaml
+from gear_offline.errors import InputError
+
+MOST_TRIALS = 10_000
+NAME_CHARACTERS = 80
+_UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One run of a sweep.
+
+    Attributes
+    ----------
+    name
+        Of its run directory.
+    label
+        What it is among the others, the same for all seeds.
+    recipe
+        What it trains.
+    settings
+        Dotted option and value of what the trials differ in, without the seed.
+    """
+
+    name: str
+    label: str
+    recipe: Recipe
+    settings: Mapping[str, Any]
+
+
+def make_trials(
+    recipe: Recipe | str | Path,
+    options: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int] | None = None,
+    *,
+    named: Sequence[str] = (),
+) -> list[Trial]:
+    """Return the trials of a grid: the product of all options' values, and of the seeds.
+
+    Options with several values name the trials; those in `named` do so with one value, too.
+    """
+    axes = {key: list(values) for key, values in options.items()}
+    if seeds is not None:
+        if "seed" in axes:
+            raise _unusable("seeds are given twice, by --seeds and by seed=", "keep one of them")
+        axes["seed"] = list(seeds)
+    count = 1
+    for key, values in axes.items():
+        if not values or any(value in values[:place] for place, value in enumerate(values)):
+            what = "has a value twice" if values else "has no values"
+            raise _unusable(f"{key} {what}", "name each value once")
+        count *= len(values)
+    if count > MOST_TRIALS:
+        raise _unusable(f"{count:,} trials", f"one sweep has at most {MOST_TRIALS:,}")
+    several = [key for key, values in axes.items() if len(values) > 1]
+    names = list(dict.fromkeys([*named, *(key for key in several if key != "seed")]))
+    trials = []
+    for chosen in itertools.product(*axes.values()):
+        changes = dict(zip(axes, chosen, strict=True))
+        one = _changed(recipe, changes)
+        content = one.to_dict()
+        settings = {key: _value(content, key, changes.get(key)) for key in names}
+        label = _label(settings)
+        name, label = trial_name(label, one.seed), label or one.name
+        trials.append(Trial(name=name, label=label, recipe=one, settings=settings))
+    return trials
+
+
+def trial_name(label: str, seed: int) -> str:
+    """Return the name of a run's directory; where a label cannot be one, it ends with a digest."""
+    whole = label.replace(", ", ",").replace(" ", "-")
+    safe = _UNSAFE.sub("_", whole).lstrip("._=,+-")
+    if safe != label.replace(", ", ",") or len(safe) > NAME_CHARACTERS:
+        safe = f"{safe[: NAME_CHARACTERS - 9].rstrip('_')}-{sha256(label.encode()).hexdigest()[:8]}"
+    return f"{safe},s{seed}" if label else f"s{seed}"
+
+
+def parse_options(overrides: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the options of ``key=a,b,c``, each with its values.
+
+    Commas within brackets, braces or quotes belong to a value.
+    """
+    options: dict[str, list[Any]] = {}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        key = key.strip()
+        if not separator or not key:
+            what = f"{override!r} is not an override"
+            raise _unusable(what, "write key=value or key=a,b,c, e.g. model.layers=3,4")
+        if key in options:
+            raise _unusable(f"{key} is given twice", "write its values as one list: key=a,b,c")
+        parts = _split(text)
+        if len(parts) > 1 and not all(part.strip() for part in parts):
+            raise _unusable(f"{override} has an empty value", "write null for no value")
+        options[key] = [parse_yaml(part, where=f"override {key}") for part in parts]
+    return options
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds of ``"8"`` (0 to 7) or ``"3,5,7"``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts if part) or not any(parts):
+        raise _unusable(f"--seeds {text!r} names no seeds", "write it like 8, or like 3,5,7")
+    numbers = [int(part) for part in parts if part]
+    if len(parts) > 1:
+        return numbers
+    if not 1 <= numbers[0] <= MOST_TRIALS:
+        remedy = "a single seed is written with a comma: 12345,"
+        raise _unusable(f"--seeds {text} is not a number from 1 to {MOST_TRIALS:,}", remedy)
+    return list(range(numbers[0]))
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as dotted keys and values."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves.update(flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return leaves
+
+
+def _changed(recipe: Recipe | str | Path, changes: Mapping[str, Any]) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, changes)
+    return recipe.replace(dict(changes))
+
+
+def _value(content: Any, key: str, given: Any) -> Any:
+    """Return what a recipe says of an option; `given` for short ways to write one."""
+    for part in key.split("."):
+        if not isinstance(content, dict) or part not in content:
+            return given
+        content = content[part]
+    return content
+
+
+def _label(settings: Mapping[str, Any]) -> str:
+    ends = [key.rpartition(".")[2] for key in settings]
+    pairs = zip(settings, ends, strict=True)
+    shown = [end if ends.count(end) == 1 else key for key, end in pairs]
+    return ", ".join(
+        f"{name}={_text(value)}" for name, value in zip(shown, settings.values(), strict=True)
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return dump_yaml(value).strip().removesuffix("...").strip()
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        elif sign in "[{":
+            depth += 1
+        elif sign in "]}":
+            depth -= 1
+        if sign == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return parts
+
+
+def _unusable(what: str, remedy: str) -> InputError:
+    return InputError("USAGE", what, remedy=remedy)

@@ -1,0 +1,173 @@
+"""Statistics of comparisons against SciPy's formulas, enumeration and a naive bootstrap."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from gear_offline.analysis.compare import (
+    Difference,
+    Outcome,
+    compare,
+    difference,
+    holm,
+    iqm_interval,
+    verdict_text,
+)
+from gear_offline.config.recipe import load_recipe
+from gear_offline.sweep.results import Evaluation, TrialResult
+from gear_offline.sweep.trials import Trial
+
+
+def enumerated(differences: Sequence[float]) -> float:
+    observed, extreme = abs(math.fsum(differences)), 0
+    for signs in itertools.product((1, -1), repeat=len(differences)):
+        flipped = abs(math.fsum(s * d for s, d in zip(signs, differences, strict=True)))
+        extreme += flipped >= observed - 1e-9 * math.fsum(map(abs, differences))
+    return extreme / float(2 ** len(differences))
+
+
+@given(st.lists(st.integers(-50, 50).map(float), min_size=2, max_size=9))
+def test_the_permutation_test_is_the_enumerated_one(differences: list[float]) -> None:
+    found = difference(differences, [0.0] * len(differences))
+    assert found.permutation_p == pytest.approx(enumerated(differences))
+
+
+def test_many_pairs_are_sampled() -> None:
+    # 20 pairs, 15 of them positive: the two tails of a binomial distribution
+    tails = 2 * sum(math.comb(20, k) for k in range(15, 21)) / 2**20
+    found = difference([1.0] * 15 + [-1.0] * 5, [0.0] * 20).permutation_p
+    assert found == pytest.approx(tails, abs=6 * math.sqrt(tails / 65536))
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 8, 40])
+def test_the_t_test_is_the_paired_one(pairs: int) -> None:
+    new, old = np.random.default_rng(pairs).normal(size=(2, pairs))
+    test = stats.ttest_rel(new, old)
+    found = difference(new.tolist(), old.tolist())
+    assert found.t_p == pytest.approx(test.pvalue, rel=1e-12)
+    assert (found.low, found.high) == pytest.approx(test.confidence_interval(0.95), rel=1e-12)
+    assert found.mean == pytest.approx(float((new - old).mean()))
+
+
+def test_edges() -> None:
+    one = difference([3.0], [1.0])
+    assert (one.mean, one.low, one.t_p, one.permutation_p) == (2.0, None, None, None)
+    same = difference([1.0, 2.0], [1.0, 2.0])
+    assert (same.mean, same.t_p, same.permutation_p) == (0.0, 1.0, 1.0)
+    shifted = difference([1.1, 2.1, 3.1], [1.0, 2.0, 3.0])
+    assert shifted.t_p is None, "equal differences say nothing of their spread"
+
+
+def test_verdicts() -> None:
+    base = Difference(pairs=3, mean=2.0, holm_p=0.01)
+    assert base.verdict == "higher" and replace(base, mean=-2.0).verdict == "lower"
+    assert replace(base, holm_p=0.05).verdict == "no difference"
+    assert replace(base, holm_p=None).verdict == "no difference"
+    assert replace(base, pairs=2).verdict == "too few seeds"
+
+
+def test_holm_by_hand() -> None:
+    # 0.01 * 4, 0.02 * 3, then 0.03 * 2 and max(0.06, 0.04)
+    assert holm([0.03, 0.01, 0.04, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.5, None, 0.4]) == [0.8, None, 0.8]
+    assert holm([]) == [] and holm([None]) == [None]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_what_the_step_down_rule_rejects(values: list[float]) -> None:
+    adjusted = holm(values)
+    ordered = sorted(range(len(values)), key=lambda i: values[i])
+    rejected = set()
+    for rank, place in enumerate(ordered):
+        if values[place] * (len(values) - rank) >= 0.05:
+            break
+        rejected.add(place)
+    assert {i for i, p in enumerate(adjusted) if p is not None and p < 0.05} == rejected
+
+
+@pytest.mark.parametrize(("seeds", "tasks"), [(5, 1), (8, 3)])
+def test_the_interquartile_mean_and_its_stratified_bootstrap(seeds: int, tasks: int) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(seeds, tasks)) + 10.0 * np.arange(tasks)
+    middle, low, high = iqm_interval(scores)
+
+    def naive(values: Sequence[float]) -> float:
+        cut = int(0.25 * len(values))
+        return math.fsum(sorted(values)[cut : len(values) - cut]) / (len(values) - 2 * cut)
+
+    assert middle == pytest.approx(naive(scores.reshape(-1).tolist()))
+    samples = []
+    for _ in range(4000):  # every task draws its own seeds: the strata
+        sample = [rng.choice(scores[:, task], size=seeds) for task in range(tasks)]
+        samples.append(naive(np.concatenate(sample).tolist()))
+    expected = np.percentile(samples, [2.5, 97.5])
+    assert (low, high) == pytest.approx(expected.tolist(), abs=0.12 * float(np.std(scores[:, 0])))
+    assert iqm_interval(scores) == (middle, low, high), "the same scores give the same interval"
+    assert iqm_interval(scores[:1])[1:] == (None, None)
+
+
+def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> list[TrialResult]:
+    recipe, found = load_recipe("paper"), []
+    for label, values in returns.items():
+        for seed, value in enumerate(values):
+            one = recipe.replace(seed=seed)
+            is_failed = (label, seed) == failed
+            found.append(
+                TrialResult(
+                    trial=Trial(name=f"{label},s{seed}", label=label, recipe=one, settings={}),
+                    path=Path(label),
+                    status="failed" if is_failed else "complete",
+                    error="MEMORY: x" if is_failed else None,
+                    losses={1: 1.0},
+                    evaluations=(
+                        Evaluation.model_validate({"step": 1, "return": 0.0}),
+                        Evaluation.model_validate({"step": 2, "return": value}),
+                    ),
+                )
+            )
+    return found
+
+
+def outcomes_of(
+    returns: dict[str, list[float]], failed: tuple[str, int] | None = None
+) -> list[Outcome]:
+    metric, outcomes = compare(results(returns, failed))
+    assert metric == "return"
+    return outcomes
+
+
+def test_only_whole_pairs_are_compared() -> None:
+    plain, good = [1.0, 2.0, 3.0, 4.0], [11.0, 12.1, 13.0, 99.0]
+    base, up, same = outcomes_of({"base": plain, "up": good, "same": plain}, ("up", 3))
+    assert base.versus is None and base.final is not None and base.final.mean == 2.5
+    assert up.seeds == (0, 1, 2) and up.failures == (("up,s3", "MEMORY: x"),)
+    assert up.versus is not None and same.versus is not None
+    test = stats.ttest_rel(good[:3], plain[:3])
+    assert up.versus.t_p == pytest.approx(test.pvalue)
+    assert up.versus.holm_p == pytest.approx(2 * test.pvalue) and up.versus.verdict == "higher"
+    assert same.versus.verdict == "no difference"
+    assert up.iqm == pytest.approx(stats.trim_mean(good[:3], 0.25))
+    assert up.curve is not None and up.curve.steps == (1, 2)
+
+
+def test_what_a_comparison_says_first() -> None:
+    plain = [1.0, 2.0, 3.0]
+    up, down = [11.0, 12.1, 13.0], [-11.0, -12.1, -13.3]
+    text = verdict_text(outcomes_of({"base": plain, "up": up, "down": down, "same": plain}))
+    assert text.startswith("Against base: up is higher; down is lower; no significant difference")
+    assert "for same (3 seeds" in text and "permutation" in text
+    many = dict.fromkeys("abcdefg", plain)
+    assert "for any of the 6" in verdict_text(outcomes_of(many))
+    few = verdict_text(outcomes_of({"base": plain[:2], "up": up[:2]}))
+    assert few.startswith("2 seeds cannot")
+    assert verdict_text(outcomes_of({"base": plain})).startswith("Nothing is compared")

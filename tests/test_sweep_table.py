@@ -1,0 +1,163 @@
+"""The table of a sweep, its curves, plots and texts, against small naive oracles."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gear_offline.config.recipe import load_recipe
+from gear_offline.errors import InputError
+from gear_offline.sweep.directory import SweepDirectory, merged
+from gear_offline.sweep.report import print_sweep, read_sweep, write_sweep_report
+from gear_offline.sweep.results import steps_done
+from gear_offline.sweep.table import make_curves
+from gear_offline.sweep.trials import Trial, make_trials
+
+STEPS = 30
+T_95 = {3: 4.30265273, 4: 3.18244631}  # Student's t of a table, by number of values
+
+
+def fill(path: Path, *, losses: list[float], returns: list[float], complete: bool = True) -> None:
+    """Write what a run leaves: losses every 10 steps, returns every 15."""
+    path.mkdir(parents=True)
+    rows: list[dict[str, Any]]
+    rows = [{"step": 10 * (n + 1), "loss": loss} for n, loss in enumerate(losses)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"step": 15 * (n + 1), "return": value, "normalized_score": value / 10, "targets": []}
+        for n, value in enumerate(returns)
+    ]
+    failed = {"step": STEPS + 1, "error": "x", "return": None, "normalized_score": None}
+    lines = "".join(json.dumps(row) + "\n" for row in [*rows, failed])
+    (path / "evaluations.jsonl").write_text(lines)
+    if complete:
+        (path / "summary.json").write_text(json.dumps({"steps": STEPS}))
+
+
+def begin(path: Path, trials: list[Trial]) -> SweepDirectory:
+    directory = SweepDirectory(path)
+    path.mkdir()
+    directory.write(merged(None, trials, free=(), path=path))
+    return directory
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Two settings with four seeds; two trials of the second setting failed."""
+    base = load_recipe("paper", {"train.steps": STEPS, "optimizer.warmup_steps": 1})
+    trials = make_trials(base, {"model.layers": [1, 2]}, range(4))
+    directory = begin(tmp_path / "made-up-sweep", trials)
+    for n, trial in enumerate(trials):
+        losses, returns = [3.0 + n, 2.0 + n, 1.0 + n], [50.0 - n, 40.0 + n]
+        fill(directory.run_path(trial), losses=losses, returns=returns, complete=n not in (5, 7))
+    for n in (5, 7):
+        error = f"MEMORY: out of memory | ({trials[n].name}); a smaller <model>"
+        directory.note_failure(trials[n], error)
+    directory.note_failure(trials[0], "MEMORY: before it was tried again")
+    return directory.path
+
+
+def test_the_table_is_the_mean_over_seeds_with_students_interval(sweep: Path) -> None:
+    result = read_sweep(sweep)
+    second, first = result.table.rows  # the best one first
+    assert (first.label, first.trials, first.seeds) == ("layers=1", 4, (0, 1, 2, 3))
+    assert (second.label, second.seeds) == ("layers=2", (0, 2))
+    assert second.failed == ("layers=2,s1", "layers=2,s3")
+    for name, values in (
+        ("return", [40.0, 41.0, 42.0, 43.0]),
+        ("best_return", [50.0, 49.0, 48.0, 47.0]),
+        ("normalized_score", [4.0, 4.1, 4.2, 4.3]),
+        ("loss", [1.0, 2.0, 3.0, 4.0]),
+    ):
+        estimate = first.estimates[name]
+        assert estimate.values == pytest.approx(values)
+        assert estimate.mean == pytest.approx(statistics.fmean(values))
+        half = T_95[4] * statistics.stdev(values) / 2
+        assert estimate.half == pytest.approx(half, rel=1e-6)
+    two = second.estimates["return"]
+    assert (two.mean, two.half) == (45.0, None), "two seeds have no interval worth its name"
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_curves_keep_the_steps_that_all_trials_have(sweep: Path) -> None:
+    (sweep / "runs" / "layers=1,s1" / "metrics.jsonl").write_text(
+        '{"step": 10, "loss": 4.0}\n{"step": 20, "loss": 3.0}\n{"step": 30, "loss": null}\n{"st'
+    )
+    curves = make_curves(read_sweep(sweep).trials, "loss")
+    assert curves["layers=1"].steps == (10, 20)
+    assert [one.mean for one in curves["layers=1"].estimates()] == [4.5, 3.5]
+    half = T_95[4] * statistics.stdev([3.0, 4.0, 5.0, 6.0]) / 2
+    assert curves["layers=1"].estimates()[0].half == pytest.approx(half)
+    assert make_curves(read_sweep(sweep).trials, "return")["layers=2"].steps == (15, 30)
+
+
+def test_the_report_names_settings_runs_and_failures(sweep: Path) -> None:
+    result = read_sweep(sweep)
+    text = write_sweep_report(result).read_text()
+    assert text.index("layers=2 | 2") < text.index("layers=1 | 4")
+    assert "6 complete, 2 failed" in text and "out of memory \\| (layers=2,s1)" in text
+    assert "<model>" not in text and text.count("a smaller") == 1, "a remedy is said once"
+    assert "[layers=1,s0](runs/layers=1,s0/report.md)" in text
+    for name in ("learning_curves", "runs"):
+        assert f"plots/{name}.png" in text
+        assert (sweep / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    console = Console(record=True, width=80)
+    print_sweep(result, console=console)
+    printed = console.export_text()
+    half = T_95[4] * math.sqrt(5 / 3) / 2
+    assert f"41.5 ± {half:.3g}" in printed and "layers=2,s1 failed: MEMORY" in printed
+    assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
+
+
+def test_several_tasks_are_ranked_by_their_normalized_score(sweep: Path) -> None:
+    for place, path in enumerate(sorted((sweep / "runs").iterdir())):
+        task = {"return": 5.0, "normalized_score": 7.0}
+        row = {"step": 30, "return": None, "normalized_score": 9.0 - place, "tasks": {"a": task}}
+        (path / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    table = read_sweep(sweep).table
+    assert table.metric == "normalized_score"
+    assert [row.label for row in table.rows] == ["layers=1", "layers=2"]
+    assert "return" not in table.rows[0].estimates
+    assert write_sweep_report(read_sweep(sweep)).exists()
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "failures.jsonl", "summary.json"])
+@pytest.mark.parametrize("content", [b"{\n", b"[" * 100_000 + b"\n", b'{"format": 3}\n', None])
+def test_damaged_files_of_a_sweep_are_one_error(
+    sweep: Path, name: str, content: bytes | None
+) -> None:
+    path = sweep / name if name != "summary.json" else sweep / "runs" / "layers=1,s0" / name
+    path.unlink()
+    if content is None:
+        os.mkfifo(path)  # opening it would wait for ever
+    else:
+        path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read_sweep(sweep)
+    assert caught.value.code == "RUN_DAMAGED"
+
+
+def test_a_sweep_of_strangers_names_no_files_outside(sweep: Path) -> None:
+    path = sweep / "sweep.json"
+    path.write_text(path.read_text().replace("layers=1,s0", "../../elsewhere"))
+    with pytest.raises(InputError) as caught:
+        read_sweep(sweep)
+    assert caught.value.code == "RUN_DAMAGED"
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert steps_done(tmp_path) == 0
+    for content, step in ((b'{"step": 3}\n{"step": 5}\n{"st', 5), (b'{"st', 0), (b"no json\n", 0)):
+        path.write_bytes(content)
+        assert steps_done(tmp_path) == step
+    path.unlink()
+    os.mkfifo(path)
+    assert steps_done(tmp_path) == 0
