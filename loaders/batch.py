@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 
 from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.tables.fields import EXTRA
+
+OTHER_NAMES = {  # of the same things, in datasets and elsewhere
+    **dict.fromkeys(("observations", "obs"), "states"),
+    **dict.fromkeys(("dones", "terminals", "terminated"), "extra_columns=['terminals'] and extras"),
+    **dict.fromkeys(("rtg", "returns", "return_to_go"), "returns_to_go"),
+    "mask": "attention_mask",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -75,6 +82,23 @@ class Batch:
         if sum(storages.values()) <= 2 * sum(tensor.nbytes for tensor in tensors):
             return self.__dict__
         return self._map(lambda tensor: tensor.contiguous().clone()).__dict__
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the tensors: ``**batch`` and ``batch["states"]`` are possible."""
+        return (*self._fields(), "segments", *self.extras)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.extras:
+            return self.extras[name]
+        if name not in self.keys():
+            raise KeyError(f"{name!r}; a batch has {', '.join(self.keys())}")
+        tensor: Tensor = getattr(self, name)
+        return tensor
+
+    def __getattr__(self, name: str) -> Never:
+        hint = OTHER_NAMES.get(name)
+        remedy = f"; did you mean {hint}?" if hint else ""
+        raise AttributeError(f"a Batch has no attribute {name!r}{remedy}")
 
     def __len__(self) -> int:
         """Return B."""

@@ -148,8 +148,8 @@ class GearLoader(Closing, Iterator[Batch]):
     def __init__(
         self,
         dataset: TableData | str | Path,
-        *positional: Never,
         batch_size: int,
+        *positional: Never,
         context_length: int = 20,
         selection: str | Mapping[str, Any] | Sampler = "uniform_steps",
         seed: int = 0,
@@ -249,6 +249,12 @@ class GearLoader(Closing, Iterator[Batch]):
     def max_episode_length(self) -> int:
         """Steps of the longest episode; timesteps are below it."""
         return int(self.dataset.episodes.lengths.max())
+
+    def __len__(self) -> NoReturn:  # TypeError, as those who ask for a length expect
+        raise TypeError("a GearLoader has no length: iterate over it itself, not by a DataLoader")
+
+    def __bool__(self) -> bool:
+        return True
 
     def __iter__(self) -> Iterator[Batch]:
         if get_worker_info() is not None:

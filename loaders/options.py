@@ -243,8 +243,8 @@ def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> Non
     if positional:
         raise InputError(
             "LOADER_OPTION",
-            "all arguments but the dataset are given by name",
-            remedy=f"GearLoader(dataset, batch_size={positional[0]!r})",
+            "all arguments but the dataset and batch_size are given by name",
+            remedy=f"GearLoader(dataset, batch_size=64, context_length={positional[0]!r})",
         )
     for name in unknown:
         near = difflib.get_close_matches(name, KEYWORDS, n=1)

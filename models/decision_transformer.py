@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, cast
+from pathlib import Path
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +88,17 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     >>> DecisionTransformer.from_pretrained("weights").config.hidden_size
     16
     """
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *arguments: Any, **options: Any) -> Self:  # type: ignore[override]
+        """As the released class; of a run directory, the best checkpoint or else the last one."""
+        checkpoints = Path(path) / "checkpoints"
+        if checkpoints.is_dir():
+            steps = sorted(checkpoints.glob("step-*"))
+            best = checkpoints / "best"
+            path = best if best.exists() else (steps or [checkpoints])[-1]
+        model: Self = super().from_pretrained(path, *arguments, **options)
+        return model
 
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012 - the name and type that transformers expects

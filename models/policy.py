@@ -123,16 +123,22 @@ class Policy:
         """(E,) float64, what is still asked of each environment, in the units of the rewards."""
         return self._targets.copy()
 
-    def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike) -> None:
+    def reset(self, indices: npt.ArrayLike, targets: npt.ArrayLike | None = None) -> None:
         """Forget the history of some environments and ask them for a return.
 
         Parameters
         ----------
         indices
-            (n,) integers; numbers not seen before add environments.
+            (n,) integers; numbers not seen before add environments.  Alone it is the target of
+            the one environment there is: ``policy.reset(3600)``.
         targets
             (n,) or scalar, undiscounted return asked, in the units of the rewards.
         """
+        if targets is None:
+            if np.ndim(indices) or self.environments > 1:
+                remedy = "write policy.reset(numbers of environments, targets)"
+                raise InputError("USAGE", "one target for several environments", remedy=remedy)
+            indices, targets = 0, indices
         chosen = np.atleast_1d(np.asarray(indices, dtype=np.int64))
         if chosen.size == 0:
             return

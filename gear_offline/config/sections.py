@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from gear_offline.config.strict_yaml import whole_number
+from gear_offline.errors import InputError
 
 
 def matching(pattern: str, words: str) -> Callable[[str], str]:
@@ -72,6 +73,10 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        what = f"recipes do not change: {name} cannot be set"
+        raise InputError("RECIPE", what, remedy='recipe.replace({"train.steps": 5}) gives another')
 
 
 class CollectSettings(Section):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import index
 from pathlib import Path
 from threading import Event
-from typing import SupportsIndex
+from typing import Never, SupportsIndex, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -188,12 +188,26 @@ class Dataset:
                 whole[step : step + len(rows)] = rows
         return whole
 
+    def __getattr__(self, name: str) -> Never:
+        manifest = self.__dict__.get("manifest")
+        is_column = manifest and any(column.name == name for column in manifest.spec)
+        hint = f"; the column is column({name!r})" if is_column else ""
+        raise AttributeError(f"a Dataset has no attribute {name!r}{hint}")
+
     def __len__(self) -> int:
         """Return E, the number of episodes."""
         return self.episodes.episodes
 
-    def __getitem__(self, number: SupportsIndex) -> Columns:
-        """Return an episode as `episode` does; a negative number counts from the end."""
+    @overload
+    def __getitem__(self, number: SupportsIndex) -> Columns: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Columns]: ...
+
+    def __getitem__(self, number: SupportsIndex | slice) -> Columns | list[Columns]:
+        """Return an episode as `episode` does, or a list of them; -1 is the last one."""
+        if isinstance(number, slice):
+            return list(self.iter_episodes(range(*number.indices(len(self)))))
         try:
             episode = index(number)
         except TypeError as error:

@@ -1,0 +1,104 @@
+"""Mistakes that people make in Python: each is one line that says what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import length_hint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+import gear_offline as go
+from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from tests.support import make_dataset
+
+DOOR: Any = go  # what type checkers would refuse already
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = make_dataset(tmp_path_factory.mktemp("door"), [9, 7, 8]).path
+    return path
+
+
+def loader(folder: Path, **options: Any) -> Any:
+    return DOOR.GearLoader(folder, **{"batch_size": 4, "context_length": 3} | options, device="cpu")
+
+
+def episodes() -> list[dict[str, Any]]:
+    return [{"obs": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.zeros(3)}]
+
+
+def set_steps() -> None:
+    recipe: Any = go.load_recipe("smoke")
+    recipe.train.steps = 5
+
+
+MISTAKES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda d: DOOR.GearLoader(d, 4, 20), "GearLoader(dataset, batch_size=64, context_length=20)"),
+    (lambda d: loader(d, shuffle=True), "shuffled_epochs"),
+    (lambda d: loader(d, num_workers=2), "none are needed"),
+    (lambda d: loader(d, sampler="top_k"), "it is called selection"),
+    (lambda d: loader(d, normalize=True), "it is called normalize_states"),
+    (lambda d: loader(d, seq_len=3), "it is called context_length"),
+    (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
+    (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
+    (lambda d: next(loader(d)).observations, "did you mean states?"),
+    (lambda d: next(loader(d)).dones, "extra_columns=['terminals']"),
+    (lambda d: next(loader(d))["obs"], "a batch has states, actions"),
+    (lambda d: DOOR.open_dataset(d).observations, "column('observations')"),
+    (lambda d: DOOR.open_dataset("minari:mujoco/hopper/medium-v0"), "gear-offline convert minari:"),
+    (lambda d: DOOR.open_dataset("hopper-medium-v2"), "gear-offline convert d4rl:hopper-medium-v2"),
+    (lambda d: DOOR.normalized_score("hopper-medium-v2", 1.0), "normalized_score(1.0, "),
+    (lambda d: set_steps(), "recipe.replace("),
+    (lambda d: DOOR.from_episodes(episodes()), "no column is named observations"),
+    (lambda d: DOOR.load_recipe(d), "is a dataset, not a recipe"),
+    (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_a_mistake_is_told_with_its_remedy(number: int, folder: Path) -> None:
+    mistake, remedy = MISTAKES[number]
+    with pytest.raises((go.GearError, TypeError, AttributeError, KeyError, UserWarning)) as caught:
+        mistake(folder)
+    assert remedy in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_written_elsewhere_works_here_too(folder: Path) -> None:
+    assert len(next(DOOR.GearLoader(folder, 4, device="cpu", context_length=3))) == 4
+    for selection in ("top_percent:percent=50", {"strategy": "top_percent", "percent": 50}):
+        assert loader(folder, selection=selection).selection.options.percent == 50
+    assert bool(loader(folder)) and length_hint(loader(folder), 3) == 3
+    batch = next(loader(folder, extra_columns=["terminals"]))
+    assert batch["states"] is batch.states and batch["terminals"] is batch.extras["terminals"]
+    assert {**batch}.keys() == set(batch.keys()) >= {"states", "segments", "terminals"}
+    dataset = go.open_dataset(folder)
+    assert [len(episode["rewards"]) for episode in dataset[1:]] == [7, 8]
+    assert not hasattr(dataset, "nothing") and not hasattr(batch, "nothing")
+
+
+def test_a_policy_of_one_environment_takes_a_number() -> None:
+    model = build_model(state_dim=3, action_dim=1, hidden_size=8, layers=1)
+    from gear_offline.models.policy import Policy
+
+    policy = Policy(model, state_mean=None, state_std=None, returns_scale=1.0, context_length=3)
+    policy.reset(3600)
+    assert policy.targets.tolist() == [3600.0]
+    policy.reset(200.5)
+    assert policy.targets.tolist() == [200.5] and policy.act(np.zeros((1, 3))).shape == (1, 1)
+    policy.reset([0, 1], 5)
+    with pytest.raises(go.InputError, match=r"policy\.reset\(numbers of environments, targets\)"):
+        policy.reset(3600)
+
+
+def test_weights_are_read_from_a_run(tmp_path: Path) -> None:
+    for step, width in ((1, 8), (2, 16)):
+        model = build_model(state_dim=3, action_dim=1, hidden_size=width, layers=1)
+        model.save_pretrained(tmp_path / "checkpoints" / f"step-0000000{step}")
+    assert DecisionTransformer.from_pretrained(tmp_path).config.hidden_size == 16
+    (tmp_path / "checkpoints" / "best").symlink_to("step-00000001")
+    assert DecisionTransformer.from_pretrained(str(tmp_path)).config.hidden_size == 8
