@@ -261,7 +261,7 @@ def test_episodes_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(IndexError, match="episode 5 of 5"):
         dataset[5]
     with pytest.raises(TypeError, match="column"):
-        dataset["rewards"]  # type: ignore[index]
+        dataset["rewards"]  # type: ignore[call-overload]
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: dataset.episode(5), "SELECTION"),
         (lambda: dataset.episode(0, columns="rewards"), "COLUMN"),

@@ -377,7 +377,5 @@ def test_arguments_of_other_libraries_get_a_hint(
     with pytest.raises(InputError) as caught:
         GearLoader(dataset, batch_size=4, **argument)
     assert caught.value.code == "LOADER_OPTION" and hint in str(caught.value)
-    with pytest.raises(TypeError, match="batch_size"):
-        GearLoader(dataset, 64)  # type: ignore[call-arg, arg-type]
     with pytest.raises(InputError, match="by name"):
-        GearLoader(dataset, 64, batch_size=4)  # type: ignore[arg-type]
+        GearLoader(dataset, 64, 20)  # type: ignore[arg-type]
