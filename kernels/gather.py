@@ -87,20 +87,10 @@ class Windows:
 class CpuGather:
     """Copies windows out of rows in host memory.
 
-    Parameters
-    ----------
-    groups
-        Rows of whole episodes back to back, with margins of zeros that a window fits into.
-    lengths
-        (E,) int64, steps of every episode of the dataset.
-    first_rows
-        (E,) int64, the row of each episode's first step; any number where the rows are elsewhere.
-    context_length
-        K.
-    padding
-        ``"right"``: real steps first, zeros after.  ``"left"``: zeros first.
-    pin
-        Allocate the outputs in page-locked memory (needs CUDA), for asynchronous copies.
+    Rows are of whole episodes, with margins of zeros that a window fits into.  `lengths` (E,) are
+    the steps of every episode of the dataset, `first_rows` (E,) the row of each one's first step
+    (any number where the rows are elsewhere).  `padding` is the side of the zeros; with `pin`
+    outputs are page-locked, for asynchronous copies.
     """
 
     def __init__(

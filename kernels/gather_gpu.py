@@ -72,28 +72,11 @@ TYPES[np.dtype(np.bool_)] = TYPES[np.dtype(np.uint8)]  # bytes 0 and 1
 class GpuGather:
     """Fills windows on a GPU.
 
-    Parameters
-    ----------
-    groups
-        Where the rows lie.
-    offsets
-        (E + 1,) int64: first step of every episode of the dataset, and the number of steps.
-    device
-        The GPU.
-    context_length, padding
-        K, and the side on which windows are filled up with zeros.
-    rank_batch
-        B, segments of a step.
-    draw
-        How the GPU draws segments; None: the host names all of them.
-    drawn_from
-        As `offsets`, of the episodes that are drawn from: all, or the first ones.
-    seed, first_slot, global_batch
-        Of those draws: `rank_batch` slots from `first_slot` on of the global batch.
-    reads_host, reason
-        Whether some rows lie in host memory; why the rows lie where they do, in a line.
-    keep
-        Kept alive: what owns the memory that addresses point to.
+    Windows are cut from episodes at `offsets` (E + 1,), B segments a step (`rank_batch`).  The GPU
+    draws by `draw` from episodes at `drawn_from` (all, or the first ones), with `seed`: B slots from
+    `first_slot` on of the global batch; without `draw` the host names all segments.  `reads_host`
+    says that some rows lie in host memory, `reason` why the rows lie where they do; `keep` owns the
+    memory that addresses point to.
     """
 
     def __init__(

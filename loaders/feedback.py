@@ -1,6 +1,6 @@
-"""From the losses of segments back to a selection that learns from them.
+"""From the losses of segments back to the sampler that learns from them.
 
-Shape legend: B segments of this rank's share of a batch, K steps of a window.
+Shape legend: B segments of this rank's batch.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceFeedback", "LossFeedback", "SegmentFeedback"]
 
-PREFIX = "selection/"  # of the selection's tensors in a checkpoint
+PREFIX = "selection/"  # of the sampler's tensors in a checkpoint
 
 
 class SegmentFeedback(ABC):
-    """Weights the losses of a batch's segments, and takes them."""
+    """Weights the losses of a batch's segments, and tells the sampler what they are.
+
+    A batch with a loss that is not finite changes no priority: training stops there anyway.
+    """
 
     @abstractmethod
     def importance(self) -> Tensor:
-        """Return (B,) float32 weights for the batch that was handed out last, at most 1."""
+        """Return (B,) float32 weights for the batch that was handed out last, at most 1.
+
+        They undo the sampler's preference; call it before `update`.
+        """
 
     @abstractmethod
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Tell the selection the (B,) losses of a batch's segments."""
-
-    def _tell(self, batch: Batch, losses: Tensor) -> None:
-        """`update`, but losses that are not finite are kept from the selection."""
-        self.update(batch, losses)
+        """Tell the sampler the (B,) losses of a batch's segments."""
 
     def loss(
         self, losses: Tensor, batch: Batch, *, valid_steps: Tensor | float | None = None
@@ -47,16 +49,15 @@ class SegmentFeedback(ABC):
         """Return the scalar loss of (B,) mean losses of segments, weighted, and tell the sampler.
 
         With weights of 1 it is the mean over real steps, of which `valid_steps` takes the place.
-        Losses that are not finite are kept from the sampler: training stops there anyway.
         """
         steps = (batch.attention_mask != 0).sum(1)
         total = (self.importance() * steps * losses).sum()
-        self._tell(batch, losses)
+        self.update(batch, losses)
         return total / (steps.sum().clamp(min=1) if valid_steps is None else valid_steps)
 
 
 class LossFeedback(SegmentFeedback):
-    """Weights the segments of each batch and tells the loader's selection their losses.
+    """Feedback through the host; all ranks call it, and every rank's sampler hears of all losses.
 
     In a training loop of one's own::
 
@@ -73,64 +74,32 @@ class LossFeedback(SegmentFeedback):
     """
 
     def __init__(self, loader: GearLoader) -> None:
-        sampler = loader.loss_sampler
-        if sampler is None:
-            raise InputError(
-                "SELECTION",
-                f"strategy {loader.selection.name!r} does not learn from losses",
-                remedy="use prioritized",
-            )
-        self._loader, self._sampler = loader, sampler
+        self._loader, self._sampler = loader, _learning(loader)
 
     def importance(self) -> Tensor:
-        """Return (B,) float32 weights for the batch that was handed out last, at most 1.
-
-        They undo the sampler's preference; call it before `update`.
-        """
         loader = self._loader
         step = loader.step - 1
         weights = self._sampler.importance(loader.segments_at(step).probability, step=step)
         return torch.from_numpy(weights[loader.slots_at(step)]).float().to(loader.device)
 
     def update(self, batch: Batch, losses: Tensor) -> None:
-        """Tell the selection the (B,) losses of a batch's segments; waits for a GPU.
-
-        All ranks call it, and every rank's selection hears of all.
-        """
-        named, values = self._of_all_ranks(batch, losses)
-        self._sampler.update(named.numpy(), values.numpy())
-
-    def _of_all_ranks(self, batch: Batch, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Tell the sampler the (B,) losses of a batch's segments; waits for a GPU."""
         gather = self._loader.world.gather_tensor
         values = torch.cat(gather(losses.detach().float().reshape(-1)))
-        return torch.cat(gather(batch.segments)), values
-
-    def _tell(self, batch: Batch, losses: Tensor) -> None:
-        named, values = self._of_all_ranks(batch, losses)
+        segments = torch.cat(gather(batch.segments))
         if bool(torch.isfinite(values).all()):
-            self._sampler.update(named.numpy(), values.numpy())
+            self._sampler.update(segments.numpy(), values.numpy())
 
 
 class DeviceFeedback(SegmentFeedback):
-    """As `LossFeedback`, of batches that the GPU makes: nothing waits, so that it can be captured.
+    """Feedback of batches that the GPU draws: nothing waits, so that it can be captured.
 
-    One process only.  A batch with a loss that is not finite or negative changes no priority.
-    `batches` are of that loader, whose engine draws.
-
-    Raises
-    ------
-    InputError
-        ``SELECTION`` if the strategy has no priorities in GPU memory.
+    One process only.  A batch with a negative loss changes no priority either.
     """
 
     def __init__(self, loader: GearLoader, batches: StaticBatch) -> None:
-        sampler = loader.loss_sampler
-        if sampler is None or batches.chances is None:
-            raise InputError(
-                "SELECTION",
-                f"strategy {loader.selection.name!r} has no priorities",
-                remedy="use prioritized",
-            )
+        sampler = _learning(loader)
+        assert batches.chances is not None, "the loader makes them for a sampler that learns"
         assert not batches.ahead, "the next batch depends on the losses of this one"
         self._chances, self._counter = batches.chances, batches.counter
         device = self._chances.device
@@ -157,6 +126,17 @@ class DeviceFeedback(SegmentFeedback):
         """Leave out updates inside, for steps that are run to warm up."""
         with self._tree.paused():
             yield
+
+
+def _learning(loader: GearLoader) -> Prioritized:
+    """Return the loader's sampler that learns, or refuse it."""
+    if loader.loss_sampler is None:
+        raise InputError(
+            "SELECTION",
+            f"strategy {loader.selection.name!r} does not learn from losses",
+            remedy="use prioritized",
+        )
+    return loader.loss_sampler
 
 
 def selection_tensors(sampler: Prioritized | None) -> dict[str, Tensor]:

@@ -64,14 +64,14 @@ class GearLoader(Closing, Iterator[Batch]):
         An opened dataset, or the directory of one, each block of which is then compared with its
         digest when it is loaded.
     batch_size
-        Segments in a batch, B; over all ranks of `world`.
+        Segments in a batch over all ranks of `world`, B.
     context_length
         Steps in a window, K.
     selection
         Name of a strategy, with options as in ``"top_percent:percent=10"``, or ``{"strategy":
         "top_percent", "percent": 10}``, or what `make_sampler` returns.
-    seed
-        In ``[0, 2**64)``.
+    seed, start_step
+        In ``[0, 2**64)``; the step of the first batch.
     device
         ``"auto"`` (CUDA if there is one), or a torch device.
     padding
@@ -82,43 +82,36 @@ class GearLoader(Closing, Iterator[Batch]):
         S, frames that make up a state, for images; the dataset holds single frames.  Stack `s` of
         step `t` is the frame of step ``t - (S - 1) + s`` of the episode, zeros before its first.
         ``states``, ``(B, K, S, *frame)``, is a view of K + S - 1 frames a segment.
-    start_step
-        Step of the first batch.
     engine
-        For CUDA.  ``"on"``: segments are selected and gathered by the GPU, from wherever
-        `placement` puts the rows.  ``"off"``: they are gathered by the CPU into page-locked memory
-        and copied on the current stream.  ``"auto"``: on where that is possible, else off, and a
-        line on stderr says why.  The batches are the same bits.
-    placement, hbm_budget
-        As `tables.placement.place_table`, for the engine.  ``"disk"``: the rows stay in the
-        shards and are read ahead of use, whatever the device.  ``"auto"`` does that too where the
-        table does not fit host memory, and a line on stderr says so.
-    host_budget
-        For ``"disk"`` and ``"auto"``: bytes of host memory of this process that the rows may take;
-        by default half of what is available when they stay on disk, all of it otherwise.
+        For CUDA.  ``"on"``: the GPU selects and gathers.  ``"off"``: the CPU gathers into
+        page-locked memory, which is copied on the current stream.  ``"auto"``: on where that is
+        possible, else off, and a line on stderr says why.  The batches are the same bits.
+    placement
+        Where the rows lie.  ``"hbm"``: in GPU memory.  ``"peer"``: parted over the node's GPUs.
+        ``"host"``: in host memory.  ``"disk"``: in the shards, read ahead of use.  ``"auto"``: as
+        they fit, those drawn most often nearest; a line on stderr says if that is the disk.
+    hbm_budget, host_budget
+        Bytes that the rows may take in GPU memory (by default 60 % of what is free) and in host
+        memory of this process (half of what is available when they stay on disk, else all of it).
     sharding
         With a `world` of several nodes.  ``"replicate"``: each holds all rows.  ``"shard"``: each
         holds some of the shards.  ``"auto"``: that only where a node has too little memory.
     exchange
-        With ``"shard"``, how rows travel: the mode of `distributed.exchange.open_exchange`.
+        How rows travel between nodes: ``"on"`` by RDMA, ``"off"`` by collectives, or ``"auto"``.
     world
-        The ranks that share each batch equally: `batch_size` is that of all together, and this
-        rank's batches have its share of the slots, in order.  The processes of a node hold the
-        table in host memory once.  ``"auto"``: those of torch's process group if there is one; the
-        first says who they are.  None: this process alone.
+        The ranks that share each batch equally, in the order of its slots.  The processes of a node
+        hold the table in host memory once.  ``"auto"``: those of torch's process group if there is
+        one; the first says who they are.  None: this process alone.
     table
-        In place of reading the dataset: what `gear_offline.tables.table.build_table` made of it
-        with the same options, such as `table` of another loader.
+        In place of reading the dataset: `table` of another loader with the same options, or what
+        `gear_offline.tables.table.build_table` made.
 
     Attributes
     ----------
-    dataset, selection, device, world, batch_size, context_length, padding, seed, extra_columns
-        As given; opened, made or found where a name was given.
-    loss_sampler
-        The selection, or its part, that learns from losses, or None; see
-        `gear_offline.loaders.feedback`.
     rank_batch
         Segments of this rank's batches.
+    loss_sampler
+        The selection, or its part, that learns from losses: `gear_offline.loaders.feedback`.
     rows
         What batches are made from, of `gear_offline.loaders.rows`.  To look at, not to change.
 

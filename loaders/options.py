@@ -36,22 +36,13 @@ MAX_FRAME_STACK = 64
 ELSEWHERE = {  # arguments of other libraries' loaders
     "shuffle": "batches are random already; selection='shuffled_epochs' takes each start once",
     "sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
-    "batch_sampler": "it is called selection: a strategy's name, or what make_sampler(...) returns",
     "strategy": "it is called selection",
     "num_workers": "none are needed: several batches are made in one pass",
-    "pin_memory": "batches are on `device` already",
     "drop_last": "batches have no end; each has batch_size segments",
     "collate_fn": "a batch is tensors already; extra_columns=[...] names further columns",
-    "normalize": "it is called normalize_states",
-    "seq_len": "it is called context_length",
-    "sequence_length": "it is called context_length",
-    "K": "it is called context_length",
-    "discount": "it is called gamma",
-    "discount_factor": "it is called gamma",
-    "rtg_scale": "it is called returns_scale",
-    "scale": "it is called returns_scale",
-    "generator": "give seed=NUMBER",
-    "columns": "it is called extra_columns",
+    **dict.fromkeys(("seq_len", "sequence_length", "K"), "it is called context_length"),
+    **dict.fromkeys(("discount", "discount_factor"), "it is called gamma"),
+    **dict.fromkeys(("scale", "rtg_scale"), "it is called returns_scale"),
 }
 
 

@@ -313,6 +313,7 @@ class RowOpener:
 
     def _place(self, table: Table, local: BoolArray | None) -> PlacedTable:
         """Place a table; loaders that were given the same table share its copy on the GPU."""
+        from gear_offline.tables.device import DeviceMemory
         from gear_offline.tables.placement import Ranks, place_table
 
         options, world = self.options, self.world
@@ -326,7 +327,7 @@ class RowOpener:
                 weights = None
             table.placed[key] = place_table(
                 table,
-                device=self.device,
+                DeviceMemory(self.device),
                 placement=options.placement,  # type: ignore[arg-type]  # not on disk
                 hbm_budget=options.hbm_budget,
                 episode_weight=weights,

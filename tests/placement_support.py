@@ -14,7 +14,7 @@ import torch
 
 from gear_offline.core.types import Array
 from gear_offline.tables.device import DeviceMemory
-from gear_offline.tables.placement import PlacedTable, Ranks, place_in
+from gear_offline.tables.placement import PlacedTable, Ranks, place_table
 from gear_offline.tables.table import Table, build_table
 from tests.segment_oracle import MemoryTable
 
@@ -124,7 +124,7 @@ def place_all(
 
         ranks = Ranks(rank=rank, nodes=tuple(nodes), gather=gather)
         try:
-            results[rank] = place_in(memories[rank], table, ranks=ranks, **options)
+            results[rank] = place_table(table, memories[rank], ranks=ranks, **options)
         except Exception as error:
             results[rank] = error
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gear_offline.tables.device import DeviceMemory
 from gear_offline.tables.placement import HBM, HOST, PlacedTable, place_table
 from gear_offline.tables.shared import share_table
 from gear_offline.tables.table import Table
@@ -34,6 +35,10 @@ def read_on_gpu(address: int, nbytes: int) -> bytes:
     return bytes(cupy.asnumpy(out).tobytes())
 
 
+def gpu() -> DeviceMemory:
+    return DeviceMemory(torch.device("cuda"))
+
+
 def assert_readable(placed: PlacedTable, table: Table) -> None:
     offsets, margin = table.episodes.offsets, table.margin
     for addressed, source in zip(placed.groups, table.groups, strict=True):
@@ -46,7 +51,7 @@ def assert_readable(placed: PlacedTable, table: Table) -> None:
 @pytest.mark.parametrize("placement", ["auto", "hbm", "host"])
 def test_every_tier_is_read_by_a_kernel(placement: Any) -> None:
     table = make_table(LENGTHS)
-    placed = place_table(table, device="cuda", placement=placement)
+    placed = place_table(table, gpu(), placement=placement)
     assert (placed.tiers == (HOST if placement == "host" else HBM)).all()
     assert_readable(placed, table)
     placed.close()
@@ -56,28 +61,28 @@ def test_both_tiers_in_one_table_from_shared_memory(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
     table, memory = share_table(dataset, context_length=4)
     weight = [1, 0, 9, 1, 0, 9, 9]
-    placed = place_table(table, device="cuda:0", hbm_budget=64 * 40, episode_weight=weight)
+    placed = place_table(table, gpu(), hbm_budget=64 * 40, episode_weight=weight)
     assert {HBM, HOST} <= set(placed.tiers.tolist())
     assert_readable(placed, table)
-    again = place_table(table, device="cuda", placement="host")  # pinned twice at once
+    again = place_table(table, gpu(), placement="host")  # pinned twice at once
     placed.close()
     assert_readable(again, table)
     attached, _ = share_table(dataset, context_length=4, handle=memory.handle())
-    other = place_table(attached, device="cuda", placement="host")  # another mapping of the pages
+    other = place_table(attached, gpu(), placement="host")  # another mapping of the pages
     assert_readable(other, table)
     again.close()
     other.close()
     del again, other
-    third = place_table(table, device="cuda", placement="host")  # after everything was let go
+    third = place_table(table, gpu(), placement="host")  # after everything was let go
     assert_readable(third, table)
     third.close()
 
 
 def test_errors_leave_torch_usable() -> None:
     table = make_table(LENGTHS)
-    code = failing_code(lambda: place_table(table, device="cuda", placement="hbm", hbm_budget=100))
+    code = failing_code(lambda: place_table(table, gpu(), placement="hbm", hbm_budget=100))
     assert code == "MEMORY"
-    first = place_table(table, device="cuda", placement="host")
+    first = place_table(table, gpu(), placement="host")
     half = Table(
         episodes=table.episodes,
         margin=table.margin,
@@ -85,7 +90,7 @@ def test_errors_leave_torch_usable() -> None:
             type(g)(fields=g.fields, rows=g.rows[: len(g.rows) // 2]) for g in table.groups
         ),
     )
-    code = failing_code(lambda: place_table(half, device="cuda", placement="host"))
+    code = failing_code(lambda: place_table(half, gpu(), placement="host"))
     assert code == "MEMORY", "registered already, as another size"
     assert int(torch.ones(1000, device="cuda").sum()) == 1000  # no error is left behind
     torch.cuda.synchronize()

@@ -88,7 +88,7 @@ def test_windows_are_those_of_each_task_alone(
     names = list(parts)
     for pick in picks:
         step = pick % joint.spec.steps
-        episode = int(joint.episodes.episode_of(step))
+        episode = int(joint.episodes.offsets.searchsorted(step, side="right")) - 1
         start = step - int(joint.episodes.offsets[episode])
         task = int(np.searchsorted(joint.first_episodes, episode, side="right")) - 1
         part = parts[names[task]]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +26,6 @@ from gear_offline.tables.placement import (
     PEER,
     PEER_COST,
     PlacedTable,
-    Ranks,
-    place_in,
     place_table,
     plan_episodes,
 )
@@ -42,7 +39,7 @@ weight_seeds = st.one_of(st.none(), st.integers(0, 5))
 
 
 def placed(table: Table, memory: FakeMemory, **options: Any) -> PlacedTable:
-    return place_in(memory, table, ranks=Ranks(), **options)
+    return place_table(table, memory, **options)
 
 
 def weights_of(seed: int | None, lengths: list[int]) -> npt.NDArray[np.float64] | None:
@@ -300,8 +297,3 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         for result in place_all(table, [FakeMemory()] * 3, [0, 0, 1], placement="peer")
     }
     assert codes == {"LOADER_OPTION"}, "every node needs several GPUs: all ranks hear of it"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_without_a_gpu_the_error_says_so() -> None:
-    assert failing_code(lambda: place_table(make_table([3]), device="cpu")) == "DEVICE"

@@ -183,11 +183,6 @@ class EpisodeIndex:
         """N, the steps of all episodes."""
         return int(self.offsets[-1])
 
-    def episode_of(self, steps: npt.ArrayLike) -> Int64Array:
-        """Return the episode of each global step, same shape as `steps`, int64."""
-        after = np.searchsorted(self.offsets, np.asarray(steps, dtype=np.int64), side="right")
-        return np.asarray(after - 1, dtype=np.int64)
-
 
 def chosen_episodes(which: npt.ArrayLike, episodes: int) -> Int64Array:
     """Return the numbers of chosen episodes, int64; `which` are numbers or (E,) bool."""

@@ -105,13 +105,8 @@ class Cluster:
         return self.disk_rate or self.hardware.storage.disk
 
 
-def hardware_names() -> list[str]:
-    """Return the machines that come with gear-offline."""
-    return sorted(_read(HARDWARE))
-
-
 def load_hardware(name_or_file: str) -> Hardware:
-    """Return a machine by name, or the first one of a YAML file of the same form (``PLAN``)."""
+    """Return a machine by name, or the first one of a YAML file of the same form."""
     known, path = _read(HARDWARE), Path(name_or_file)
     if name_or_file not in known and not path.is_file():
         raise _unusable(f"no machine {name_or_file!r} (there are: {', '.join(known)})")
@@ -135,4 +130,4 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _unusable(what: str) -> InputError:
-    return InputError("PLAN", what, where="--hardware", remedy=f"give a file like {HARDWARE}")
+    return InputError("USAGE", what, where="--hardware", remedy=f"give a file like {HARDWARE}")

@@ -62,7 +62,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
     needed = cost.memory_bytes + CONTEXT_BYTES
     if needed > gpu.memory:
         raise InputError(
-            "PLAN",
+            "USAGE",
             f"the model and {share} segments take {needed / 1e9:.0f} GB of a GPU's "
             f"{gpu.memory / 1e9:.0f} GB",
             where=recipe.name,

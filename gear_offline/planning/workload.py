@@ -76,7 +76,7 @@ def make_workload(
         check_selection(recipe, recipe.name)
         if data_bytes is None:
             raise InputError(
-                "PLAN",
+                "USAGE",
                 "columns alone do not say how much data there are",
                 where="--columns",
                 remedy="add the bytes of all data in memory, such as --data 100TB",
@@ -132,7 +132,7 @@ def _open(recipe: Recipe) -> tuple[TableData, str]:
         source = open_tasks(recipe, lambda one: open_dataset(str(one.data.path), verify=False))
         return source, f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
     raise InputError(
-        "PLAN",
+        "USAGE",
         f"no dataset at {missing}" if missing else "the recipe names no data",
         where="data.path",
         remedy="make it, or describe it: --columns 'observations=float32[11],"
@@ -153,7 +153,7 @@ def _describe(text: str, episode_length: int) -> SimpleNamespace:
             columns.append(ColumnSpec(name=name, dtype=np.dtype(dtype), shape=sizes))
         except (ValueError, TypeError):
             raise InputError(
-                "PLAN",
+                "USAGE",
                 f"{part.strip()!r} is not a column and its NumPy dtype",
                 where="--columns",
                 remedy="write it like observations=float32[11] or rewards=float32",

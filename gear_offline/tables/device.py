@@ -43,6 +43,10 @@ class DeviceMemory:
                 f"tables are not placed for GPUs without CuPy ({error})",
                 remedy="pip install 'gear-offline[gpu]', or use device='cpu' or engine='off'",
             ) from error
+        if device.type == "cuda" and device.index is None:
+            import torch
+
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device, self._runtime = device, runtime
 
     def free_bytes(self) -> int:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from gear_offline.core.text import size_text
 from gear_offline.core.types import Array, BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
-from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.errors import GearError, InputError
 from gear_offline.kernels.columns import GroupAddresses
 from gear_offline.tables.device import DeviceMemory, too_large
 from gear_offline.tables.table import Table
@@ -90,8 +90,8 @@ def _release(kept: list[Any]) -> None:
 
 def place_table(
     table: Table,
+    memory: DeviceMemory,
     *,
-    device: torch.device | str,
     placement: Placement = "auto",
     hbm_budget: int | None = None,
     episode_weight: npt.ArrayLike | None = None,
@@ -100,61 +100,15 @@ def place_table(
 ) -> PlacedTable:
     """Bring a table's rows to where a GPU can read them.
 
-    Parameters
-    ----------
-    table
-        In memory of this process.
-    device
-        A CUDA device.
-    placement
-        ``"hbm"``: all in GPU memory.  ``"host"``: all read in place from pinned host memory.
-        ``"peer"``: parted over the GPUs of the node, which read each other's memory.  ``"auto"``:
-        all in GPU memory if that fits the budget, else the hottest episodes, with peers if there
-        are any.
-    hbm_budget
-        Bytes of GPU memory to use; by default `HBM_SHARE` of what is free, for ``"hbm"`` all of it.
-    episode_weight
-        (E,), how often each episode is drawn, in any unit; by default its length, which is how
-        ``uniform_steps`` draws.
-    ranks
-        The processes that place the same table together; all of them call this, with the same
-        options.  What other GPUs have mapped stays in this one's memory until the process ends.
-    landing
-        Pin the landing rows, too, and give the addresses that they are counted from.
+    ``"hbm"``: all in GPU memory.  ``"host"``: all read in place from pinned host memory.
+    ``"peer"``: parted over the GPUs of the node, which read each other's memory.  ``"auto"``: all
+    in GPU memory if that fits the budget (`HBM_SHARE` of what is free), else the hottest episodes,
+    with peers if there are any.  `episode_weight` (E,) is how often each is drawn, in any unit; by
+    default its length.  All `ranks` call this together, with the same options; what other GPUs have
+    mapped stays in this one's memory until the process ends.  With `landing` the landing rows are
+    pinned, too.
     """
-    import torch
-
-    device = torch.device(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise UnavailableError(
-            "DEVICE",
-            f"a table cannot be placed for device {str(device)!r}: no such CUDA device",
-            remedy="run `gear-offline doctor`, or use device='cpu'",
-        )
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return place_in(
-        DeviceMemory(device),
-        table,
-        placement=placement,
-        hbm_budget=hbm_budget,
-        episode_weight=episode_weight,
-        ranks=Ranks() if ranks is None else ranks,
-        landing=landing,
-    )
-
-
-def place_in(
-    memory: DeviceMemory,
-    table: Table,
-    *,
-    placement: Placement = "auto",
-    hbm_budget: int | None = None,
-    episode_weight: npt.ArrayLike | None = None,
-    ranks: Ranks,
-    landing: bool = False,
-) -> PlacedTable:
-    """As `place_table`, in the given memory."""
+    ranks = Ranks() if ranks is None else ranks
     _check_options(placement, hbm_budget, min(ranks.nodes.count(node) for node in ranks.nodes))
     sizes = table.episodes.lengths * table.row_bytes
     weights = _check_weights(episode_weight, table.episodes.lengths)
