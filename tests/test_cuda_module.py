@@ -87,19 +87,6 @@ def test_cupy_of_another_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.code == "PACKAGE_MISSING" and "InsufficientDriver" in str(error)
 
 
-def test_compiler_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        def __init__(self, **options: Any) -> None:
-            assert "fill_8" in options["code"]
-
-        def compile(self) -> None:
-            raise RuntimeError("NVRTC_ERROR_COMPILATION: unsupported\nline 2")
-
-    fake_cupy(monkeypatch, capability="90", module=Module)
-    error = failing()
-    assert error.code == "PACKAGE_MISSING" and "NVRTC_ERROR_COMPILATION" in str(error)
-
-
 def test_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cupy(monkeypatch, capability="61", module=None)
     error = failing()
@@ -135,24 +122,3 @@ def test_launches_are_in_the_context_of_the_kernel(before: int, after: int, fail
     with pytest.raises(RuntimeError) if fails else nullcontext():
         function.launch(1, 32, 0, cuda_module.Parameters(0))
     assert driver.launched == [7] and driver.current == after
-
-
-def test_functions_know_the_context_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        def __init__(self, **options: Any) -> None:
-            pass
-
-        def compile(self) -> None:
-            pass
-
-        def get_function(self, name: str) -> Any:
-            return SimpleNamespace(kernel=SimpleNamespace(ptr=1))
-
-    fake_cupy(monkeypatch, capability="90", module=Module)
-    driver, cupy = Driver(0), sys.modules["cupy"]
-    monkeypatch.setattr(cupy.cuda, "driver", driver)
-    monkeypatch.setattr(cupy.cuda.runtime, "free", lambda _: driver.ctxSetCurrent(5), raising=False)
-    function = cuda_module.load("fill.cu", ("fill_8",), device=0)["fill_8"]
-    driver.current = 0
-    function.launch(1, 32, 0, cuda_module.Parameters(0))
-    assert driver.launched == [5]

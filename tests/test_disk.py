@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders import rows as rows_module
 from gear_offline.loaders.loader import GearLoader
@@ -190,18 +189,6 @@ def test_little_memory_forces_windows_out_and_more_reads_less(dataset: Dataset) 
     assert least.window_bytes == ample.window_bytes
 
 
-def test_ranks_share_each_batch(dataset: Dataset) -> None:
-    whole = GearLoader(dataset, **OPTIONS).batch_at(5)
-    for rank in (0, 1):
-        world = World(rank=rank, nodes=(0, 0))
-        options = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS}
-        with GearLoader(dataset, world=world, **options) as loader:
-            loader.skip(5)
-            part, own = next(loader), slice(4 * rank, 4 * rank + 4)
-            assert part.segments.tolist() == whole.segments[own].tolist()
-            assert part.states.equal(whole.states[own])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -220,15 +207,6 @@ def test_what_cannot_be_is_refused_before_the_dataset_is_read(
     chosen: dict[str, Any] = {"placement": "disk", "host_budget": 4 << 20, **OPTIONS, **options}
     code = failing_code(lambda: GearLoader(opened, **chosen))
     assert code in ("LOADER_OPTION", "ENGINE_OFF", "DEVICE")
-
-
-def test_the_least_budget_is_the_least(dataset: Dataset) -> None:
-    least = least_budget(dataset, **OPTIONS)
-    budget: Any = np.int64(least)
-    GearLoader(dataset, placement="disk", host_budget=budget, **OPTIONS).close()
-    with pytest.raises(InputError, match="too small"):
-        GearLoader(dataset, placement="disk", host_budget=least - 8192, **OPTIONS)
-    assert least_budget(dataset, **(OPTIONS | {"batch_size": 80})) > least
 
 
 @given(
@@ -284,66 +262,6 @@ def test_auto_goes_to_disk_where_memory_is_short(
     with GearLoader(made, **OPTIONS) as loader:
         assert same(next(loader), large.batch_at(0))
     assert "are available" in capsys.readouterr().err
-
-
-def test_no_place_for_the_returns(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = tempfile.TemporaryFile
-
-    def refused(**options: Any) -> Any:
-        if "dir" in options or not tmp_path.exists():
-            raise OSError(errno.EACCES, "Permission denied")
-        return real(dir=tmp_path)
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    with on_disk(dataset, **OPTIONS) as loader:
-        assert os.listdir(tmp_path) == [], "the file has no name"
-        assert same(next(loader), GearLoader(dataset, **OPTIONS).batch_at(0))
-    tmp_path.rmdir()
-    with pytest.raises(GearError, match="Permission denied") as caught:
-        on_disk(dataset, **OPTIONS)
-    assert caught.value.code == "OUTPUT_WRITE"
-
-
-MEMORY = """
-import itertools, sys
-from pathlib import Path
-from gear_offline.loaders.loader import GearLoader
-
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(l for l in lines if l.startswith("VmHWM")).split()[1]) * 1024
-
-def use(path, budget):
-    loader = GearLoader(path, batch_size=32, context_length=20, device="cpu", placement="disk",
-                        host_budget=budget)
-    for _ in itertools.islice(loader, 2 * loader.disk.sizes.slots // 32):
-        pass
-    loader.close()
-    return loader.disk.sizes.slots
-
-use(sys.argv[1], 8 << 20)
-before = peak()
-slots = use(sys.argv[2], int(sys.argv[3]))
-print(slots, peak() - before)
-"""
-
-
-def test_memory_stays_within_the_budget(tmp_path: Path, dataset: Dataset) -> None:
-    """Of a process: its peak over that of the same process with a small table before."""
-    large = make_dataset(tmp_path, [500] * 1000, state_dim=40, shard_bytes=8 << 20, verify=False)
-    budget = 40 << 20
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(dataset.path), str(large.path), str(budget)],
-        capture_output=True,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    slots, grown = map(int, done.stdout.split())
-    assert 0.5 * budget < slots * 20 * 4 * (40 + 3 + 2) < budget
-    assert grown < 1.05 * budget
 
 
 def overwrite(path: Path) -> None:

@@ -105,20 +105,6 @@ def test_long_windows_odd_widths_and_leads(
     assert (engine._job["group"]["history"].max() == 2) == (kind == "stacks")
 
 
-def test_named_segments_that_are_not_in_the_table(kernels: ThreadedKernels) -> None:
-    table = table_of(3)
-    with on_cpu(kernels):
-        law = make_sampler("uniform_steps", facts(LENGTHS))
-        engine = gpu_gather(table, law, seed=9, rank_batch=4, context_length=SPAN)
-        pairs = [(0, 0), (0, 99), (9**9, 0), (-1, 0), (1, -(2**62))]
-        named = torch.tensor([[*pair, SPAN, -1] for pair in pairs])
-        windows = engine.allocate((5,))
-        engine.gather_into(windows, named)
-    assert windows.attention_mask.sum(1).tolist() == [4, 0, 0, 0, 0]
-    assert all(bool((buffer[1:] == 0).all()) for buffer in windows.buffers)
-    assert int(engine._ticket[1]) > 1
-
-
 @pytest.mark.parametrize("count", [1, 64, 3000, 8193])
 @pytest.mark.parametrize("episodes", [1, 16, 300, 3000])
 def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
@@ -153,16 +139,3 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
     assert np.array_equal(found.episodes, expected.episodes)
     assert np.array_equal(found.starts, expected.starts)
     assert found.probability.tobytes() == expected.probability.tobytes()
-
-
-@pytest.mark.parametrize("count", [1, 33, 1024, 3000])
-def test_importance(kernels: ThreadedKernels, count: int) -> None:
-    law = prioritized([50] * 100, beta=0.4, beta_steps=1000)
-    chances = np.exp(np.random.default_rng(1).uniform(-25, 0, size=count))
-    out, counter = torch.empty(count), torch.tensor([501])
-    with on_cpu(kernels) as device:
-        tree = law.on_device(device)
-        tree.importance(torch.from_numpy(chances), counter=counter, beta=0.4, beta_steps=1000,
-                        out=out)  # fmt: skip
-    expected = law.importance(chances, step=500).astype(np.float32)
-    np.testing.assert_array_max_ulp(out.numpy(), expected, maxulp=1)

@@ -104,19 +104,3 @@ def test_later_steps_change_nothing_before_them(
         assert before[early].tobytes() == after[early].tobytes(), key
     if late.any():
         assert not np.array_equal(one["states"].numpy()[late], other["states"].numpy()[late])
-
-
-@pytest.mark.parametrize("name", ["prioritized"])
-def test_later_losses_change_no_earlier_batch(name: str) -> None:
-    """What is drawn at a step depends on the losses before it; on no total number of steps."""
-    values = columns(replaced=False)
-    one, other = law_of(values, name, {}), law_of(values, name, {})
-    for step in range(12):
-        mine, theirs = (law.sample(1, step, 1, BATCH)[0] for law in (one, other))
-        same = np.array_equal(mine.starts, theirs.starts)
-        assert same or step > 6
-        named = np.stack([mine.episodes, mine.starts], 1)
-        losses = np.linspace(0, 90, BATCH).astype(np.float32)
-        one.update(named, losses)
-        other.update(named, losses if step < 6 else losses[::-1].copy())
-    assert not np.array_equal(one.masses, other.masses)

@@ -89,19 +89,6 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
         assert found == captured, recipe.selection
 
 
-@pytest.mark.parametrize(
-    "selection",
-    [
-        "selection.strategy=prioritised",
-        "selection={strategy: mixture, options: {parts: 3}}",
-    ],
-)
-def test_an_unknown_selection_is_refused_for_described_data(selection: str) -> None:
-    recipe = load_recipe("atari-pong", [selection])
-    code = failing_code(lambda: make_workload(recipe, columns=FRAMES, data_bytes=10**9))
-    assert code == "SELECTION"
-
-
 def test_frames_are_encoded_at_the_cost_of_the_convolutions() -> None:
     recipe = load_recipe("atari-pong")
     sizes = make_workload(recipe, columns=FRAMES, data_bytes=10**9).sizes
@@ -129,17 +116,6 @@ def test_rows_are_those_of_the_real_table(tmp_path: Path) -> None:
     assert workload.window_bytes == row * recipe.loader.context_length
     assert workload.table_bytes == row * dataset.spec.steps
     assert workload.weights.sum() == pytest.approx(1.0)
-
-
-def test_described_data_are_like_those_that_are_there(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tiny_data(tmp_path))
-    there = make_workload(recipe)
-    states, actions = there.sizes.state_dim, there.sizes.action_dim
-    columns = f"observations=float32[{states}],actions=float32[{actions}],rewards=float32"
-    described = make_workload(recipe, columns=columns, data_bytes=int(there.table_bytes))
-    assert (described.row_bytes, described.window_bytes) == (there.row_bytes, there.window_bytes)
-    assert described.sizes == there.sizes
-    assert described.steps == pytest.approx(there.steps)
 
 
 @settings(max_examples=60)
@@ -174,21 +150,6 @@ def test_every_byte_and_every_read_has_one_tier(
         assert held <= cluster.memory
 
 
-def test_predicted_hit_rates_are_those_of_draws() -> None:
-    """Shards drawn from unequally: the share of reads from a tier against counted draws."""
-    recipe = load_recipe("paper")
-    workload = make_workload(recipe, columns=COLUMNS, data_bytes=400 * (256 << 20))
-    generator = np.random.default_rng(1)
-    skewed = generator.permutation(np.arange(1, 401) ** -1.0)
-    workload.weights[:] = skewed / skewed.sum()
-    layout = lay_out(recipe, workload, ONE_GPU, 50 * (256 << 20) / 0.6)
-    drawn = generator.choice(400, 200_000, p=workload.weights)
-    hottest = np.argsort(-workload.weights)[: layout.shards["hbm"]]
-    counted = np.isin(drawn, hottest).mean()
-    assert 0.5 < counted < 0.9
-    assert layout.reads["hbm"] == pytest.approx(counted, abs=0.005)
-
-
 def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
     recipe = load_recipe("atari-pong", ("loader.batch_size=4096", "loader.sharding=shard"))
     workload = make_workload(recipe, columns=FRAMES, data_bytes=10**13)
@@ -207,13 +168,10 @@ def test_more_nodes_hold_less_and_send_more(tmp_path: Path) -> None:
     ("arguments", "code"),
     [
         (["--gpus", "3"], "LOADER_OPTION"),
-        (["--gpus", "4", "train.accumulate=32"], "LOADER_OPTION"),
         (["--hardware", "abacus"], "USAGE"),
         (["--columns", FRAMES], "USAGE"),
-        (["--columns", "observations", "--data", "1TB"], "USAGE"),
         (["--columns", "observations=float33", "--data", "1TB"], "USAGE"),
         (["--columns", "observations=float32", "--data", "1TB"], "COLUMN"),
-        (["--episode-length", "50"], "USAGE"),
         (["model.hidden_size=8192", "model.layers=64"], "USAGE"),
         (["--data", "lots"], "USAGE"),
         (["data.path=nowhere"], "USAGE"),

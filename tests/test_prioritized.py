@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.errors import InputError, UnavailableError
+from gear_offline.errors import InputError
 from gear_offline.kernels.philox import draws
 from gear_offline.sampling.prioritized import (
     Prioritized,
     SumTree,
-    code_of,
     importance_weights,
-    numbered,
 )
 from tests.sampling_support import p_value, prioritized
 
@@ -61,21 +57,6 @@ def test_the_tree_is_a_list_of_cumulative_sums(
     asked += [b - d for b in bounds for d in (0, 1) if 0 <= b - d < bounds[-1]]
     found = tree.find(np.array(asked, dtype=np.uint64)).tolist()
     assert found == [next(i for i, b in enumerate(bounds) if n < b) for n in asked]
-
-
-def test_the_tree_beyond_float32_and_its_memory() -> None:
-    """2^24 + 33 items, one of mass 1 among masses of 2^38: sums are exact, it is found."""
-    count = 2**24 + 33
-    masses = np.full(count, 2**38, dtype=np.uint64)
-    masses[count - 2] = 1
-    tree = SumTree(masses)
-    assert tree.total == (count - 1) * 2**38 + 1
-    edge = (count - 2) * 2**38
-    asked = np.array([edge - 1, edge, edge + 1, tree.total - 1], dtype=np.uint64)
-    assert tree.find(asked).tolist() == [count - 3, count - 2, count - 1, count - 1]
-    tree.set(np.array([0], dtype=np.int64), np.array([3], dtype=np.uint64))
-    assert tree.total == (count - 2) * 2**38 + 4
-    assert tree.nbytes / count < 10.1
 
 
 def test_all_starts_are_alike_before_any_update() -> None:
@@ -140,13 +121,6 @@ def test_updates_do_not_depend_on_the_order_within_a_batch(
     for row, loss in {r: max(v for q, v in pairs if q == r) for r, _ in pairs}.items():
         oracle.update(NAMES[[row]], losses_of([loss]))
     assert one.masses.tolist() == other.masses.tolist() == oracle.masses.tolist()
-
-
-@given(st.floats(0, 2.0**100, width=32))
-def test_codes_round_to_the_nearest_of_eleven_bits(loss: float) -> None:
-    code = int(code_of(losses_of([loss]))[0])
-    value = float(np.array([code << 13], dtype=np.uint32).view(np.float32)[0])
-    assert abs(value - loss) <= max(loss * 2.0**-11, 2.0**-136)
 
 
 def test_masses_are_the_documented_formula() -> None:
@@ -234,22 +208,3 @@ def test_an_empty_update_and_minus_zero() -> None:
     law.update(np.zeros((0, 2), np.int64), losses_of([]))
     law.update(NAMES[:1], losses_of([-0.0]))
     assert law.updates == 2 and int(law.masses[0]) < int(law.masses[1])
-
-
-def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels are loaded there too, and later calls may name it either way."""
-    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
-    made = []
-
-    def priorities(offsets: Any, masses: Any, *, device: Any, first: int) -> Any:
-        made.append(str(device))
-        return SimpleNamespace(device=device)
-
-    monkeypatch.setattr("gear_offline.kernels.priorities.DevicePriorities", priorities)
-    law = make()
-    for name in ("cuda", "cuda:1", "cuda"):
-        assert law.on_device(torch.device(name)).device == torch.device("cuda:1")
-    assert made == ["cuda:1"]
-    with pytest.raises(UnavailableError, match="memory of cuda:1, not of cuda:0"):
-        law.on_device(torch.device("cuda:0"))
-    assert str(numbered("cpu")) == "cpu"

@@ -222,18 +222,6 @@ def test_a_choice_finds_every_edge(weights: list[float], numbers: list[int]) -> 
     np.testing.assert_allclose(choice.probability, exact, rtol=1e-15)
 
 
-def test_beyond_float32() -> None:
-    """2^24 + 5 equal weights, and one 12 orders of magnitude below the others."""
-    count = 2**24 + 5
-    weights = np.ones(count)
-    weights[-2] = 1e-12
-    choice = WeightedChoice(weights)
-    edge = int(choice.search.table[-3])
-    found = choice.search.find(np.array([0, edge - 1, edge, WHOLE - 1], dtype=np.uint64)).tolist()
-    assert found == [0, count - 3, count - 2, count - 1]
-    assert choice.probability[-2] == pytest.approx(1e-12 / (count - 1), rel=1e-6)
-
-
 POINTS = [{"step": 10, "weights": [1, 0]}, {"step": 20, "weights": [1, 3]}]
 
 
@@ -452,7 +440,3 @@ def test_strategies_of_ones_own_are_known_in_other_processes(
         np.testing.assert_allclose(sampler.episode_weight, [0.1, 0.9])
         with pytest.raises(ValueError, match="already registered"):
             register("mine")(type(sampler))
-
-
-def test_what_a_sampler_shows() -> None:
-    assert repr(make("top_percent", {"percent": 30}, LENGTHS)).startswith("TopPercent(percent=30")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from gear_offline.errors import InputError
 from gear_offline.tables import returns as returns_module
 from gear_offline.tables import table as module
 from gear_offline.tables.fields import standard_fields
-from gear_offline.tables.returns import sum_returns, whole_episodes
+from gear_offline.tables.returns import sum_returns
 from gear_offline.tables.table import Table, build_table, table_bytes
 from tests.segment_oracle import MemoryTable, same_bits
 from tests.support import ArraySource, failing_code
@@ -219,18 +218,6 @@ def test_infinite_rewards_stay_and_sums_that_overflow_are_refused() -> None:
     assert sum_returns(large, [10, 13], gamma=1.0, scale=2.0).tolist()[1] == np.float32(3e38)
 
 
-@settings(deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), max_size=30), steps=st.integers(1, 40))
-def test_runs_cover_all_episodes_in_order(lengths: list[int], steps: int) -> None:
-    offsets = np.cumsum([0, *lengths]).tolist()
-    runs = list(whole_episodes(offsets, steps))
-    assert [e for first, last in runs for e in range(first, last)] == list(range(len(lengths)))
-    for first, last in runs:
-        assert offsets[last] - offsets[first] >= steps or last == len(lengths)
-        assert offsets[last - 1] - offsets[first] < steps  # not one episode more than needed
-    assert all(one[1] == other[0] for one, other in pairwise(runs))
-
-
 def test_normalisation_is_rounded_once_and_a_floor_keeps_it_finite() -> None:
     arrays = columns()
     arrays["observations"][:, 4] = 2.5  # no deviation
@@ -240,14 +227,6 @@ def test_normalisation_is_rounded_once_and_a_floor_keeps_it_finite() -> None:
     rows = table.groups[0].rows
     assert same_bits(rows[2:-2, :11], expected)
     assert not rows[2:-2, 4].any() and not rows[:2].any() and not rows[-2:].any()
-
-
-def test_infinities_of_the_source_stay() -> None:
-    arrays = columns(30)
-    arrays["observations"] = arrays["observations"].astype(np.float64)
-    arrays["observations"][7, 2], arrays["observations"][8, 3] = -np.inf, np.nan
-    rows = build_table(MemoryTable(arrays, [30]), context_length=2).groups[0].rows
-    assert rows[9, 2] == -np.inf and np.isnan(rows[10, 3])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import GearError
-from gear_offline.sampling import make_sampler
 from gear_offline.tables import placement as module
 from gear_offline.tables.placement import (
     ALIGNMENT_BYTES,
@@ -196,32 +195,6 @@ def test_several_gpus_keep_their_budget_and_beat_simpler_choices(
         reached = np.cumsum(sizes[order]) <= room
         share = weights[order][reached].sum() / weights.sum()
         assert cost <= share * price + (1 - share) * HOST_COST + spare
-
-
-def test_predicted_reads_are_those_of_the_sampler() -> None:
-    lengths = np.random.default_rng(0).integers(5, 40, 200)
-    index = make_table(lengths.tolist()).episodes
-    plan = plan_episodes(lengths * 64, lengths.astype(float), int(lengths.sum() * 64 * 0.2), 4)
-    assert {HBM, PEER, HOST} >= set(plan.tiers.tolist()) >= {PEER, HOST}
-    drawn = make_sampler("uniform_steps", index).sample(1, 0, 1, 200_000)[0].episodes
-    counts = [np.mean(plan.lie_in(gpu)[drawn]) for gpu in range(4)]
-    own, _, host = plan.shares
-    assert np.mean(counts) == pytest.approx(own, abs=0.005)
-    assert max(counts) - min(counts) < 0.02, "GPUs hold like shares"
-    assert np.mean(plan.tiers[drawn] == HOST) == pytest.approx(host, abs=0.005)
-
-
-def test_uniform_steps_take_a_prefix_and_weights_the_hottest() -> None:
-    table = make_table([5, 3, 9, 1, 4])
-    spare = ALIGNMENT_BYTES * len(table.groups)
-    result = placed(table, FakeMemory(), hbm_budget=8 * table.row_bytes + spare)
-    assert result.tiers.tolist() == [HBM, HBM, HOST, HOST, HOST]
-    assert "36.4% from own memory" in result.reason
-    weights = [0, 0, 100, 0.1, 0]
-    budget = 9 * table.row_bytes + spare
-    hot = placed(table, FakeMemory(), hbm_budget=budget, episode_weight=weights)
-    assert hot.tiers.tolist() == [HOST, HOST, HBM, HOST, HOST]
-    assert hot.hbm_bytes == 9 * table.row_bytes
 
 
 def test_the_default_budget_leaves_memory_for_training() -> None:

@@ -21,7 +21,6 @@ from gear_offline.core.system import available_bytes
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.errors import GearError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.tables import shared as module
 from gear_offline.tables.shared import Handle, SharedMemory, SharedTables, share_table
 from gear_offline.tables.table import build_table
 from tests.segment_oracle import same_bits
@@ -156,16 +155,6 @@ def test_published_tables_are_attached_by_other_processes(dataset: Dataset) -> N
     with python(ATTACH, str(dataset.path), json.dumps(tables.handles())) as other:
         assert line(other) == table.groups[0].rows.tobytes().hex()
     assert asdict(Handle(**next(iter(tables.handles().values()))))["process"] == os.getpid()
-
-
-def test_rows_that_may_have_to_stay_on_disk_are_left_to_the_loader(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables, loader = SharedTables(), {"context_length": 5}
-    assert tables.table(dataset, loader | {"placement": "disk"}) is None
-    assert tables.table(dataset, loader | {"host_budget": 1 << 40}) is None
-    monkeypatch.setattr(module, "available_bytes", lambda: 0)
-    assert tables.table(dataset, loader) is None
 
 
 def test_loaders_of_one_table_give_the_batches_of_their_own(

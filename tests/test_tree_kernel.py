@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gear_offline.kernels.priorities import FAN, DevicePriorities, level_sizes
+from gear_offline.kernels.priorities import DevicePriorities
 from gear_offline.sampling.prioritized import code_of
 from tests.kernels_on_cpu import compile_kernels, on_cpu
 from tests.sampling_support import prioritized
@@ -58,29 +57,6 @@ def test_it_finds_what_a_list_of_cumulative_sums_finds(
     assert find(library, tree, asked) == [
         int(np.searchsorted(np.array(bounds, dtype=np.int64), n, side="right")) for n in asked
     ]
-
-
-def test_beyond_float32_and_its_memory(library: Any) -> None:
-    """2^24 + 33 items, one of mass 1 among masses of 2^38: sums are exact, it is found."""
-    count = 2**24 + 33
-    masses = np.full(count, 2**38, dtype=np.int64)
-    masses[count - 2] = 1
-    tree = tree_of(library, masses)
-    assert tree.total == (count - 1) * 2**38 + 1
-    edge = (count - 2) * 2**38
-    asked = [0, edge - 1, edge, edge + 1, tree.total - 1]
-    assert find(library, tree, asked) == [0, count - 3, count - 2, count - 1, count - 1]
-    assert tree.nbytes / count < 8.6
-
-
-@given(st.integers(1, 10**10))
-def test_levels_hold_all_sums_and_cost_little(items: int) -> None:
-    sizes = level_sizes(items)
-    assert sizes[0] >= items and sizes[-1] == FAN and all(size % FAN == 0 for size in sizes)
-    for below, above in pairwise(sizes):
-        assert above >= below // FAN
-    assert sum(sizes) * 8 < 12 * items or items < 100
-    assert sum(sizes) <= items * FAN / (FAN - 1) + FAN * len(sizes) * 2
 
 
 LENGTHS = [5, 1, 40, 3, 300, 17]
