@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gear_offline.errors import InputError
-
 try:
     import triton
     import triton.language as tl
@@ -82,23 +80,11 @@ def packed_attention_reference(
 
 
 def kept_weights(seeds: Tensor, dropout: float, *, windows: int, heads: int, tokens: int) -> Tensor:
-    """Say which attention weights `packed_attention` keeps, bit for bit, from NumPy.
+    """Return the attention weights that `packed_attention` keeps, bit for bit, from NumPy.
 
-    Parameters
-    ----------
-    seeds
-        (G,) int64
-    dropout
-        Probability of losing a weight, in [0, 1).
-    windows, heads, tokens
-        B, a multiple of G; N; T, at most 128.
-
-    Returns
-    -------
-    Tensor
-        (B, N, T, T) bool on the device of `seeds`, for the weights above the diagonal too.
+    (B, N, T, T) bool on the device of `seeds`, (G,) int64, for the weights above the diagonal too.
     """
-    count = _windows_of_a_seed(windows, dropout, seeds)
+    count = windows // len(seeds)
     group, head, query, four = np.ogrid[:count, :heads, :tokens, : -(-tokens // 4)]
     counter = (query * (MOST_TOKENS // 4) + four, group, head, 0)
     found = np.empty((len(seeds), count, heads, tokens, tokens), dtype=np.bool_)
@@ -117,7 +103,7 @@ def packed_attention(
     seeds: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Causal self-attention.
+    """Return causal self-attention, (B, T, H), dtype of `qkv`.
 
     Parameters
     ----------
@@ -133,30 +119,20 @@ def packed_attention(
         ``1 / (1 - dropout)``.  What is lost becomes zero even where it was NaN; PyTorch's dropout,
         a product, leaves NaN there.
     seeds
-        (G,) int64 on the device of `qkv`, needed for dropout.  The windows lie in G groups of
-        ``B / G``, one a seed.  Which weights are kept depends on the seed and on window, head,
-        query and key within the group, so that a model among others keeps what it keeps alone.
+        (G,) int64 on the device of `qkv`, needed for dropout; G divides B.  The windows lie in G
+        groups, one a seed.  Which weights are kept depends on the seed and on window, head, query
+        and key within the group, so that a model among others keeps what it keeps alone.
     bias
         (G, 3H) float32 or dtype of `qkv`, contiguous: what is added to the rows of each group,
         in float32, before they are rounded to their dtype again.
-
-    Returns
-    -------
-    Tensor
-        (B, T, H), dtype of `qkv`.
-
-    Raises
-    ------
-    InputError
-        ``MODEL`` if `dropout` is not in [0, 1), `seeds` are missing, or `seeds` or `bias` do
-        not divide the windows or fit each other.
     """
     batch, tokens, width = qkv.shape
     mixed = qkv.new_empty(batch, tokens, width // 3)
     head, block = width // 3 // heads, _block(tokens)
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
+    seeds = None if seeds is None else seeds.contiguous()
     _forward[(batch * heads,)](
-        qkv, mixed, tokens, heads, scale * LOG2_E, _in_a_row(seeds), of_group, 1 / (1 - dropout),
+        qkv, mixed, tokens, heads, scale * LOG2_E, seeds, of_group, 1 / (1 - dropout),
         bias, _dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
     return mixed
@@ -172,20 +148,18 @@ def packed_attention_gradient(
     seeds: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what follows from `gradient`, (B, T, H), that of the result.
+    """Return the gradient of `qkv` that follows from that of the result, and its sums.
 
-    Returns
-    -------
-    tuple of Tensor
-        The gradient of `qkv`, (B, T, 3H), and its sums over the tokens of each window from before
-        it is rounded, (B, 3H) float32: zeros for the keys, and (0, 3H) without `bias`.
+    These are over the tokens of each window, from before they are rounded, (B, 3H) float32: zeros
+    for the keys, and (0, 3H) without `bias`.
     """
     batch, tokens, width = qkv.shape
     head, block = width // 3 // heads, _block(tokens)
     of_group = _windows_of_a_group(qkv, dropout, seeds, bias)
+    seeds = None if seeds is None else seeds.contiguous()
     found, sums = _gradient_shape(gradient, qkv, heads, scale, dropout, seeds, bias)
     _backward[(batch * heads,)](
-        qkv, gradient.contiguous(), found, tokens, heads, scale, _in_a_row(seeds), of_group,
+        qkv, gradient.contiguous(), found, tokens, heads, scale, seeds, of_group,
         1 / (1 - dropout), bias, None if bias is None else sums,
         _dropped_words(dropout), bias is not None, head, block, num_warps=_warps(block),
     )  # fmt: skip
@@ -231,49 +205,23 @@ packed_attention.register_autograd(_differentiate, setup_context=_remember)
 
 
 def _windows_of_a_group(qkv: Tensor, dropout: float, seeds: Any, bias: Tensor | None) -> int:
-    """Return ``B / G``, 0 without `seeds` and `bias`; refuse what does not fit."""
+    """Return ``B / G``, 0 without `seeds` and `bias`; the kernels would read others as nonsense."""
     windows, _, width = qkv.shape
-    each = _windows_of_a_seed(windows, dropout, seeds)
-    if bias is None:
-        return each
-    groups = None if seeds is None else len(seeds)
-    fits = bias.ndim == 2 and bias.shape[1] == width and bias.is_contiguous()
-    fits = fits and bias.dtype in (torch.float32, qkv.dtype) and groups in (None, len(bias))
-    if not fits or not len(bias) or windows % len(bias):
-        raise InputError(
-            "MODEL",
-            f"bias is {tuple(bias.shape)} {bias.dtype} for {windows} windows of {qkv.dtype} rows "
-            f"{width} wide and {groups or 'no'} seeds",
-            remedy="give (G, 3H) float32 or of the rows' type, contiguous, where G is the number "
-            "of seeds and divides the windows",
-        )
-    return windows // len(bias)
-
-
-def _windows_of_a_seed(windows: int, dropout: float, seeds: Tensor | None) -> int:
-    """Return ``B / G``, 0 without dropout; refuse what the kernels would read as nonsense."""
-    if not 0.0 <= dropout < 1.0:
-        raise InputError("MODEL", f"dropout is {dropout}", remedy="take one in [0, 1)")
-    if seeds is None:
-        if dropout == 0.0:
-            return 0
-        raise InputError("MODEL", f"dropout is {dropout} without seeds", remedy="give seeds")
-    if seeds.ndim != 1 or seeds.dtype != torch.int64 or not len(seeds) or windows % len(seeds):
-        raise InputError(
-            "MODEL",
-            f"seeds are {tuple(seeds.shape)} {seeds.dtype} for {windows} windows",
-            remedy="give (G,) int64 where G divides the windows",
-        )
-    return windows // len(seeds)
+    assert 0.0 <= dropout < 1.0 and (dropout == 0.0 or seeds is not None), "dropout needs seeds"
+    groups = [len(each) for each in (seeds, bias) if each is not None]
+    if not groups:
+        return 0
+    assert min(groups) == max(groups) > 0 and windows % groups[0] == 0, "groups of equal size"
+    assert seeds is None or (seeds.ndim == 1 and seeds.dtype == torch.int64)
+    if bias is not None:
+        assert bias.shape[1:] == (width,) and bias.is_contiguous()
+        assert bias.dtype in (torch.float32, qkv.dtype)
+    return windows // groups[0]
 
 
 def _dropped_words(dropout: float) -> int:
     """Return how many of the ``2**32`` words drop a number."""
     return min(round(dropout * 2**32), 2**32 - 1)
-
-
-def _in_a_row(seeds: Tensor | None) -> Tensor | None:
-    return None if seeds is None else seeds.contiguous()
 
 
 def philox4x32(counter: tuple[Any, ...], seed: int) -> list[npt.NDArray[np.uint64]]:

@@ -227,11 +227,8 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
     def features(self, states: Tensor) -> Tensor:
         """Return what stands for the states, (B, K, S) floating with S = ``config.state_dim``.
 
-        Parameters
-        ----------
-        states
-            (B, K, ...) floating, further dimensions are flattened into S.  With an encoder
-            (B, K, *frame) or (B, K, stack, *frame) uint8, or its features, floating.
+        Floating states are flattened into S; with an encoder frames are uint8, (B, K, *frame) or
+        (B, K, stack, *frame), and floating states are its features.
         """
         if states.is_floating_point():
             return states.flatten(2).to(self.embed_state.weight.dtype)
@@ -545,22 +542,11 @@ def build_model(
 
 
 def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
-    """Refuse timesteps that the embedding has no row for.
+    """Refuse timesteps that an embedding of `max_timestep` rows has none for (``MODEL``).
 
     On a GPU such a timestep would stop the process with a device assertion, so check the data
-    once before training: pass the length of the longest episode minus one.
-
-    Parameters
-    ----------
-    timesteps
-        Integer tensor of any shape on the CPU, or the largest timestep of the data.
-    max_timestep
-        Rows of the timestep embedding.
-
-    Raises
-    ------
-    InputError
-        ``MODEL``.
+    once before training: pass the length of the longest episode minus one.  Tensors, of integers,
+    are on the CPU.
     """
     if isinstance(timesteps, int):
         low, high = min(timesteps, 0), timesteps
@@ -578,13 +564,7 @@ def check_timesteps(timesteps: Tensor | int, max_timestep: int) -> None:
 
 
 def check_actions(actions: Tensor, *, discrete: bool) -> None:
-    """Refuse the actions of a batch that a model with discrete actions cannot learn from.
-
-    Raises
-    ------
-    InputError
-        ``MODEL``: as targets of its logits they must be integers, one a step.
-    """
+    """Refuse actions that are no targets of logits, integers and one a step (``MODEL``)."""
     if discrete and (actions.is_floating_point() or actions.ndim != 2):
         raise InputError(
             "MODEL",
@@ -612,10 +592,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 def beyond_tanh(minimum: npt.ArrayLike, maximum: npt.ArrayLike) -> list[int]:
     """Return the action elements whose data leave [-1, 1], where a tanh output cannot follow.
 
-    Parameters
-    ----------
-    minimum, maximum
-        (A,) extremes of each action element over the data.
+    `minimum` and `maximum` are (A,) extremes of each element over the data.
     """
     low, high = np.atleast_1d(np.asarray(minimum)), np.atleast_1d(np.asarray(maximum))
     outside = (low < -1.0 - TANH_TOLERANCE) | (high > 1.0 + TANH_TOLERANCE)

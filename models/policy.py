@@ -180,7 +180,7 @@ class Policy:
             ``MODEL`` for wrong shapes, observations that are not finite, or an environment
             that still waits for a reward.
         """
-        check_observations(observations)
+        _check_observations(observations)
         chosen = self._chosen(indices)
         given = np.asarray(observations).reshape(len(chosen), -1)
         if given.shape[1] != self.state_dim:
@@ -249,7 +249,7 @@ class Policy:
         """
         chosen = self._chosen(indices)
         given = np.asarray(rewards, dtype=np.float64).reshape(len(chosen))
-        check_rewards(given)
+        _check_rewards(given)
         self._targets[chosen] -= given
         self._waiting[chosen] = False
 
@@ -329,19 +329,8 @@ def _statistic(
     return array
 
 
-def check_observations(observations: npt.ArrayLike) -> None:
-    """Refuse observations that the model's arithmetic would spread over a whole window.
-
-    Parameters
-    ----------
-    observations
-        Numbers of any shape and dtype.
-
-    Raises
-    ------
-    InputError
-        ``MODEL`` for NaN, infinities, and what is infinite in float32.
-    """
+def _check_observations(observations: npt.ArrayLike) -> None:
+    """Refuse NaN, infinities, and what is infinite in float32: it would spread over a window."""
     given = np.asarray(observations)
     if given.dtype.kind in "biu":
         return
@@ -356,14 +345,8 @@ def check_observations(observations: npt.ArrayLike) -> None:
         )
 
 
-def check_rewards(rewards: npt.NDArray[np.float64]) -> None:
-    """Refuse rewards, (n,), after which nothing sensible could be asked of an environment.
-
-    Raises
-    ------
-    InputError
-        ``MODEL`` for NaN and infinities.
-    """
+def _check_rewards(rewards: npt.NDArray[np.float64]) -> None:
+    """Refuse rewards, (n,), that are not finite: nothing sensible could be asked after them."""
     if not np.isfinite(rewards).all():
         row = int(np.argmin(np.isfinite(rewards)))
         raise InputError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,6 +186,21 @@ def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
         for one, other in zip(found[name], expected[name], strict=True):
             assert float((one - other).abs().max()) <= TOLERANCE
     assert torch.equal(found.last_hidden_state, found.hidden_states[-1])
+
+
+@pytest.mark.parametrize("chosen", [[1], [0, -1], 2, [7], True])
+def test_hidden_states_are_chosen_by_number(chosen: Any) -> None:
+    """As transformers 5.23 does; the others are None."""
+    ours = make().eval()
+    with torch.no_grad():
+        every = ours(**inputs(), output_hidden_states=True).hidden_states
+        found = ours(**inputs(), output_hidden_states=chosen).hidden_states
+        if chosen is not True and version("transformers") < "5.23":
+            pytest.skip("the released class gives all of them")
+        released = released_twin(ours)(**inputs(), output_hidden_states=chosen).hidden_states
+    assert [part is None for part in found] == [part is None for part in released]
+    pairs = zip(found, every, strict=True)
+    assert all(one is None or torch.equal(one, other) for one, other in pairs)
 
 
 def test_return_dict_false_gives_the_three_predictions() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
@@ -202,3 +203,41 @@ def test_a_deep_model_is_compiled_in_three_parts(monkeypatch: pytest.MonkeyPatch
     model.eval()
     acted = [some.eval()(**inputs(3), only_actions=True).action_preds for some in (model, plain)]
     assert torch.equal(*acted) and counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.parametrize("where", ["forward", "clip"])
+def test_a_collective_that_fails_in_a_step_is_a_lost_rank(
+    recipe: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP collects weights in the forward pass and sums of norms while clipping: nobody else's."""
+    some = learner(load_recipe(recipe))
+    some.advance()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection reset by peer [10.0.0.7]")
+
+    place: Any = {"forward": some, "clip": some.optimizer}[where]
+    monkeypatch.setattr(place, "_gradients" if where == "forward" else where, broken)
+    with pytest.raises(RuntimeError, match="gloo"):  # alone it is what it is
+        some.advance()
+    some.world = World(nodes=(0, 0))
+    with pytest.raises(GearError, match=r"another rank is gone .* Connection reset") as caught:
+        some.advance()
+    assert caught.value.code == "RANK_LOST"
+
+
+def test_filters_of_warnings_are_put_back() -> None:
+    model, batch, before = trained(), make_batch(), list(warnings.filters)
+    run = GradientPass(model, World(), fixed_buckets=True)
+    seen = []
+    monitor = model.register_forward_hook(lambda *_: seen.append(list(warnings.filters)))
+    run(batch)
+    monitor.remove()
+    assert warnings.filters == before and seen != [before]
+
+
+@pytest.mark.parametrize("dropout", [0.9999999999999999, 0.99999])
+def test_any_dropout_below_one_trains(recipe: Path, dropout: float) -> None:
+    some = learner(load_recipe(recipe, [f"model.dropout={dropout!r}"]))
+    some.advance()
+    some.check()

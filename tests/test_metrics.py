@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.training.metrics import JsonLines, Metrics, finite, read_records, truncate_records
+from gear_offline.training.metrics import (
+    JsonLines,
+    Metrics,
+    check_records,
+    finite,
+    read_records,
+    truncate_records,
+)
+from tests.support import failing_code
 
 
 def test_records_are_read_back(tmp_path: Path) -> None:
@@ -76,6 +85,27 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(InputError, match=r"metrics.jsonl line 2") as caught:
         read_records(path)
     assert caught.value.code == "RUN_DAMAGED"
+
+
+@pytest.mark.parametrize("kind", ["link", "missing link", "fifo", "folder"])
+def test_only_files_of_the_run_are_read_and_written(tmp_path: Path, kind: str) -> None:
+    """A resumed run must not cut a file that somebody linked as its metrics, nor wait at a pipe."""
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    if kind == "link":
+        other.write_text("mine")
+    if kind.endswith("link"):
+        path.symlink_to(other)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    for call in (
+        lambda: read_records(path),
+        lambda: Metrics(tmp_path, tensorboard=False),
+        lambda: check_records(tmp_path, step=3),
+    ):
+        assert failing_code(call) == "RUN_DAMAGED"  # type: ignore[arg-type]
+    assert other.exists() == (kind == "link") and (kind != "link" or other.read_text() == "mine")
 
 
 def test_best_is_the_highest_score_and_the_latest_of_equals(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from gear_offline.errors import InputError
 from gear_offline.kernels.short_attention import (
     kept_weights,
     packed_attention,
@@ -227,56 +226,6 @@ def test_shapes_without_values() -> None:
         assert packed.grad is not None and packed.grad.shape == packed.shape
         assert packed.grad.dtype == packed.dtype
         assert bias.grad is not None and bias.grad.shape == bias.shape
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(
-    ("dropout", "seeds", "words"),
-    [
-        (0.1, None, "without seeds"),
-        (1.0, SEEDS, r"dropout is 1\.0"),
-        (-0.1, SEEDS, r"dropout is -0\.1"),
-        (0.1, SEEDS[:3], r"seeds are \(3,\) torch\.int64 for 8 windows"),
-        (0.1, SEEDS[:0], r"seeds are \(0,\)"),
-        (0.1, SEEDS[0], r"seeds are \(\)"),
-        (0.1, SEEDS.int(), r"torch\.int32"),
-    ],
-)
-def test_senseless_dropout_is_refused(dropout: float, seeds: Tensor | None, words: str) -> None:
-    packed = torch.randn(8, 5, 24)
-    for call in (
-        lambda: packed_attention(packed, 2, SCALE, dropout, seeds),
-        lambda: packed_attention_gradient(packed[..., :8], packed, 2, SCALE, dropout, seeds),
-    ):
-        with pytest.raises(InputError, match=words) as caught:
-            call()
-        assert caught.value.code == "MODEL"
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(
-    ("seeds", "bias", "words"),
-    [
-        (SEEDS, torch.zeros(2, 24), r"bias is \(2, 24\) torch\.float32 for 8 windows.* 4 seeds"),
-        (None, torch.zeros(3, 24), r"\(3, 24\).* no seeds"),
-        (None, torch.zeros(0, 24), r"\(0, 24\)"),
-        (None, torch.zeros(24), r"\(24,\)"),
-        (None, torch.zeros(4, 23), "24 wide"),
-        (None, torch.zeros(24, 4).T, "contiguous"),
-        (None, torch.zeros(4, 24, dtype=torch.bfloat16), r"torch\.bfloat16"),
-    ],
-)
-def test_a_bias_that_does_not_fit_is_refused(
-    seeds: Tensor | None, bias: Tensor, words: str
-) -> None:
-    packed = torch.randn(8, 5, 24)
-    for call in (
-        lambda: packed_attention(packed, 2, SCALE, 0.0, seeds, bias),
-        lambda: packed_attention_gradient(packed[..., :8], packed, 2, SCALE, 0.0, seeds, bias),
-    ):
-        with pytest.raises(InputError, match=words) as caught:
-            call()
-        assert caught.value.code == "MODEL"
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from gear_offline.core.files import open_regular
 from gear_offline.errors import InputError
 
 FILES = ("metrics.jsonl", "evaluations.jsonl")
@@ -20,81 +22,70 @@ FILES = ("metrics.jsonl", "evaluations.jsonl")
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a JSON-lines file, without a torn last line; [] when missing.
 
-    Raises
-    ------
-    InputError
-        ``RUN_DAMAGED`` for a line that is not a record with a step, other than a torn last.
+    A line that is no record with a step, other than a torn last one, and a file that is a link or
+    no regular file are ``RUN_DAMAGED``.
     """
     return [record for record, _ in _records(path)]
 
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each record and the offset of its line's first byte."""
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    """Yield each record and the offset of the first byte after its line."""
+    if not os.path.lexists(path):
         return
     offset = 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    for number, line in enumerate(_content(path).splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
+        offset += len(line)
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise InputError(
-                "RUN_DAMAGED",
-                "a line is not a record with a step",
-                where=f"{path} line {number}",
-                remedy="remove that line",
-            ) from error
+            where = f"{path} line {number}"
+            raise _damaged("a line is not a record with a step", where, "that line") from error
         yield record, offset
-        offset += len(line)
 
 
-def _up_to(path: Path, last_step: int) -> tuple[int, int]:
-    """Return how many records there are up to `last_step`, and the bytes that they take."""
-    kept = 0
-    for record, offset in _records(path):
-        if record["step"] > last_step:
-            return kept, offset
-        kept += 1
-    return kept, path.read_bytes().rfind(b"\n") + 1
+def _content(path: Path) -> bytes:
+    try:
+        with open(open_regular(path, links=False), "rb") as file:
+            return file.read()
+    except NotADirectoryError:
+        return b""
+    except OSError as error:  # a link, a directory, a device
+        what = f"it is no file of a run ({os.strerror(error.errno or 0)})"
+        raise _damaged(what, str(path), "it") from error
+
+
+def _damaged(what: str, where: str, cause: str) -> InputError:
+    return InputError("RUN_DAMAGED", what, where=where, remedy=f"remove {cause}")
+
+
+def _ends_up_to(path: Path, last_step: int) -> list[int]:
+    """Return where each record ends, up to the first one after `last_step`."""
+    records = takewhile(lambda entry: entry[0]["step"] <= last_step, _records(path))
+    return [end for _, end in records]
 
 
 def truncate_records(path: Path, *, last_step: int) -> int:
     """Cut records after `last_step` and a torn last line; return how many records remain."""
-    if not path.exists():
-        return 0
-    kept, end = _up_to(path, last_step)
-    os.truncate(path, end)
-    return kept
+    ends = _ends_up_to(path, last_step)
+    if path.exists():
+        os.truncate(path, ends[-1] if ends else 0)
+    return len(ends)
 
 
 def check_records(folder: Path, *, step: int) -> None:
-    """Refuse what `Metrics` of a run that goes on after `step` could not take over.
-
-    Raises
-    ------
-    InputError
-        ``RUN_DAMAGED``.
-    """
+    """Refuse what `Metrics` of a run that goes on after `step` could not take over."""
     for name in FILES:
-        if (folder / name).exists():
-            _up_to(folder / name, step)
+        _ends_up_to(folder / name, step)
 
 
 class JsonLines:
-    """Appends records to a file, one whole line a system call.
-
-    Parameters
-    ----------
-    path
-        Created when missing.
-    """
+    """Appends records to a file, made when missing, one whole line a system call."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags, 0o644)
 
     def append(self, record: Mapping[str, Any]) -> None:
