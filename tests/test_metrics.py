@@ -16,7 +16,6 @@ from gear_offline.training.metrics import (
     JsonLines,
     Metrics,
     check_records,
-    finite,
     read_records,
     truncate_records,
 )
@@ -104,35 +103,23 @@ def test_only_files_of_the_run_are_read_and_written(tmp_path: Path, kind: str) -
         lambda: Metrics(tmp_path, tensorboard=False),
         lambda: check_records(tmp_path, step=3),
     ):
-        assert failing_code(call) == "RUN_DAMAGED"  # type: ignore[arg-type]
+        assert failing_code(call) == "RUN_DAMAGED"
     assert other.exists() == (kind == "link") and (kind != "link" or other.read_text() == "mine")
 
 
-def test_best_is_the_highest_score_and_the_latest_of_equals(tmp_path: Path) -> None:
+def test_best_is_the_highest_return_and_the_latest_of_equals(tmp_path: Path) -> None:
+    """Nothing is larger than NaN, and the best checkpoint is the one that stays."""
     metrics = Metrics(tmp_path, tensorboard=False)
     assert metrics.best is None
-    for step, score in ((10, 1.0), (20, 3.0), (30, 3.0), (40, math.nan), (50, 2.0)):
-        metrics.evaluation(step, finite({"score": score}))
-    assert metrics.best is not None
-    assert metrics.best["step"] == 30
-    assert metrics.evaluated(40)
-    assert not metrics.evaluated(41)
+    for step, value in ((10, math.nan), (20, 3.0), (30, 3.0), (40, math.inf), (50, 2.0)):
+        metrics.evaluation(step, {"return": value})
+    metrics.evaluation(60, {"return": None, "error": "no environment"})
+    assert metrics.best is not None and metrics.best["step"] == 30
+    assert metrics.evaluated(40) and not metrics.evaluated(41)
     metrics.close()
     again = Metrics(tmp_path, step=25, tensorboard=False)
     assert again.best is not None
     assert (again.best["step"], [e["step"] for e in again.evaluations]) == (20, [10, 20])
-    again.close()
-
-
-def test_a_score_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
-    """Nothing is larger than NaN, and the best checkpoint is the one that stays."""
-    metrics = Metrics(tmp_path, tensorboard=False)
-    for step, score in ((10, math.nan), (20, 3.0), (30, math.inf), (40, 2.0)):
-        metrics.evaluation(step, {"score": score})
-    assert metrics.best is not None and metrics.best["step"] == 20
-    metrics.close()
-    again = Metrics(tmp_path, step=40, tensorboard=False)
-    assert again.best == metrics.best
     again.close()
 
 
@@ -141,11 +128,11 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
 
     metrics = Metrics(tmp_path)
     metrics.log(5, {"loss": 0.5})
-    several = {"hopper": {"targets": [{"target": 9.0, "mean": 3.0, "normalized": None}]}}
-    metrics.evaluation(5, {"score": 12.0, "targets": [], "tasks": several})
+    several = {"hopper": {"targets": [{"target": 9.0, "return": 3.0, "normalized_score": None}]}}
+    metrics.evaluation(5, {"normalized_score": 12.0, "targets": [], "tasks": several})
     metrics.log(10, {"loss": 0.25})
-    target = {"target": 3600.0, "mean": 7.0, "normalized": 1.5}
-    metrics.evaluation(10, {"score": 7.0, "targets": [target]})
+    target = {"target": 3600.0, "return": 7.0, "normalized_score": 1.5}
+    metrics.evaluation(10, {"return": 7.0, "targets": [target]})
     metrics.sync()
     metrics.close()
     resumed = Metrics(tmp_path, step=5)
@@ -155,6 +142,6 @@ def test_tensorboard_shows_what_the_lines_say(tmp_path: Path) -> None:
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/loss")] == [(5, 0.5), (10, 0.125)]
     assert [(e.step, e.value) for e in board.Scalars("evaluate/hopper/return_9")] == [(5, 3.0)]
-    assert [e.value for e in board.Scalars("evaluate/score")] == [12.0]
+    assert [e.value for e in board.Scalars("evaluate/normalized_score")] == [12.0]
     assert board.Scalars("evaluate/return_3600") == [], "the killed run's evaluation is purged"
     assert read_records(tmp_path / "metrics.jsonl")[-1] == {"step": 10, "loss": 0.125}
