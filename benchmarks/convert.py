@@ -31,9 +31,10 @@ _PEAK = """
 import sys
 from pathlib import Path
 from gear_offline.convert import convert
-from gear_offline.core.system import peak_bytes
 convert(sys.argv[1], Path(sys.argv[2]), quiet=True)
-print(peak_bytes())
+# Not getrusage: its maximum survives exec, so it would be the parent's.
+lines = Path("/proc/self/status").read_text().splitlines()
+print(*(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")))
 """
 
 

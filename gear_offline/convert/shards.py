@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
 from gear_offline.core.workers import Caller, run_jobs
 from gear_offline.dataset.manifest import ShardRecord, shard_name
@@ -98,7 +99,7 @@ def write_shards(
     shards: list[Future[Shard]] = []
     with ExitStack() as stack:
         pools = [ThreadPoolExecutor(max_workers=n) for n in (2, 1, 1, 1)]
-        halves, finishing, writing, counting = pools
+        halves, finishing, storing, counting = pools
         for pool in pools:
             stack.callback(pool.shutdown, cancel_futures=True)
         for job in jobs:
@@ -113,7 +114,7 @@ def write_shards(
                 for start, stop in _pieces(source, column, first, last):
                     rows = _read_rows(source, column, stored, start, stop)
                     work.append(counting.submit(counter.add, stored, rows, start))
-                    work.append(writing.submit(writer.append, stored.name, rows))
+                    work.append(storing.submit(writer.append, stored.name, rows))
                     del rows
                     advance((stop - start) * stored.step_bytes)
                     if len(work) > 2 * PIECES:
@@ -286,7 +287,8 @@ def write_shard(
     caller: Caller, opening: Opening, job: ShardJob, settings: Settings, folder: Path
 ) -> Shard:
     """Write one shard in a worker."""
-    return write_shards(_opened(opening), [job], settings, folder, caller.send)[0]
+    with writing(folder):
+        return write_shards(_opened(opening), [job], settings, folder, caller.send)[0]
 
 
 @lru_cache(maxsize=1)

@@ -172,8 +172,8 @@ def write_error(error: OSError, where: str) -> GearError:
 
 def obstacle_to(folder: Path) -> tuple[str, str] | None:
     """Return which part of its path keeps a folder from being made, and the remedy."""
-    lowest = next((place for place in (folder, *folder.parents) if os.path.lexists(place)), None)
-    if lowest is None or lowest.is_dir():
+    lowest = _lowest(folder)
+    if lowest.is_dir():
         return None
     if lowest.exists():
         return f"{lowest} is a file, not a folder", "move that file away"
@@ -200,20 +200,20 @@ def check_new_file(path: Path) -> None:
     """Refuse early what could not be written as a new file hours later."""
     _check_free(path, overwrite=False)
     check_folder_of(path)
-    _check_writable(path.absolute().parent)
+    check_new_folder(path.absolute().parent)
 
 
 def check_new_folder(path: Path) -> None:
     """Refuse early a folder that could not be made, or written to, when the work is done."""
     check_path(path, output=path)
-    path = path.absolute()
-    _check_writable(next(p for p in (path, *path.parents) if os.path.lexists(p)))
-
-
-def _check_writable(folder: Path) -> None:
-    if not os.access(folder, os.W_OK | os.X_OK):
+    lowest = _lowest(path.absolute())
+    if not os.access(lowest, os.W_OK | os.X_OK):
         what = "you may not write in the folder"
-        raise InputError("OUTPUT_WRITE", what, str(folder), "choose another")
+        raise InputError("OUTPUT_WRITE", what, str(lowest), "choose another")
+
+
+def _lowest(folder: Path) -> Path:
+    return next(p for p in (folder, *folder.parents, Path()) if os.path.lexists(p))
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
@@ -229,12 +229,11 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 def _check_replaceable(path: Path, replaceable: Callable[[Path], bool] | None) -> None:
     if not os.path.lexists(path) or (path.is_dir() and not os.listdir(path)):
         return
-    if replaceable is None:
-        what, remedy = "the output exists", "choose another place, or allow it (--overwrite)"
-    elif not replaceable(path):
+    what, remedy = "the output exists", "choose another place, or allow it (--overwrite)"
+    if replaceable is not None:
+        if replaceable(path):
+            return
         what, remedy = "the output exists and is not ours to replace", "choose another place"
-    else:
-        return
     raise InputError("OUTPUT_EXISTS", what, where=str(path), remedy=remedy)
 
 

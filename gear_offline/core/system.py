@@ -80,23 +80,6 @@ def _memory_groups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
                 break
 
 
-def drop_pages(handle: int, offset: int = 0, nbytes: int = 0) -> None:
-    """Have Linux write and forget the cached bytes of a file; 0 bytes: up to its end."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def peak_bytes() -> int:
-    """Return the most memory that this process has had."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Not getrusage: its maximum survives exec, so it would be the parent's.
-    lines = status.read_text().splitlines()
-    peaks = (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    return next(peaks, 0)
-
-
 def most_open(most: int) -> int:
     """Return how many files to keep open: `most`, or a quarter of what the process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -20,7 +20,6 @@ import xxhash
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.files import open_regular, read_at
-from gear_offline.core.system import drop_pages
 from gear_offline.core.types import Array
 from gear_offline.dataset.schema import ColumnSpec
 from gear_offline.errors import InputError
@@ -170,8 +169,9 @@ class ShardWriter(Closing):
         data = byte_view(rows)
         offset = len(self.header) + self._tensors[name].start + self._written[name]
         self._write(data, offset)
-        # Linux starts writing these pages to the disk now, so that fsync finds little to do.
-        drop_pages(self._handle, offset, len(data))
+        if hasattr(os, "posix_fadvise"):
+            # Linux starts writing these pages to the disk now, so that fsync finds little to do.
+            os.posix_fadvise(self._handle, offset, len(data), os.POSIX_FADV_DONTNEED)
         self._digests[name].update(data)
         self._written[name] += len(data)
 

@@ -51,8 +51,7 @@ def find_directory(dataset_id: str) -> Path:
     """Return the directory of a local Minari dataset."""
     if not DATASET_ID.fullmatch(dataset_id):
         what = f"{dataset_id!r} is not a Minari dataset id"
-        remedy = "ids look like mujoco/hopper/medium-v0"
-        raise InputError("SOURCE_READ", what, remedy=remedy)
+        raise InputError("SOURCE_READ", what, remedy="ids look like mujoco/hopper/medium-v0")
     root = os.environ.get("MINARI_DATASETS_PATH")
     base = Path(root) if root else Path.home() / ".minari" / "datasets"
     if not (base / dataset_id).is_dir():
@@ -77,30 +76,17 @@ def open_minari(path: Path, *, uri: str | None, rule: str | None) -> PieceSource
     """Open a Minari dataset's directory, or the ``data`` in it; reads each episode once."""
     if rule not in (None, RULE):
         what = f"boundary rule {rule!r} does not apply to Minari, which stores episodes apart"
-        remedy = "leave the rule out"
-        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy=remedy)
+        raise InputError("SOURCE_LAYOUT", what, where=str(path), remedy="leave the rule out")
     data = data_directory(path.absolute())
     assert data is not None, "the caller looked"
     metadata = _read_metadata(data)
-    files = _data_files(data, metadata)
-    total = int(metadata["total_episodes"])
+    files, total = _data_files(data, metadata), int(metadata["total_episodes"])
     reader = _Reader(data)
-    lengths: list[int] = []
-    terminated: list[bool] = []
-    columns: Columns = {}
-    for number, episode in reader.decode(range(total)):
-        steps = len(episode["rewards"])
-        if steps:
-            kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
-            columns = reader.common_columns(columns, kinds, number) if lengths else kinds
-            reader.keep(number, episode)
-            reader.numbers.append(number)
-            lengths.append(steps)
-            terminated.append(bool(episode["terminations"][-1].any()))
+    lengths, terminated, columns = reader.scan(total)
     steps = sum(lengths)
     if not steps or steps != int(metadata.get("total_steps", steps)):
-        what = f"the data hold {count_text(steps, 'step')}, metadata.json says "
-        raise _layout(data, what + str(metadata.get("total_steps")))
+        says = f"metadata.json says {metadata.get('total_steps')}"
+        raise _damaged("SOURCE_LAYOUT", f"the data hold {count_text(steps, 'step')}, {says}", data)
     names = legal_names(columns)
     reader.stored = {new: old for old, new in names.items()}
     notes = warnings_about(names)
@@ -137,32 +123,48 @@ class _Reader:
     """Decodes episodes by the minari package, and keeps those that were decoded last."""
 
     def __init__(self, data: Path) -> None:
-        self.numbers: list[int] = []  # Minari's, of each episode that has steps
         self.stored: dict[str, str] = {}  # column: its name in an episode
         self.left_out: dict[str, str] = {}  # what is stored and no column: why
+        self._numbers: list[int] = []  # Minari's, of each episode that has steps
         self._data, self._storage = data, _open_storage(data)
         self._recent: OrderedDict[int, Episode] = OrderedDict()
         self._recent_bytes = 0
 
+    def scan(self, total: int) -> tuple[list[int], list[bool], Columns]:
+        """Decode all episodes; return lengths, how they ended, and the columns that all have."""
+        lengths: list[int] = []
+        terminated: list[bool] = []
+        columns: Columns = {}
+        for number, episode in self._decode(range(total)):
+            if not len(episode["rewards"]):
+                continue
+            kinds = {name: (rows.dtype, rows.shape[1:]) for name, rows in episode.items()}
+            columns = self._common_columns(columns, kinds, number) if lengths else kinds
+            self._keep(number, episode)
+            self._numbers.append(number)
+            lengths.append(len(episode["rewards"]))
+            terminated.append(bool(episode["terminations"][-1].any()))
+        return lengths, terminated, columns
+
     def read(self, index: int, column: str, start: int, stop: int) -> Array:
         """Return rows of an episode; with one that is not kept the next ones are decoded."""
-        number, name = self.numbers[index], self.stored[column]
+        number, name = self._numbers[index], self.stored[column]
         if number not in self._recent:
             run: list[tuple[int, Episode]] = []
             decoded = 0
-            for other, episode in self.decode(self.numbers[index : index + RUN_EPISODES]):
+            for other, episode in self._decode(self._numbers[index : index + RUN_EPISODES]):
                 run.append((other, episode))
                 decoded += _bytes(episode)
                 if decoded > KEPT_BYTES // 2:
                     break
             for other, episode in reversed(run):  # the one that is asked for is kept in any case
-                self.keep(other, episode)
+                self._keep(other, episode)
         rows = self._recent[number].get(name)
         if rows is None or len(rows) < stop:
-            raise _layout(self._data, f"{name} is not what it was", where=f"episode {number}")
+            raise _damaged("SOURCE_LAYOUT", f"{name} is not what it was", self._data, number)
         return rows[start:stop]
 
-    def keep(self, number: int, episode: Episode) -> None:
+    def _keep(self, number: int, episode: Episode) -> None:
         """Keep a decoded episode, and no more of those before than have room."""
         if number in self._recent:
             return
@@ -171,17 +173,17 @@ class _Reader:
         while self._recent_bytes > KEPT_BYTES and len(self._recent) > 1:
             self._recent_bytes -= _bytes(self._recent.popitem(last=False)[1])
 
-    def common_columns(self, columns: Columns, kinds: Columns, number: int) -> Columns:
+    def _common_columns(self, columns: Columns, kinds: Columns, number: int) -> Columns:
         """Return the columns that all episodes have; only infos may differ."""
         differ = {name for name in {**columns, **kinds} if columns.get(name) != kinds.get(name)}
         for name in differ - set(self.left_out):
             if not name.startswith("infos/"):
                 what = f"{name} is {kinds.get(name)}, before it was {columns.get(name)}"
-                raise _layout(self._data, what, where=f"episode {number}")
+                raise _damaged("SOURCE_LAYOUT", what, self._data, number)
             self.left_out[name] = "differs between episodes"
         return {name: kind for name, kind in columns.items() if name not in differ}
 
-    def decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
+    def _decode(self, numbers: Sequence[int]) -> Iterator[tuple[int, Episode]]:
         """Yield episodes as columns."""
         # Of arrow files minari takes several only if all have the same infos.
         one_file = (self._data / MAIN_FILE).exists()
@@ -195,9 +197,7 @@ class _Reader:
             raise
         except Exception as error:  # what the package raises of damaged files is not told
             what = f"the minari package cannot read it: {type(error).__name__}: {error}"
-            remedy = "the dataset is damaged, or of another version of Minari: download it again"
-            where = str(self._data)
-            raise InputError("SOURCE_READ", what, where=where, remedy=remedy) from error
+            raise _damaged("SOURCE_READ", what, self._data) from error
 
     def _columns(self, raw: Mapping[str, Any], number: int) -> Episode:
         """Return the columns of an episode, (T, *shape) each, in the order of the table."""
@@ -218,7 +218,7 @@ class _Reader:
         for name, rows in columns.items():
             if len(rows) != steps:
                 what = f"{count_text(len(rows), 'row')} of {name} for {count_text(steps, 'step')}"
-                raise _layout(self._data, what, where=f"episode {number}")
+                raise _damaged("SOURCE_LAYOUT", what, self._data, number)
         return columns
 
     def _leaves(self, name: str, value: Any) -> Episode:
@@ -253,7 +253,8 @@ def _open_storage(data: Path) -> Any:
         remedy = "pip install 'gear-offline[minari]'"
         raise UnavailableError("PACKAGE_MISSING", what, remedy=remedy) from error
     except Exception as error:
-        raise _layout(data, f"not usable: {type(error).__name__}: {error}") from error
+        what = f"not usable: {type(error).__name__}: {error}"
+        raise _damaged("SOURCE_LAYOUT", what, data) from error
 
 
 def _read_metadata(data: Path) -> dict[str, Any]:
@@ -261,8 +262,7 @@ def _read_metadata(data: Path) -> dict[str, Any]:
     path = data / METADATA_FILE
     if not path.exists():
         what = "the dataset has no metadata.json, as those of Minari before 0.5"
-        remedy = "download its present version: minari download ID"
-        raise InputError("SOURCE_READ", what, where=str(data), remedy=remedy)
+        raise _damaged("SOURCE_READ", what, data)
     with open(open_file(path), "rb") as file:
         text = file.read(MAX_METADATA_BYTES + 1)
     try:
@@ -275,11 +275,8 @@ def _read_metadata(data: Path) -> dict[str, Any]:
         int(metadata["total_episodes"]), int(metadata.get("total_steps", 0))
         return metadata
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        what, remedy = f"{type(error).__name__}: {error}", "it is damaged: download it again"
-        where = str(path)
-        raise InputError(
-            "SOURCE_READ", f"not usable: {what}", where=where, remedy=remedy
-        ) from error
+        what = f"not usable: {type(error).__name__}: {error}"
+        raise _damaged("SOURCE_READ", what, path) from error
 
 
 def _data_files(data: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
@@ -314,10 +311,7 @@ def _facts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layout(data: Path, what: str, *, where: str = "") -> InputError:
-    return InputError(
-        "SOURCE_LAYOUT",
-        what,
-        where=": ".join(part for part in (str(data), where) if part),
-        remedy="the dataset is damaged or was written by something else: download it again",
-    )
+def _damaged(code: str, what: str, path: Path, episode: int | None = None) -> InputError:
+    where = str(path) if episode is None else f"{path}: episode {episode}"
+    remedy = "it is damaged or of another version of Minari: get it again, minari download ID"
+    return InputError(code, what, where=where, remedy=remedy)

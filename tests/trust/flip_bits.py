@@ -68,7 +68,8 @@ def checkpoint_spans(path: Path) -> Iterator[Span]:
             yield f"{file.name} header", file, 0, head, file.name
             yield f"{file.name} data", file, head, size, file.name
         else:
-            yield file.name, file, 0, size, file.name
+            named = path.name if file.name == "state.json" else file.name
+            yield file.name, file, 0, size, named
 
 
 @contextmanager
