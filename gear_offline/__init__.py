@@ -12,6 +12,7 @@ TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes
 if TYPE_CHECKING:
     from typing import Any
 
+    from gear_offline.analysis.strategies import compare_strategies as compare_strategies
     from gear_offline.collect import collect as collect
     from gear_offline.config.recipe import load_recipe as load_recipe
     from gear_offline.convert import convert as convert
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from gear_offline.models.decision_transformer import (
         DecisionTransformer as DecisionTransformer,
     )
+    from gear_offline.models.decision_transformer import build_model as build_model
     from gear_offline.runs.evaluate import evaluate as evaluate
     from gear_offline.runs.trainer import train as train
     from gear_offline.sampling import make_sampler as make_sampler
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from gear_offline.sources import join_sources as join_sources
     from gear_offline.sources import open_source as open_source
     from gear_offline.sources import pick_episodes as pick_episodes
+    from gear_offline.sweep.run import sweep as sweep
     from gear_offline.training.policies import load_policy as load_policy
 
 _HOMES = {
@@ -53,7 +56,9 @@ _HOMES = {
     "InputError": "gear_offline.errors",
     "TableSpec": "gear_offline.dataset.schema",
     "UnavailableError": "gear_offline.errors",
+    "build_model": "gear_offline.models.decision_transformer",
     "collect": "gear_offline.collect",
+    "compare_strategies": "gear_offline.analysis.strategies",
     "convert": "gear_offline.convert",
     "evaluate": "gear_offline.runs.evaluate",
     "export_hdf5": "gear_offline.export",
@@ -69,6 +74,7 @@ _HOMES = {
     "open_source": "gear_offline.sources",
     "pick_episodes": "gear_offline.sources",
     "reference_scores": "gear_offline.dataset.scores",
+    "sweep": "gear_offline.sweep",
     "train": "gear_offline.runs.trainer",
 }
 

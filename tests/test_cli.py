@@ -90,8 +90,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
 
 
 def test_surface_is_frozen() -> None:
-    surface = {name: words_of(node.params) for name, node in commands().items()}
-    assert {name: surface[name] for name in SURFACE} == SURFACE
+    assert {name: words_of(node.params) for name, node in commands().items()} == SURFACE
 
 
 @pytest.mark.parametrize("name", sorted(SURFACE))
@@ -179,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", ["train", "recipes validate", "plan"])
+@pytest.mark.parametrize("words", ["train", "recipes validate", "plan", "sweep", "strategies"])
 def test_a_typo_in_a_recipe_is_told_before_torch_is_loaded(words: str) -> None:
     script = "import sys; from gear_offline.cli.main import main\n"
     script += f"assert main({[*words.split(), 'paper', 'trian.steps=5']}) == 2\n"

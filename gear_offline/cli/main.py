@@ -338,10 +338,16 @@ def train(
         f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}",
         quiet=quiet or not is_first,
     )
+    from gear_offline.evaluation.environments import import_module_of
     from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import run_in
 
     check_recipe(whole, where=recipe)
+    if resume:  # a run's own recipe imports no module of an environment, what is typed here does
+        for override in overrides or ():
+            key, _, value = override.partition("=")
+            if key.endswith("environment"):
+                import_module_of(value)
     from gear_offline.runs.trainer import train as run  # loads torch
 
     if resume and out is None:

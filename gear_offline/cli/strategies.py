@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Option
 
 from gear_offline.cli.values import Json, Overrides, Quiet, RecipeName, print_json
 
@@ -13,28 +12,18 @@ from gear_offline.cli.values import Json, Overrides, Quiet, RecipeName, print_js
 def strategies(
     recipe: RecipeName,
     overrides: Overrides = None,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, options after colons: uniform_steps,top_k:k=50; or a YAML file."
-        ),
-    ] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Train each strategy as well, and compare the returns.")
-    ] = False,
-    seeds: Annotated[
-        int | None, typer.Option(help="Runs of each strategy, with --train; default 3.")
-    ] = None,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time, with --train.")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="On a GPU, give each run the bits of one alone.")
-    ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Print all columns.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of page and runs; default runs/NAME-strategies.")
-    ] = None,
+    strategies: str | None = Option(
+        None,
+        help="Comma-separated, options after colons: uniform_steps,top_k:k=50; or a YAML file.",
+    ),
+    train: bool = Option(
+        False, "--train", help="Train each strategy as well, and compare the returns."
+    ),
+    seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
+    parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
+    exact: bool = Option(False, "--exact", help="On a GPU, give each run the bits of one alone."),
+    everything: bool = Option(False, "--all", help="Print all columns."),
+    out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

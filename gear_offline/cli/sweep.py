@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from gear_offline.cli.values import Json, Quiet, RecipeName, print_json
 
 
 def sweep(
     recipe: RecipeName,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE", help="Options to change; key=a,b,c: every combination is a run."
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="Number of seeds from 0 on (8), or a list (3,5,7).")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Sweep directory; default runs/NAME-sweep.")
-    ] = None,
-    parallel: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time; default: as many as pay off.")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="On a GPU, give each run the bits of one alone.")
-    ] = False,
+    overrides: list[str] | None = Argument(
+        None, metavar="KEY=VALUE", help="Options to change; key=a,b,c: every combination is a run."
+    ),
+    seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,7)."),
+    out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
+    parallel: int | None = Option(None, min=1, help="Runs at a time; default: as many as pay off."),
+    exact: bool = Option(False, "--exact", help="On a GPU, give each run the bits of one alone."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -54,4 +42,4 @@ def sweep(
         print_sweep(result)
         print(result.path)
     if not result.is_complete:
-        raise typer.Exit(1)
+        raise Exit(1)
