@@ -21,7 +21,7 @@ from benchmarks.common import names
 from gear_offline.analysis.candidates import parse_candidates
 from gear_offline.cli import values as cli_values
 from gear_offline.cli.main import app
-from gear_offline.collect.request import requested_mix
+from gear_offline.collect.makers import requested_mix
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.planning.hardware import load_hardware
 from gear_offline.planning.workload import make_workload

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.collect.ars import (
+    ArsOptions,
     RunningMoments,
     Training,
+    options_for,
     train,
     update,
 )
-from gear_offline.collect.ars_options import ArsOptions, options_for
-from gear_offline.collect.makers import QUALITIES, check_mix, choose_rollouts
-from gear_offline.collect.rollout import EpisodeScore
-from gear_offline.collect.workers import Crew
+from gear_offline.collect.makers import QUALITIES, choose_rollouts, requested_mix
+from gear_offline.collect.record import Crew, EpisodeScore
 from gear_offline.errors import GearError, InputError
 from tests.collect_environments import PUSH
 
@@ -77,11 +77,7 @@ def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) ->
     for part in parts:
         mean = part.mean(axis=0)
         squares = ((part - mean) ** 2).sum(axis=0)
-        moments.merge(
-            EpisodeScore(
-                total_reward=0.0, steps=len(part), count=len(part), mean=mean, squares=squares
-            )
-        )
+        moments.merge(EpisodeScore(total_reward=0.0, steps=len(part), mean=mean, squares=squares))
     seen = np.concatenate(parts)
     np.testing.assert_allclose(moments.mean, seen.mean(axis=0), atol=1e-9)
     expected = seen.std(axis=0, ddof=1) if len(seen) > 1 else np.ones(3)
@@ -91,7 +87,7 @@ def test_moments_are_those_of_all_observations(lengths: list[int], seed: int) ->
 
 @pytest.fixture(scope="module")
 def training() -> Training:
-    with Crew(PUSH, environments=1, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         return train(crew, seed=3, steps=6_000, options=OPTIONS)
 
 
@@ -102,7 +98,7 @@ def test_it_learns(training: Training) -> None:
 
 
 def test_the_result_does_not_depend_on_the_processes(training: Training) -> None:
-    with Crew(PUSH, environments=4, processes=2) as crew:
+    with Crew(PUSH, processes=2) as crew:
         other = train(crew, seed=3, steps=6_000, options=OPTIONS)
     assert [s.mean_return for s in other.snapshots] == [s.mean_return for s in training.snapshots]
     np.testing.assert_array_equal(other.best.policy.weight, training.best.policy.weight)
@@ -122,7 +118,7 @@ def test_attempts_differ_and_share_the_budget(training: Training) -> None:
 
 def test_a_promising_attempt_gets_more_steps() -> None:
     options = dataclasses.replace(OPTIONS, attempt_steps=1_000, promising=5.0)
-    with Crew(PUSH, environments=1, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         hopeful = train(crew, seed=3, steps=4_000, options=options)
         options = dataclasses.replace(options, promising=100.0)
         hopeless = train(crew, seed=3, steps=4_000, options=options)
@@ -132,7 +128,7 @@ def test_a_promising_attempt_gets_more_steps() -> None:
 
 
 def test_a_target_needs_confirmation() -> None:
-    with Crew(PUSH, environments=1, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         reached = train(crew, seed=3, steps=3_000, options=OPTIONS, target=6.0)
         missed = train(crew, seed=3, steps=3_000, options=OPTIONS, target=9.99)
     assert [s.episodes for s in reached.snapshots][-1] == 20
@@ -140,7 +136,7 @@ def test_a_target_needs_confirmation() -> None:
 
 
 def test_it_stops_at_the_target() -> None:
-    with Crew(PUSH, environments=1, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         short = train(crew, seed=3, steps=6_000, options=OPTIONS, target=6.0)
     assert short.best is short.snapshots[-1]
     assert short.best.mean_return >= 6.0
@@ -149,12 +145,12 @@ def test_it_stops_at_the_target() -> None:
 
 def test_the_alive_bonus_is_taken_off_by_step() -> None:
     """A bonus shifts returns by length: with equal lengths, it changes nothing."""
-    with Crew(PUSH, environments=1, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         options = dataclasses.replace(OPTIONS, alive_bonus=7.0)
         plain = train(crew, seed=3, steps=500, options=OPTIONS)
         shifted = train(crew, seed=3, steps=500, options=options)
     np.testing.assert_allclose(plain.best.policy.weight, shifted.best.policy.weight, rtol=1e-9)
-    with Crew("CartPole-v1", environments=1, processes=1) as crew:
+    with Crew("CartPole-v1", processes=1) as crew:
         # CartPole's reward is nothing but the bonus: without it, no direction is better
         options = dataclasses.replace(OPTIONS, alive_bonus=1.0)
         still = train(crew, seed=3, steps=500, options=options)
@@ -165,7 +161,7 @@ def test_the_alive_bonus_is_taken_off_by_step() -> None:
 
 def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
     iteration = training.iterations[7]
-    with Crew(PUSH, environments=3, processes=1) as crew:
+    with Crew(PUSH, processes=1) as crew:
         episodes = list(crew.record(training.rollout_plans(iteration, maker=5)))
         np.testing.assert_array_equal([e.simulated_return for e in episodes], iteration.returns)
         np.testing.assert_array_equal([e.steps for e in episodes], iteration.lengths)
@@ -173,7 +169,7 @@ def test_training_rollouts_can_be_recorded_later(training: Training) -> None:
         wrong = dataclasses.replace(iteration, returns=iteration.returns + 1e-9)
         with pytest.raises(GearError) as caught:
             list(crew.record(training.rollout_plans(wrong)))
-    assert caught.value.code == "COLLECT_NOT_REPEATABLE"
+    assert caught.value.code == "ENVIRONMENT"
 
 
 @pytest.mark.parametrize("steps", [10, 333, 1_500, 3_000, 6_000, 10**6])
@@ -218,11 +214,11 @@ def test_options_are_found_by_the_environments_name() -> None:
 )
 def test_mixes_that_mean_nothing_are_refused(mix: dict[str, float]) -> None:
     with pytest.raises(InputError) as caught:
-        check_mix(mix)
-    assert caught.value.code == "COLLECT_MIX"
+        requested_mix("ars", None, mix)
+    assert caught.value.code == "USAGE"
 
 
 def test_every_quality_is_a_mix() -> None:
     assert len(QUALITIES) >= 6
-    for mix in QUALITIES.values():
-        assert sum(check_mix(mix).values()) == pytest.approx(1.0)
+    for quality in QUALITIES:
+        assert sum(requested_mix("ars", quality, None).values()) == pytest.approx(1.0)

@@ -185,7 +185,6 @@ def collect(
     exact: bool = Option(
         False, "--exact", help="Cut the last episode at --steps, as D4RL's files."
     ),
-    environments: int = Option(8, min=1, help="Environments per process."),
     action_noise: float = Option(0.0, min=0, help="Gaussian noise, in half ranges of the action."),
     seed: int = Option(0, help="Random seed."),
     train_steps: str | None = Option(
@@ -210,7 +209,6 @@ def collect(
         mix=parse_shares(mix),
         steps=parse_count(steps, "--steps") or 0,
         exact_steps=exact,
-        environments=environments,
         action_noise=action_noise,
         seed=seed,
         train_steps=parse_count(train_steps, "--train-steps"),

@@ -11,17 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from gear_offline.collect.ars import Iteration, Snapshot, Training
-from gear_offline.collect.environment import EnvironmentFacts
-from gear_offline.collect.policy import Policy, RandomPolicy
-from gear_offline.collect.rollout import EpisodePlan
-from gear_offline.collect.streams import RECORD, reset_seed
+from gear_offline.collect.policies import RandomPolicy
+from gear_offline.collect.record import RECORD, EpisodePlan, Policy, reset_seed
 from gear_offline.core.text import count_text
 from gear_offline.errors import InputError
+from gear_offline.evaluation.environments import EnvironmentFacts
 
 MEDIUM_LEVEL = 1 / 3
 QUALITIES: dict[str, dict[str, float]] = {
@@ -52,8 +50,6 @@ class Maker:
         None for ``replay``, whose every episode has another one.
     plans
         Its episodes; endless, except for ``replay``.
-    trained_return
-        Mean return of the policy when it was evaluated in training, if it was.
     """
 
     name: str
@@ -62,7 +58,6 @@ class Maker:
     action_noise: float
     policy: Policy | None
     plans: Iterator[EpisodePlan]
-    trained_return: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +95,8 @@ class MakerReport:
             f" ({self.min_return:.0f} to {self.max_return:.0f})"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields by name, JSON-able."""
-        return dict(vars(self))
 
-
-def report(maker: Maker, returns: list[float], steps: int) -> MakerReport:
+def report_of(maker: Maker, returns: list[float], steps: int) -> MakerReport:
     """Summarise the `returns` of the episodes that `maker` recorded."""
     return MakerReport(
         name=maker.name,
@@ -120,25 +111,33 @@ def report(maker: Maker, returns: list[float], steps: int) -> MakerReport:
     )
 
 
-def check_mix(mix: Mapping[str, float]) -> dict[str, float]:
-    """Return `mix` scaled to a sum of 1.
-
-    Raises
-    ------
-    InputError
-        ``COLLECT_MIX`` for an unknown part or a share that is not positive.
-    """
+def requested_mix(
+    policy: str, quality: str | None, mix: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Return the shares that `quality` or `mix` ask for, scaled to a sum of 1."""
+    if quality is not None and mix is not None:
+        raise InputError("USAGE", "quality and mix exclude each other", where="mix")
+    if policy != "ars":
+        if mix is not None or quality is not None:
+            what = f"policy {policy!r} has one quality only"
+            remedy = "leave quality and mix out, or use policy 'ars'"
+            raise InputError("USAGE", what, where="quality", remedy=remedy)
+        return {"random" if policy == "random" else "policy": 1.0}
+    if mix is None:
+        mix = QUALITIES.get(quality or "expert")
+    if mix is None:
+        remedy = f"use one of {', '.join(QUALITIES)}"
+        raise InputError("USAGE", f"no quality {quality!r}", where="quality", remedy=remedy)
     for part, share in mix.items():
         known = part in {"random", "replay", "medium", "expert"} or _level(part) is not None
         if not known or not (math.isfinite(share) and share > 0):
-            raise InputError(
-                "COLLECT_MIX",
-                f"part {part!r} with share {share!r} is not usable",
-                remedy="parts are random, replay, medium, expert and level:X with 0 < X <= 1;"
-                " shares are positive",
-            )
+            what = f"part {part!r} with share {share!r} is not usable"
+            remedy = "parts are random, replay, medium, expert and level:X with 0 < X <= 1; "
+            remedy += "shares are positive"
+            raise InputError("USAGE", what, where="mix", remedy=remedy)
     if not mix:
-        raise InputError("COLLECT_MIX", "the mix has no parts", remedy="name at least one")
+        what, remedy = "the mix has no parts", "name at least one"
+        raise InputError("USAGE", what, where="mix", remedy=remedy)
     total = math.fsum(mix.values())
     return {part: share / total for part, share in mix.items()}
 
@@ -178,11 +177,6 @@ def policy_maker(
     )
 
 
-def random_policy(facts: EnvironmentFacts) -> RandomPolicy:
-    """Return the uniform policy of an environment."""
-    return RandomPolicy(facts.low, facts.high, facts.actions)
-
-
 def mix_makers(
     mix: Mapping[str, float],
     *,
@@ -192,36 +186,27 @@ def mix_makers(
     seed: int,
     action_noise: float,
 ) -> list[Maker]:
-    """Return the makers of a checked `mix`, with `steps` shared out among them.
+    """Return the makers of a mix, with `steps` shared out among them.
 
     Action noise is for the policies; random and replayed episodes have none.
     """
     makers: list[Maker] = []
     for number, (part, share) in enumerate(mix.items()):
-        wanted = max(1, round(share * steps))
-        if part == "random":
-            policy: Policy = random_policy(facts)
-            makers.append(
-                policy_maker(
-                    policy, name=part, seed=seed, number=number, steps=wanted, action_noise=0.0
-                )
-            )
-            continue
-        assert training is not None, "only random data needs no training"
+        wanted, noise = max(1, round(share * steps)), action_noise
         if part == "replay":
+            assert training is not None, "only random data needs no training"
             makers.append(_replay_maker(training, number=number, steps=wanted))
             continue
-        snapshot = _snapshot(training, part)
-        makers.append(
-            policy_maker(
-                snapshot.policy,
-                name=part,
-                seed=seed,
-                number=number,
-                steps=wanted,
-                action_noise=action_noise,
-            )
+        if part == "random":
+            policy: Policy = RandomPolicy(facts.low, facts.high, facts.choices)
+            noise = 0.0
+        else:
+            assert training is not None, "only random data needs no training"
+            policy = _snapshot(training, part).policy
+        maker = policy_maker(
+            policy, name=part, seed=seed, number=number, steps=wanted, action_noise=noise
         )
+        makers.append(maker)
     return makers
 
 

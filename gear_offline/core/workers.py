@@ -8,6 +8,7 @@ that tells how it died.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -16,17 +17,17 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from gear_offline.core.closing import Closing
-from gear_offline.core.processes import die_with_parent
 from gear_offline.errors import GearError
 
 LOST = "WORKER_LOST"
+_PR_SET_PDEATHSIG = 1
 
 
 class Caller:
@@ -160,6 +161,65 @@ class JobEnd:
         return self.value
 
 
+class WorkerPool(Closing):
+    """Up to `workers` processes, started when there is work, that do job after job."""
+
+    def __init__(self, workers: int, *, threads: int | None = 1) -> None:
+        self._most, self._threads = workers, threads
+        self._idle: list[Worker] = []
+
+    def run(
+        self,
+        function: str,
+        jobs: Iterable[Sequence[Any]],
+        *,
+        on_message: Callable[[int, Any], None] = lambda job, message: None,
+    ) -> Iterator[JobEnd]:
+        """As `run_jobs`."""
+        waiting = enumerate(jobs)
+        running: dict[Any, tuple[Worker, int]] = {}
+        try:
+            while True:
+                while len(running) < self._most and (item := next(waiting, None)) is not None:
+                    worker = self._idle.pop() if self._idle else Worker(threads=self._threads)
+                    running[worker.connection] = worker, item[0]
+                    worker.start(function, *item[1])
+                if not running:
+                    return
+                for connection in wait(list(running)):
+                    worker, job = running[connection]
+                    end = _end_of(worker, job, on_message)
+                    if end is None:
+                        continue
+                    del running[connection]
+                    if end.error is None or end.error.code != LOST:
+                        self._idle.append(worker)
+                    else:
+                        worker.close()
+                    yield end
+        finally:
+            for worker, _ in running.values():  # nobody waits for what they do
+                worker.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+
+
+def _end_of(worker: Worker, job: int, on_message: Callable[[int, Any], None]) -> JobEnd | None:
+    """Receive from a worker; None if it was a message before the end."""
+    try:
+        value = worker.receive()
+    except GearError as error:
+        return JobEnd(job, error=error)
+    if worker.busy:
+        on_message(job, value)
+        return None
+    return JobEnd(job, value)
+
+
 def run_jobs(
     function: str,
     jobs: Iterable[Sequence[Any]],
@@ -179,32 +239,8 @@ def run_jobs(
     on_message
         Is called with what a job sends while it works.
     """
-    waiting = enumerate(jobs)
-    running: dict[Any, tuple[Worker, int]] = {}
-    idle: list[Worker] = []
-    with ExitStack() as stack:
-        while True:
-            while len(running) < workers and (item := next(waiting, None)) is not None:
-                worker = idle.pop() if idle else stack.enter_context(Worker(threads=threads))
-                worker.start(function, *item[1])
-                running[worker.connection] = worker, item[0]
-            if not running:
-                return
-            for connection in wait(list(running)):
-                worker, job = running[connection]
-                try:
-                    value = worker.receive()
-                except GearError as error:
-                    end = JobEnd(job, error=error)
-                else:
-                    if worker.busy:
-                        on_message(job, value)
-                        continue
-                    end = JobEnd(job, value)
-                del running[connection]
-                if end.error is None or end.error.code != LOST:
-                    idle.append(worker)
-                yield end
+    with WorkerPool(workers, threads=threads) as pool:
+        yield from pool.run(function, jobs, on_message=on_message)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:
@@ -227,6 +263,18 @@ def _serve(connection: Connection[Any, Any]) -> None:
             connection.send((True, internal))
 
 
+def _die_with_parent(parent: int) -> None:
+    """Have the kernel (Linux) kill this process when its parent is gone.
+
+    The workers of a killed program would stay while they work; idle ones see the pipe's end.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        sys.exit(1)
+
+
 def _do(caller: Caller, request: bytes) -> Any:
     name, arguments = pickle.loads(request)  # from our own caller only
     module, _, function = name.partition(":")
@@ -234,6 +282,6 @@ def _do(caller: Caller, request: bytes) -> Any:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
+    _die_with_parent(int(sys.argv[2]))
     with Connection(int(sys.argv[1])) as _connection:
         _serve(_connection)

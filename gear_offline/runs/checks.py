@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gear_offline.collect.request import requested_mix
-from gear_offline.collect.stable_baselines import LIBRARIES
+from gear_offline.collect.makers import requested_mix
+from gear_offline.collect.policies import LIBRARIES
 from gear_offline.config.problems import nearest
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.sections import CollectSettings

@@ -1,0 +1,311 @@
+"""Play planned episodes and record every transition of each.
+
+A plan fixes an episode: its policy, its reset seed, its random stream.  The same plan gives the
+same episode in every process, so the data do not depend on their number.  Episodes are handed out
+in the order of the plans: taking them as they finish, up to a number of steps, would favour short
+ones.
+
+Shape legend: T steps of an episode, S observation, A action.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from gear_offline.core.closing import Closing
+from gear_offline.core.types import Array, Float64Array
+from gear_offline.core.workers import Caller, WorkerPool
+from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import (
+    EnvironmentFacts,
+    Known,
+    describe,
+    known_of,
+    make_environment,
+    simulator_data,
+)
+
+# First element of a stream's path: what the stream is for.
+TRAIN, EVALUATE, RECORD = 1, 2, 3
+
+
+def stream(seed: int, *path: int) -> np.random.Generator:
+    """Return the random generator at `path`; equal arguments give equal draws."""
+    return np.random.Generator(np.random.PCG64(_sequence(seed, path)))
+
+
+def reset_seed(seed: int, *path: int) -> int:
+    """Return the 31-bit seed for an environment's reset at `path`."""
+    return int(_sequence(seed, path).generate_state(1)[0] >> 1)
+
+
+def _sequence(seed: int, path: tuple[int, ...]) -> np.random.SeedSequence:
+    # As a spawn key, unlike as entropy, a path differs from the same path with a 0 at its end.
+    return np.random.SeedSequence(seed, spawn_key=path)
+
+
+class Policy(Protocol):
+    """Acts in an episode, given its own random generator.
+
+    `algorithm` says what made it, e.g. ``"ARS-V2t linear"``; it goes into the file.
+    """
+
+    @property
+    def algorithm(self) -> str: ...
+
+    def act(self, observation: Array, generator: np.random.Generator) -> Array:
+        """Return an action (A,), or a choice, for an observation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodePlan:
+    """All that decides an episode.
+
+    Attributes
+    ----------
+    policy
+        Acts in it.
+    reset_seed
+        Seed of the environment's reset.
+    noise_path
+        Path of the episode's own random stream (a random policy's draws, action noise).
+    action_noise
+        Standard deviation of Gaussian noise, in half ranges of the action; for discrete actions
+        the probability of a uniformly drawn action.
+    maker
+        Which maker the episode belongs to; copied to the episode.
+    expected_return
+        What the episode returned when it was played before; recording checks it.
+    """
+
+    policy: Policy
+    reset_seed: int
+    noise_path: tuple[int, ...]
+    action_noise: float = 0.0
+    maker: int = 0
+    expected_return: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Episode:
+    """One recorded episode, in the dtypes of the file.
+
+    Attributes
+    ----------
+    columns
+        ``observations`` (T, S), or frames (T, h, w) uint8; ``next_observations`` likewise, but not
+        for frames; ``actions`` (T, A) float32 or (T,) int64;
+        ``rewards`` (T,) float32; ``terminals``, ``timeouts`` (T,) bool, never both true on a row;
+        ``infos/qpos``, ``infos/qvel`` float32, before the step, for MuJoCo.
+    maker, reset_seed
+        From the plan.
+    simulated_return
+        float64 sum of the simulator's rewards, before the cast to float32.
+    """
+
+    columns: dict[str, Array]
+    maker: int
+    reset_seed: int
+    simulated_return: float
+
+    @property
+    def steps(self) -> int:
+        return len(self.columns["rewards"])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodeScore:
+    """What training needs of an episode: its return, its length T, and the mean (S,) and summed
+    squared deviation (S,) of the observations acted on."""
+
+    total_reward: float
+    steps: int
+    mean: Float64Array
+    squares: Float64Array
+
+
+@dataclass(kw_only=True, eq=False)
+class _Played:
+    """An episode as it was played; observations are one more than steps."""
+
+    seen: list[Array]
+    actions: list[Array] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    positions: list[Array] = field(default_factory=list)
+    velocities: list[Array] = field(default_factory=list)
+    terminated: bool = False
+
+
+class Player(Closing):
+    """One environment of this process that plays plans."""
+
+    def __init__(self, environment_id: str) -> None:
+        self._environment = make_environment(environment_id)
+        try:
+            self.facts = describe(self._environment, environment_id)
+            _check_recordable(self.facts)
+        except BaseException:
+            self._environment.close()
+            raise
+        self._data = simulator_data(self._environment)
+
+    def record(self, plan: EpisodePlan) -> Episode:
+        """Play a plan and return every transition."""
+        played, facts = self._play(plan), self.facts
+        total = float(np.sum(played.rewards))
+        if plan.expected_return is not None and total != plan.expected_return:
+            raise GearError(
+                "ENVIRONMENT",
+                f"an episode returned {plan.expected_return} in training and {total} when it was "
+                "recorded",
+                where=facts.environment_id,
+                remedy="the environment does not depend on its seed alone: leave replay out",
+            )
+        floats = facts.observation_dtype.kind == "f"
+        seen = np.asarray(played.seen, dtype=np.float32 if floats else facts.observation_dtype)
+        last = np.arange(len(played.rewards)) == len(played.rewards) - 1
+        columns: dict[str, Array] = {
+            "observations": seen[:-1],
+            **({} if facts.frames else {"next_observations": seen[1:]}),  # frames once, not twice
+            "actions": np.asarray(played.actions, np.int64 if facts.discrete else np.float32),
+            "rewards": np.asarray(played.rewards, dtype=np.float32),
+            "terminals": last & played.terminated,
+            "timeouts": last & (not played.terminated),
+        }
+        if self._data is not None:
+            columns["infos/qpos"] = np.asarray(played.positions, dtype=np.float32)
+            columns["infos/qvel"] = np.asarray(played.velocities, dtype=np.float32)
+        return Episode(
+            columns=columns,
+            maker=plan.maker,
+            reset_seed=plan.reset_seed,
+            simulated_return=total,
+        )
+
+    def score(self, plan: EpisodePlan) -> EpisodeScore:
+        """Play a plan and return what training needs."""
+        played = self._play(plan)
+        acted_on = np.asarray(played.seen[:-1], np.float64).reshape(len(played.rewards), -1)
+        mean = acted_on.mean(axis=0)
+        return EpisodeScore(
+            total_reward=float(np.sum(played.rewards)),
+            steps=len(played.rewards),
+            mean=mean,
+            squares=((acted_on - mean) ** 2).sum(axis=0),
+        )
+
+    def _play(self, plan: EpisodePlan) -> _Played:
+        environment, generator = self._environment, stream(*plan.noise_path)
+        observation, _ = environment.reset(seed=plan.reset_seed)
+        played, over = _Played(seen=[np.array(observation)]), False
+        while not over:
+            action = self._applied(plan, plan.policy.act(played.seen[-1], generator), generator)
+            if self._data is not None:
+                played.positions.append(self._data.qpos.copy())
+                played.velocities.append(self._data.qvel.copy())
+            # What is stored is what was applied: the environment gets the value after the cast.
+            observation, reward, terminated, truncated, _ = environment.step(
+                self.facts.shaped(action)
+            )
+            played.seen.append(np.array(observation))  # it may write to its array again
+            played.actions.append(action)
+            played.rewards.append(float(reward))
+            played.terminated, over = bool(terminated), bool(terminated or truncated)
+        return played
+
+    def _applied(self, plan: EpisodePlan, action: Array, generator: np.random.Generator) -> Array:
+        """Add the plan's noise, clip to the bounds, and cast to what will be stored."""
+        noise, facts = plan.action_noise, self.facts
+        if not np.isfinite(action).all():
+            raise GearError(
+                "MODEL",
+                "the policy returned an action that is NaN or infinite",
+                where=facts.environment_id,
+                remedy="train it with smaller steps",
+            )
+        if facts.discrete:
+            if noise and generator.random() < noise:
+                action = np.asarray(generator.integers(facts.choices))
+            return np.asarray(action, dtype=np.int64)
+        if noise:
+            half = 0.5 * (facts.high - facts.low)
+            action = action + noise * half * generator.standard_normal(facts.low.size)
+        return np.minimum(np.maximum(action, facts.low), facts.high).astype(np.float32)
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+def _check_recordable(facts: EnvironmentFacts) -> None:
+    if not np.isfinite([facts.low, facts.high]).all():
+        what, remedy = "its actions have no bounds", "wrap it with RescaleAction"
+    elif not facts.step_limit:
+        what = "it has no step limit, so an episode might never end"
+        remedy = "register it with max_episode_steps"
+    else:
+        return
+    raise InputError("ENVIRONMENT", what, where=facts.environment_id, remedy=remedy)
+
+
+class Crew(Closing):
+    """Plays plans in this process (``processes=1``) or in several; a context manager."""
+
+    def __init__(self, environment_id: str, *, processes: int) -> None:
+        self._player = Player(environment_id)
+        self.facts = self._player.facts
+        known = known_of(environment_id)
+        self._where, self._pool = (environment_id, known), None
+        if processes > 1 and known is not None:
+            self._pool = WorkerPool(processes)
+
+    def record(self, plans: Iterable[EpisodePlan]) -> Iterator[Episode]:
+        """Yield the episodes of `plans` (maybe endless) in order; stop reading when enough."""
+        return self._in_order(record_in_worker, self._player.record, plans)
+
+    def score(self, plans: Sequence[EpisodePlan]) -> list[EpisodeScore]:
+        """Return the scores of `plans` in order."""
+        return list(self._in_order(score_in_worker, self._player.score, plans))
+
+    def _in_order(
+        self,
+        job: Callable[..., Any],
+        here: Callable[[EpisodePlan], Any],
+        plans: Iterable[EpisodePlan],
+    ) -> Iterator[Any]:
+        if self._pool is None:
+            yield from map(here, plans)
+            return
+        arguments = ((*self._where, plan) for plan in plans)
+        early: dict[int, Any] = {}
+        expected = 0
+        for end in self._pool.run(f"{__name__}:{job.__name__}", arguments):
+            early[end.job] = end.result()
+            while expected in early:
+                yield early.pop(expected)
+                expected += 1
+
+    def close(self) -> None:
+        """End the workers."""
+        self._player.close()
+        if self._pool is not None:
+            self._pool.close()
+
+
+@functools.cache
+def _player(environment_id: str, known: Known) -> Player:
+    known.learn()
+    return Player(environment_id)
+
+
+def record_in_worker(caller: Caller, name: str, known: Known, plan: EpisodePlan) -> Episode:
+    return _player(name, known).record(plan)
+
+
+def score_in_worker(caller: Caller, name: str, known: Known, plan: EpisodePlan) -> EpisodeScore:
+    return _player(name, known).score(plan)

@@ -1,0 +1,345 @@
+"""Recorded transitions are the simulator's, whole and in order; policy files; the file's rows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import gear_offline.export as writer_module
+from gear_offline.collect.collection import D4rlWriter
+from gear_offline.collect.policies import (
+    FILE_FORMAT,
+    LinearPolicy,
+    RandomPolicy,
+    load_linear_policy,
+    save_linear_policy,
+)
+from gear_offline.collect.record import Crew, Episode, EpisodePlan, Player, reset_seed, stream
+from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation.environments import make_environment, probe
+from tests.collect_environments import COUNTER, LIMIT, length_of
+from tests.support import failing_code
+
+
+def plans_for(player: Player, seeds: list[int]) -> list[EpisodePlan]:
+    facts = player.facts
+    policy = RandomPolicy(facts.low, facts.high, facts.choices)
+    return [
+        EpisodePlan(policy=policy, reset_seed=s, noise_path=(7, s, i)) for i, s in enumerate(seeds)
+    ]
+
+
+def check_counter_episode(episode: Episode) -> None:
+    """Every row against what the environment must have done."""
+    c, length = episode.columns, min(length_of(episode.reset_seed), LIMIT)
+    assert episode.steps == length
+    steps = np.arange(length, dtype=np.float32)
+    acted = c["actions"][:, 0]
+    np.testing.assert_array_equal(c["observations"][:, 0], np.float32(episode.reset_seed))
+    np.testing.assert_array_equal(c["next_observations"][:, 0], np.float32(episode.reset_seed))
+    np.testing.assert_array_equal(c["observations"][:, 1], steps)
+    np.testing.assert_array_equal(c["next_observations"][:, 1], steps + 1)
+    np.testing.assert_array_equal(c["next_observations"][:, 2], acted)
+    np.testing.assert_array_equal(c["observations"][1:, 2], acted[:-1])
+    np.testing.assert_array_equal(c["rewards"], (np.arange(length) + 1.1).astype(np.float32))
+    terminated = length_of(episode.reset_seed) <= LIMIT
+    last = np.arange(length) == length - 1
+    np.testing.assert_array_equal(c["terminals"], last & terminated)
+    np.testing.assert_array_equal(c["timeouts"], last & (not terminated))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=12))
+def test_every_transition_is_real_and_scored_as_recorded(seeds: list[int]) -> None:
+    player = Player(COUNTER)
+    for plan in plans_for(player, seeds):
+        episode, score = player.record(plan), player.score(plan)
+        assert episode.reset_seed == plan.reset_seed
+        check_counter_episode(episode)
+        assert score.steps == episode.steps and score.total_reward == episode.simulated_return
+        seen = episode.columns["observations"].astype(np.float64)
+        np.testing.assert_allclose(score.mean, seen.mean(axis=0), rtol=1e-6)
+        np.testing.assert_allclose(
+            score.squares, ((seen - seen.mean(0)) ** 2).sum(0), rtol=1e-6, atol=1e-5
+        )
+
+
+def test_both_flags_on_the_last_row_count_as_terminal() -> None:
+    seed = LIMIT - 1
+    assert length_of(seed) == LIMIT
+    environment = make_environment(COUNTER)
+    environment.reset(seed=seed)
+    for _ in range(LIMIT):
+        _, _, terminated, truncated, _ = environment.step(np.zeros(1, np.float32))
+    assert terminated and truncated, "the environment must set both for this test to mean anything"
+    player = Player(COUNTER)
+    episode = player.record(plans_for(player, [seed])[0])
+    assert episode.columns["terminals"][-1] and not episode.columns["timeouts"].any()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_short_episodes_do_not_crowd_out_long_ones(processes: int) -> None:
+    policy = RandomPolicy(np.full(1, -1, np.float32), np.ones(1, np.float32))
+
+    def endless() -> Iterator[EpisodePlan]:
+        for i in itertools.count():
+            yield EpisodePlan(policy=policy, reset_seed=i, noise_path=(i,))
+
+    with Crew(COUNTER, processes=processes) as crew:
+        for _ in range(2):  # the crew is of use after a list that nobody read to its end
+            episodes = crew.record(endless())
+            assert [e.reset_seed for e in itertools.islice(episodes, 30)] == list(range(30))
+
+
+def test_noise_is_scaled_by_half_ranges_and_clipped() -> None:
+    player = Player(COUNTER)
+    still = LinearPolicy(np.zeros((1, 3)), np.zeros(3), np.ones(3))
+    plans = [
+        EpisodePlan(policy=still, reset_seed=LIMIT, noise_path=(i,), action_noise=0.5)
+        for i in range(200)
+    ]
+    actions = np.concatenate([player.record(plan).columns["actions"] for plan in plans]).ravel()
+    expected = np.concatenate(
+        [np.clip(0.5 * 2.0 * stream(i).standard_normal((LIMIT, 1)), -2.0, 2.0) for i in range(200)]
+    ).ravel()
+    np.testing.assert_array_equal(actions, expected.astype(np.float32))
+    assert (np.abs(actions) == 2.0).any()
+
+
+def test_discrete_actions_and_their_noise() -> None:
+    player = Player("CartPole-v1")
+    left = LinearPolicy(np.zeros((2, 4)), np.zeros(4), np.ones(4), discrete=True)
+    for noise, expected in ((0.0, {0}), (1.0, {0, 1})):
+        plans = [
+            EpisodePlan(policy=left, reset_seed=i, noise_path=(i,), action_noise=noise)
+            for i in range(6)
+        ]
+        columns = [player.record(plan).columns["actions"] for plan in plans]
+        assert all(column.dtype == np.int64 and column.ndim == 1 for column in columns)
+        assert set(np.concatenate(columns).tolist()) == expected
+
+
+def test_an_episode_can_be_replayed_exactly_from_its_seed_and_actions() -> None:
+    pytest.importorskip("mujoco", reason="needs pip install 'gear-offline[mujoco]'")
+    player, fresh = Player("Hopper-v5"), gymnasium.make("Hopper-v5")
+    for plan in plans_for(player, [3, 4, 5]):
+        c = player.record(plan).columns
+        observation, _ = fresh.reset(seed=plan.reset_seed)
+        for t in range(len(c["rewards"])):
+            np.testing.assert_array_equal(c["observations"][t], observation.astype(np.float32))
+            np.testing.assert_array_equal(
+                c["infos/qpos"][t],
+                fresh.unwrapped.data.qpos.astype(np.float32),  # type: ignore[attr-defined]
+            )
+            observation, reward, *_ = fresh.step(c["actions"][t])
+            assert np.float32(reward) == c["rewards"][t]
+        np.testing.assert_array_equal(c["next_observations"][-1], observation.astype(np.float32))
+
+
+def test_a_policy_that_diverged_is_an_error() -> None:
+    broken = LinearPolicy(np.full((1, 3), np.nan), np.zeros(3), np.ones(3))
+    plan = EpisodePlan(policy=broken, reset_seed=3, noise_path=(0,))
+    assert failing_code(lambda: Player(COUNTER).record(plan)) == "MODEL"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("Unbounded-v0", "no bounds"), ("Endless-v0", "no step limit"), ("Taxi-v4", "not one")],
+)
+def test_environments_that_cannot_be_recorded_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason) as caught:
+        Player(name)
+    assert caught.value.code == "ENVIRONMENT"
+
+
+def test_streams_depend_on_their_whole_path_only() -> None:
+    drawn = {
+        path: (reset_seed(*path), stream(*path).random())
+        for path in [(0, 1), (0, 2), (1, 1), (0, 1, 0), (0, 1, 1), (1, 0, 1)]
+    }
+    assert len(set(drawn.values())) == len(drawn)
+    assert drawn[(0, 1, 1)] == (reset_seed(0, 1, 1), stream(0, 1, 1).random())
+
+
+# policies ------------------------------------------------------------------------------------
+
+FACTS = replace(
+    probe(COUNTER),
+    environment_id="Some-v1",
+    observation_shape=(4,),
+    low=np.full(2, -1.0, np.float32),
+    high=np.full(2, 3.0, np.float32),
+)
+
+
+def some_policy() -> LinearPolicy:
+    rng = np.random.default_rng(0)
+    return LinearPolicy(
+        rng.normal(size=(2, 4)), rng.normal(size=4), rng.uniform(0.1, 2.0, size=4), algorithm="x"
+    )
+
+
+def test_random_actions_fill_the_bounds() -> None:
+    policy, generator = RandomPolicy(FACTS.low, FACTS.high), np.random.default_rng(0)
+    actions = np.stack([policy.act(np.zeros(4), generator) for _ in range(500)])
+    assert actions.shape == (500, 2)
+    assert -1.0 <= actions.min() < -0.9 and 2.9 < actions.max() <= 3.0
+
+
+def test_a_saved_policy_is_loaded_bit_for_bit(tmp_path: Path) -> None:
+    policy, path = some_policy(), tmp_path / "policy.safetensors"
+    save_linear_policy(policy, path, environment_id="Some-v1")
+    save_linear_policy(policy, path, environment_id="Some-v1")  # replaces
+    loaded, seen = load_linear_policy(path, FACTS), np.arange(4.0)
+    generator = np.random.default_rng(0)
+    np.testing.assert_array_equal(loaded.act(seen, generator), policy.act(seen, generator))
+    np.testing.assert_allclose(
+        loaded.act(seen, generator), policy.weight @ ((seen - policy.mean) / policy.std)
+    )
+    assert loaded.algorithm == "x"
+    assert [p.name for p in tmp_path.iterdir()] == ["policy.safetensors"]
+
+
+def replaced(name: str, value: npt.NDArray[Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "facts", "reason"),
+    [
+        (replaced("weight", np.zeros((2, 5))), {}, "weight is"),
+        (replaced("weight", np.zeros((2, 4), np.float32)), {}, "weight is float32"),
+        (replaced("mean", np.full(4, np.nan)), {}, "NaN"),
+        (replaced("std", np.zeros(4)), {}, "not positive"),
+        (replaced("extra", np.zeros(1)), {}, "tensors are"),
+        (lambda tensors: tensors.pop("mean"), {}, "tensors are"),
+        (lambda tensors: None, {"format": "other"}, "format"),
+        (lambda tensors: None, {"discrete": "true"}, "kind of action"),
+        (lambda tensors: None, {"environment_id": ""}, "which environment"),
+        (lambda tensors: None, {"environment_id": "Some-v2"}, "trained in 'Some-v2'"),
+        (replaced("weight", np.zeros((2, 5))), {"environment_id": "Some-v2"}, "trained in"),
+    ],
+)
+def test_files_that_are_not_of_this_environment_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], facts: dict[str, str], reason: str
+) -> None:
+    path = tmp_path / "policy.safetensors"
+    save_linear_policy(some_policy(), path, environment_id="Some-v1")
+    tensors = load_file(path)
+    change(tensors)
+    own = {"format": FILE_FORMAT, "environment_id": "Some-v1", "discrete": "false"}
+    save_file(tensors, path, metadata=own | facts)
+    with pytest.raises(InputError, match=reason) as caught:
+        load_linear_policy(path, FACTS)
+    assert caught.value.code == "MODEL"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x80\x04pickle", b"\xff" * 100])
+def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "policy.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    assert failing_code(lambda: load_linear_policy(path, FACTS)) == "MODEL"
+
+
+# the file ------------------------------------------------------------------------------------
+
+
+def make_episode(steps: int, *, maker: int = 0, seed: int = 0) -> Episode:
+    rng = np.random.default_rng(seed)
+    last = np.arange(steps) == steps - 1
+    return Episode(
+        columns={
+            "observations": rng.normal(size=(steps, 3)).astype(np.float32),
+            "actions": rng.normal(size=(steps, 2)).astype(np.float32),
+            "rewards": rng.normal(size=steps).astype(np.float32),
+            "terminals": last & bool(seed % 2),
+            "timeouts": last & (not seed % 2),
+        },
+        maker=maker,
+        reset_seed=seed,
+        simulated_return=0.0,
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 50))
+def test_rows_are_those_of_the_episodes(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], chunk: int
+) -> None:
+    out = tmp_path_factory.mktemp("rows") / "a.hdf5"
+    episodes = [make_episode(n, maker=i % 3, seed=i) for i, n in enumerate(lengths)]
+    with pytest.MonkeyPatch.context() as patch, D4rlWriter(out) as writer:
+        patch.setattr(writer_module, "CHUNK_ROWS", chunk)
+        for episode in episodes[:-1]:
+            writer.append(episode)
+        writer.append(episodes[-1], rows=1)
+        assert writer.steps == sum(lengths[:-1]) + 1
+        writer.finish({"env_id": "x", "makers": [{"a": 1}]}, {"algorithm": "y"})
+    with h5py.File(out) as file:
+        for name in episodes[0].columns:
+            expected = np.concatenate(
+                [e.columns[name] for e in episodes[:-1]] + [episodes[-1].columns[name][:1]]
+            )
+            assert file[name].dtype == expected.dtype
+            np.testing.assert_array_equal(file[name][:], expected)
+        assert file["metadata/episode_maker"][:].tolist() == [e.maker for e in episodes]
+        assert file["metadata/episode_reset_seed"][:].tolist() == list(range(len(episodes)))
+        assert file["metadata/algorithm"][()] == b"y"
+        assert json.loads(file.attrs["makers"]) == [{"a": 1}]
+
+
+def test_nothing_is_left_without_finish(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), D4rlWriter(tmp_path / "a.hdf5") as writer:
+        writer.append(make_episode(9_000))
+        assert len(list(tmp_path.iterdir())) == 1
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITES_TOO_MUCH = """
+import resource, sys
+from pathlib import Path
+from gear_offline.collect.collection import D4rlWriter
+from gear_offline.errors import GearError
+from tests.test_collect_record import make_episode
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    with D4rlWriter(Path(sys.argv[1])) as writer:
+        for seed in range(40):
+            writer.append(make_episode(1000, seed=seed))
+        writer.finish({}, {})
+except GearError as error:
+    print(error.code, error)
+"""
+
+
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES_TOO_MUCH, str(tmp_path / "a.hdf5")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.stdout.startswith("OUTPUT_WRITE "), found.stderr
+    assert len(found.stdout) < 300 and found.stdout.count("\n") == 1
+    assert found.stderr == "" and list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_repeat_is_an_error() -> None:
+    player = Player(COUNTER)
+    plan = replace(plans_for(player, [3])[0], expected_return=1.0)
+    with pytest.raises(GearError, match="does not depend on its seed alone") as caught:
+        player.record(plan)
+    assert caught.value.code == "ENVIRONMENT"
