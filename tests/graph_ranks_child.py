@@ -101,51 +101,15 @@ def resume(data: Path, world: World, device: torch.device) -> None:
             some.release()
 
 
-def rate(data: Path, world: World, device: torch.device, *options: str) -> float:
-    """Return steps a second; the slowest rank's."""
-    some = make(data, world, device, *options)
-    try:
-        for _ in range(30):
-            some.advance()
-        torch.cuda.synchronize()
-        world.gather(None)
-        began, steps = time.perf_counter(), 300
-        for _ in range(steps):
-            some.advance()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        check = float(some._window[some._filled - 1, 0])
-        assert np.isfinite(check)
-    finally:
-        some.release()
-    return float(steps / max(world.gather(seconds)))
-
-
-def main(data: str, *measure: str) -> None:
-    """Compare, then measure; each of `measure` is "BATCH GRAPH COMPILE", e.g. "64 on off"."""
+def main(data: str) -> None:
     device = rank_device("cuda")
     with open_world(device, timeout=50) as world:
-        note(world, "joined")
         document: dict[str, Any] = {"ranks": world.size, **compare(Path(data), world, device)}
         note(world, "equal")
         resume(Path(data), world, device)
         note(world, "resumed")
-        show(world, document)
-        for way in measure:
-            batch, graph, compiled = way.split()
-            document[way] = rate(
-                *(Path(data), world, device, f"loader.batch_size={int(batch) * world.size}"),
-                *(f"train.graph={graph}", f"train.compile={compiled}", "train.precision=bf16"),
-            )
-            note(world, f"{way}: measured")
-            show(world, document)
-    note(world, "left")
-
-
-def show(world: World, document: dict[str, Any]) -> None:
-    """Print what is known so far; the last line counts."""
-    if world.is_first:
-        print(json.dumps(document), flush=True)
+        if world.is_first:
+            print(json.dumps(document), flush=True)
 
 
 BEGAN = time.monotonic()

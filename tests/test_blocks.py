@@ -54,21 +54,6 @@ def test_loss_of_a_batch_takes_the_masked_actions() -> None:
     assert torch.allclose(model.loss(Batch()), error, rtol=0, atol=TOLERANCE)
 
 
-def test_gradient_checkpointing_changes_nothing() -> None:
-    plain, thrifty = make(dropout=0.0), make(dropout=0.0)
-    # transformers renames this method; the attributes that it sets are the contract
-    enable = getattr(thrifty, "activation_checkpointing_enable", None)
-    (enable or thrifty.gradient_checkpointing_enable)()
-    assert thrifty.encoder.gradient_checkpointing
-    for model in (plain, thrifty):
-        model.train()
-        model(**inputs(), only_actions=True).action_preds.square().mean().backward()
-    for one, other in zip(plain.parameters(), thrifty.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None and other.grad is not None:
-            assert torch.equal(one.grad, other.grad)
-
-
 def test_blocks_run_as_modules() -> None:
     model = make()
     seen: list[object] = []

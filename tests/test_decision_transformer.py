@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +21,9 @@ from gear_offline.models.decision_transformer import (
     Attention,
     DecisionTransformer,
     DecisionTransformerConfig,
+    beyond_tanh,
+    check_timesteps,
+    trainable_parameters,
 )
 from gear_offline.models.loss import action_loss
 from tests.model_support import (
@@ -128,30 +132,6 @@ def test_right_padding_needs_no_mask(
         assert torch.equal(found[name][valid], disturbed[name][valid])
 
 
-def test_no_mask_is_built_for_right_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(attention_mask: Tensor) -> Tensor:
-        raise AssertionError("a dense mask was built")
-
-    monkeypatch.setattr("gear_offline.models.decision_transformer.dense_mask", refuse)
-    model = make()
-    batch = inputs()
-    model(**batch, padding="right")
-    model.padding = "right"
-    model(**batch)
-    with pytest.raises(AssertionError, match="dense mask"):
-        model(**batch, padding="any")
-
-
-def test_left_padding_equals_the_unpadded_window() -> None:
-    model = make().eval()
-    batch = inputs()
-    short = {name: value[:, 3:] for name, value in batch.items()}
-    batch["attention_mask"][:, :3] = 0
-    with torch.no_grad():
-        padded, alone = model(**batch).action_preds, model(**short).action_preds
-    assert float((padded[:, 3:] - alone).abs().max()) <= TOLERANCE
-
-
 def test_fully_padded_windows_are_finite_in_value_and_gradient() -> None:
     model = make()
     batch = inputs()
@@ -245,24 +225,6 @@ def test_prediction_does_not_see_the_future_nor_its_own_action() -> None:
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
-def test_acting_step_by_step_equals_the_released_class() -> None:
-    """The loop of the paper's evaluation: the window grows, each action is fed back."""
-    ours = make().eval()
-    theirs = released_twin(ours)
-    full = inputs(6)
-
-    def act(model: Any) -> Tensor:
-        actions = torch.zeros(WINDOWS, 6, ACTIONS)
-        for step in range(6):
-            window = {name: value[:, : step + 1] for name, value in full.items()}
-            window["actions"] = actions[:, : step + 1]
-            actions[:, step] = model(**window).action_preds[:, -1]
-        return actions
-
-    with torch.no_grad():
-        assert float((act(ours) - act(theirs)).abs().max()) <= TOLERANCE
-
-
 def test_last_action_is_that_of_the_full_pass() -> None:
     model = make().eval()
     batch = inputs()
@@ -271,12 +233,6 @@ def test_last_action_is_that_of_the_full_pass() -> None:
     arguments = ("states", "actions", "returns_to_go", "timesteps")
     found = model.predict_last_action(*(batch[name] for name in arguments), last)
     assert torch.allclose(found, full, rtol=0, atol=TOLERANCE)
-
-
-def test_windows_may_be_longer_than_the_position_table() -> None:
-    model = make().eval()
-    assert model.config.n_positions == 1
-    assert model(**inputs(40)).action_preds.shape == (WINDOWS, 40, ACTIONS)
 
 
 def test_multidimensional_states_are_flattened() -> None:
@@ -333,11 +289,6 @@ def test_floating_actions_are_no_targets_of_a_discrete_model() -> None:
         assert caught.value.code == "MODEL"
 
 
-def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="return_to_go"):
-        make()(**inputs(), return_to_go=None)
-
-
 @pytest.mark.parametrize("timestep", [50, -1])
 def test_timesteps_without_embedding_are_refused(timestep: int) -> None:
     batch = inputs()
@@ -352,12 +303,6 @@ def test_missing_inputs_are_refused(missing: str) -> None:
     batch = inputs()
     del batch[missing]
     with pytest.raises(InputError, match="all needed"):
-        make()(**batch)
-
-
-def test_integer_actions_need_a_discrete_model() -> None:
-    batch = inputs() | {"actions": torch.zeros((WINDOWS, STEPS), dtype=torch.long)}
-    with pytest.raises(InputError, match="discrete"):
         make()(**batch)
 
 
@@ -391,3 +336,34 @@ def test_impossible_configurations_are_refused(
     with pytest.raises(InputError) as caught:
         DecisionTransformer(config)
     assert caught.value.code == "MODEL"
+
+
+def test_longest_episode_is_checked_by_number() -> None:
+    check_timesteps(999, 1000)
+    check_timesteps(torch.zeros(0, dtype=torch.long), 1000)
+    with pytest.raises(InputError, match="1000 has no embedding"):
+        check_timesteps(1000, 1000)
+
+
+def test_trainable_parameters_are_those_with_a_gradient() -> None:
+    model = make()
+    kept = trainable_parameters(model)
+    batch = inputs()
+    action_loss(model(**batch, only_actions=True).action_preds, batch["actions"], None).backward()
+    assert kept and all(p.grad is not None for p in kept)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        "predict_state.weight",
+        "predict_state.bias",
+        "predict_return.weight",
+        "predict_return.bias",
+        "encoder.wte.weight",
+    }
+    assert len(kept) + len(frozen) == len(list(model.parameters()))
+
+
+def test_actions_that_a_tanh_cannot_reach_are_found() -> None:
+    rounded = float(np.float32(1.0) + np.float32(1e-7))
+    assert beyond_tanh([-1.0, -0.5, -1.0], [1.0, 0.2, rounded]) == []
+    assert beyond_tanh([-1.0, -2.0, 0.0], [1.5, 0.2, 0.0]) == [0, 1]
+    assert beyond_tanh(-3.0, 3.0) == [0]

@@ -1,4 +1,6 @@
-"""Training as one CUDA graph a step: the losses of steps launched one by one, and resuming."""
+"""Ways of a step on a GPU learn the same: one graph, launched one by one, compiled, in 16 bits."""
+
+# mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
+from gear_offline.kernels.relu_linear import relu_linear
 from gear_offline.loaders import static_batch
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
-from tests.gpu_support import NEEDS_CUPY, ON_GPU
+from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.image_support import image_columns
 from tests.support import make_dataset
 
@@ -29,10 +32,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_dataset(tmp_path_factory.mktemp("graph"), [30, 7, 44, 12]).path
 
 
-def learner(path: Path, *overrides: str) -> Learner:
+SMALL = ("model.hidden_size=32", "model.layers=2")
+WIDE = ("model.hidden_size=256", "model.layers=2", "model.heads=4", "model.dropout=0")
+DEEP = ("model.hidden_size=256", "model.layers=6", "model.heads=4", "model.dropout=0")
+
+
+def learner(path: Path, *overrides: str, model: tuple[str, ...] = SMALL) -> Learner:
     settings = [
-        *("model.hidden_size=32", "model.layers=2", "loader.context_length=8"),
-        *("loader.batch_size=16", "optimizer.warmup_steps=5", "optimizer.schedule=cosine"),
+        *(*model, "loader.context_length=8", "loader.batch_size=16"),
+        *("optimizer.warmup_steps=5", "optimizer.schedule=cosine"),
         *(f"train.steps={STEPS}", f"data.path={path}", "train.device=cuda", "train.log_every=100"),
     ]
     recipe = load_recipe("paper", [*settings, *overrides])
@@ -161,3 +169,64 @@ def test_priorities_are_learned_in_the_graph(path: Path) -> None:
     np.testing.assert_allclose(losses(second, 18), expected, **TOLERANCE)
     mine, theirs = (some.loader.loss_sampler.state() for some in (graph, second))  # type: ignore[union-attr]
     assert mine["updates"] == theirs["updates"] == 30
+
+
+def with_gradient(function: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    result = function(*leaves)
+    weight = torch.linspace(-1, 1, result.numel(), device=result.device).view_as(result)
+    (result.float() * weight).sum().backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=INDUCTOR)])
+def test_relu_linear(compiled: bool) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(300, 64, device="cuda"), torch.randn(64, 96, device="cuda") / 8
+    bias = torch.randn(96, device="cuda")
+    inputs = [tensor.bfloat16() for tensor in (rows, weight, bias)]
+    function: Any = torch.compile(relu_linear) if compiled else relu_linear
+    mine = with_gradient(function, *inputs)
+    plain = with_gradient(
+        lambda x, w, b: torch.relu(x @ w + b), *(tensor.float() for tensor in inputs)
+    )
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=3e-2, atol=0.2)
+
+
+def wide(path: Path, *options: str, model: tuple[str, ...] = WIDE) -> Any:
+    return losses(learner(path, *options, model=model), 20)
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> Any:
+    return wide(path, "train.precision=fp32", "train.graph=off")
+
+
+def compiled(*options: str) -> Any:
+    return pytest.param((*options, "train.compile=on"), marks=INDUCTOR)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("train.weights=bf16", "train.graph=on"),
+        ("train.weights=bf16", "train.graph=off"),
+        compiled("train.weights=bf16", "train.graph=on"),
+        ("train.weights=fp32", "train.graph=on"),
+        ("train.accumulate=4", "train.recompute=true"),
+        compiled("train.recompute=true", "train.weights=bf16"),
+    ],
+)
+def test_ways_of_a_step_learn_alike(path: Path, plain: Any, options: tuple[str, ...]) -> None:
+    found = wide(path, *options)
+    # bfloat16 rounds to 3 digits; the losses of a random model lie near 0.4
+    np.testing.assert_allclose(found[:, 0], plain[:, 0], rtol=2e-2, atol=2e-3)
+    np.testing.assert_allclose(found[:, 1], plain[:, 1], rtol=1e-1, atol=1e-2)
+
+
+@INDUCTOR
+def test_a_deep_model_compiled_in_parts_learns_the_same(path: Path) -> None:
+    plain = wide(path, "train.precision=fp32", "train.graph=off", model=DEEP)
+    options = ("train.weights=bf16", "train.graph=on", "train.compile=on")
+    np.testing.assert_allclose(wide(path, *options, model=DEEP)[:, 0], plain[:, 0], rtol=2e-2)

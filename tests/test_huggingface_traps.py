@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,10 @@ from torch import Tensor
 from transformers import DecisionTransformerConfig
 
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.dataset.scores import normalized_score, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, beyond_tanh, build_model
-from gear_offline.models.loss import action_loss
 from gear_offline.models.policy import Policy
 from gear_offline.training.checkpoint import config_text
 from tests.model_support import TOLERANCE, released_twin
@@ -157,14 +154,6 @@ def test_policy_shows_the_model_what_training_showed(dataset: Dataset, episode: 
         policy.observe_reward(dataset.read("rewards", first + step, first + step + 1))
 
 
-def test_statistics_cover_every_step_of_the_data(dataset: Dataset) -> None:
-    """Implementations differ in whether the cut tail counts; ours says so and counts it."""
-    rows = dataset.read("observations", 0, sum(LENGTHS)).astype(np.float64)
-    assert dataset.statistics["observations"].count == sum(LENGTHS)
-    np.testing.assert_allclose(dataset.statistics["observations"].mean, rows.mean(0), rtol=1e-9)
-    np.testing.assert_allclose(dataset.statistics["observations"].std, rows.std(0), rtol=1e-9)
-
-
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_values_in_the_padding_are_harmless(dataset: Dataset, padding: str) -> None:
     """kzl issues 36, 41, 50: state 0, action -10, done 2 in training, other values in playing."""
@@ -186,40 +175,6 @@ def test_sides_of_padding_give_one_loss(dataset: Dataset) -> None:
     real = left.attention_mask.bool()
     error = torch.mean((theirs[real] - left.actions[real]) ** 2)
     assert torch.allclose(model.loss(right), error, rtol=0, atol=TOLERANCE)
-
-
-def test_attention_mask_is_about_padding_causality_is_built_in(dataset: Dataset) -> None:
-    """kzl issue 30."""
-    model = make_model()
-    inputs = next(make_loader(dataset)).model_inputs()
-    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    before = model(**inputs).action_preds
-    inputs["actions"] = inputs["actions"].clone()
-    inputs["actions"][:, 2:] += 1.0  # step 2's own action and all that follows
-    after = model(**inputs).action_preds
-    assert torch.equal(before[:, :3], after[:, :3])
-    assert not torch.allclose(before[:, 3:], after[:, 3:])
-
-
-def test_no_mask_is_a_mask_of_ones(dataset: Dataset) -> None:
-    """The released encoder, called without a mask, quietly lets each token see itself only."""
-    model = make_model()
-    inputs = next(make_loader(dataset)).model_inputs()
-    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    expected = model(**inputs).action_preds
-    del inputs["attention_mask"]
-    assert torch.allclose(model(**inputs).action_preds, expected, rtol=0, atol=TOLERANCE)
-    assert torch.allclose(
-        released_twin(model)(**inputs).action_preds, expected, rtol=0, atol=TOLERANCE
-    )
-
-
-def test_padding_does_not_dilute_the_loss() -> None:
-    """CORL's ``(loss * mask).mean()`` shrinks with the share of padding."""
-    predictions, actions = torch.ones(1, 4, 2), torch.zeros(1, 4, 2)
-    for real in range(1, 5):
-        mask = (torch.arange(4) < real).long()[None]
-        assert float(action_loss(predictions, actions, mask)) == 1.0
 
 
 def test_actions_beyond_tanh_are_noticed_and_can_be_reached_without(tmp_path: Path) -> None:
@@ -280,15 +235,6 @@ def test_misspelled_inputs_are_refused(dataset: Dataset) -> None:
         make_model()(**inputs)
 
 
-def test_batches_do_not_follow_the_global_random_state(dataset: Dataset) -> None:
-    """Drawing from the global generators gives every rank the same batches, or none again."""
-    first = next(make_loader(dataset))
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    assert torch.equal(next(make_loader(dataset)).segments, first.segments)
-
-
 def test_building_a_model_prints_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """The default token ids 50256 lie outside a vocabulary of one: two warnings a model."""
     model = make_model()
@@ -326,11 +272,3 @@ def test_writing_a_configuration_prints_no_warning_of_the_defaults(
         assert len(said) == 4, "the filter is gone"
     finally:
         logger.removeHandler(handler)
-
-
-def test_normalised_score_is_in_percent() -> None:
-    """TD3_BC issue 1: 67.6 is a score, 0.676 is the same one before the factor."""
-    reference = reference_scores("hopper-medium-v2")
-    assert reference is not None
-    assert normalized_score(reference.minimum, reference) == pytest.approx(0.0)
-    assert normalized_score(reference.maximum, reference) == pytest.approx(100.0)

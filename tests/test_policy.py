@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.errors import InputError
-from gear_offline.models.decision_transformer import DecisionTransformer, build_model
+from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
 from tests.model_support import ACTIONS, STATES, make, released_twin
 
@@ -109,44 +109,6 @@ def test_targets_fall_by_the_rewards_in_reward_units() -> None:
     np.testing.assert_allclose(policy.targets, [3597.0, 1802.0])
 
 
-def test_repr_says_sizes_and_environments() -> None:
-    policy = make_policy()
-    policy.reset([0, 1], 1.0)
-    config = policy.model.config
-    said = f"{STATES} observation values to {ACTIONS} action values, {config.hidden_size} wide, "
-    said += f"{config.n_layer} layers, K {CONTEXT}, 2 environments"
-    assert repr(policy) == f"Policy({said}, on cpu)"
-
-
-def test_repr_of_frames_and_discrete_actions() -> None:
-    model = build_model(
-        state_dim=40 * 36,
-        action_dim=6,
-        discrete=True,
-        hidden_size=8,
-        layers=1,
-        max_timestep=5,
-        frame_shape=(40, 36),
-        frame_stack=4,
-    )
-    policy = make_policy(model, state_mean=None, state_std=None)
-    assert repr(policy) == (
-        "Policy(4 frames of 40 x 36 to 6 discrete actions, 8 wide, 1 layer, K 4, 0 environments, "
-        "on cpu)"
-    )
-
-
-def test_window_holds_targets_divided_by_the_scale() -> None:
-    policy = make_policy(returns_scale=1000.0)
-    policy.reset([0], [3600.0])
-    for reward in (100.0, 200.0):
-        policy.act(np.zeros((1, STATES)))
-        policy.observe_reward([reward])
-    policy.act(np.zeros((1, STATES)))
-    returns = policy._windows[2][0, :3, 0].numpy()
-    np.testing.assert_allclose(returns, [3.6, 3.5, 3.3], rtol=1e-6)
-
-
 def test_leftovers_in_the_windows_do_not_matter() -> None:
     """Unfilled places and the slot of the current action must not influence the action."""
     rng = np.random.default_rng(1)
@@ -173,22 +135,6 @@ def test_reset_forgets_the_history() -> None:
     assert not np.array_equal(first, later)
     policy.reset([0], 3.0)
     np.testing.assert_array_equal(policy.act(np.ones((1, STATES))), first)
-
-
-def test_timesteps_stay_at_the_last_embedding() -> None:
-    policy = make_policy(make(max_timestep=3))
-    policy.reset([0], 3.0)
-    for _ in range(6):
-        policy.act(np.zeros((1, STATES)))
-        policy.observe_reward([0.0])
-    assert policy._windows[3].tolist() == [[2, 2, 2, 2]]
-
-
-def test_raw_states_without_statistics() -> None:
-    policy = make_policy(state_mean=None, state_std=None)
-    policy.reset([0], 3.0)
-    policy.act(np.arange(STATES)[None])
-    np.testing.assert_array_equal(policy._windows[0][0, 0].numpy(), np.arange(STATES))
 
 
 def test_discrete_actions_are_the_likeliest_and_are_remembered() -> None:

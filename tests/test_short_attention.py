@@ -96,25 +96,6 @@ def test_a_model_among_others_keeps_what_it_keeps_alone() -> None:
     assert torch.equal(few, together[:, :2, :1, :33, :33])  # nor does it depend on the sizes
 
 
-def test_reference_with_a_mask() -> None:
-    torch.manual_seed(0)
-    packed = torch.randn(4, 9, 24, dtype=torch.float64)
-    whole = torch.ones(4, 2, 9, 9, dtype=torch.bool)
-    torch.testing.assert_close(
-        packed_attention_reference(packed, 2, SCALE, whole, 0.0),
-        packed_attention_reference(packed, 2, SCALE),
-    )
-    mask = kept_weights(SEEDS, 0.5, windows=4, heads=2, tokens=9)
-    found = packed_attention_reference(packed, 2, SCALE, mask, 0.5)
-    query, key, value = (part.view(4, 9, 2, 4) for part in packed.chunk(3, -1))
-    for window, head, token in ((0, 0, 0), (1, 1, 4), (3, 0, 8)):
-        seen = slice(0, token + 1)
-        scores = key[window, seen, head] @ query[window, token, head] * SCALE
-        weights = scores.softmax(0) * mask[window, head, token, seen] * 2
-        expected = weights @ value[window, seen, head]
-        torch.testing.assert_close(found[window, token, 4 * head : 4 * head + 4], expected)
-
-
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
@@ -163,21 +144,6 @@ def test_gradients_use_the_same_draws(dropout: float, seeds: Tensor | None, bias
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize("way", ["a column", "one for all"])
-def test_seeds_may_lie_apart(way: str) -> None:
-    """The kernels read them one after another, whatever a view of them says."""
-    torch.manual_seed(0)
-    packed = torch.randn(8, 5, 24, requires_grad=True)
-    seeds = SEEDS[:1].expand(4) if way == "one for all" else torch.stack([SEEDS, -SEEDS], 1)[:, 0]
-    assert not seeds.is_contiguous()
-    torch.library.opcheck(packed_attention, (packed, 2, SCALE, DROPOUT, seeds))
-    found, expected = (packed_attention(packed, 2, SCALE, DROPOUT, s) for s in (seeds, seeds + 0))
-    assert torch.equal(found, expected)
-    of_found, of_expected = (torch.autograd.grad(o.sum(), packed)[0] for o in (found, expected))
-    assert torch.equal(of_found, of_expected)
-
-
-@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_a_bias_is_added_to_its_group(kind: torch.dtype) -> None:
     """Against a sum outside and against the reference, in values and gradients."""
@@ -202,17 +168,6 @@ def test_a_bias_is_added_to_its_group(kind: torch.dtype) -> None:
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=3e-2, atol=3e-2)
     torch.testing.assert_close(results[1][0], results[2][0], rtol=0, atol=0)
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_a_bias_alone_has_a_gradient() -> None:
-    """The rows are a constant, as in a model whose first layers are frozen."""
-    torch.manual_seed(0)
-    packed, bias = torch.randn(8, 5, 24), torch.randn(2, 24, requires_grad=True)
-    packed_attention(packed, 2, SCALE, 0.0, None, bias).square().sum().backward()
-    plain = bias.detach().clone().requires_grad_()
-    packed_attention_reference(packed, 2, SCALE, bias=plain).square().sum().backward()
-    torch.testing.assert_close(bias.grad, plain.grad)
 
 
 def test_shapes_without_values() -> None:

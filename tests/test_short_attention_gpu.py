@@ -154,34 +154,6 @@ def block() -> Any:
     return some.cuda().train()
 
 
-def attend_plainly(some: Any, hidden: Tensor, seeds: Tensor) -> Tensor:
-    packed = some.attn.c_attn(some.ln_1(hidden))
-    mask = kept_weights(seeds, 0.2, windows=len(hidden), heads=2, tokens=hidden.shape[1])
-    return packed_attention_reference(packed, 2, float(some.attn.scaling), mask, 0.2)
-
-
-@pytest.mark.parametrize("keep", [None, slice(1, None, 3)])
-def test_a_block_in_training(keep: slice | None) -> None:
-    some = block()
-    torch.manual_seed(3)
-    hidden = torch.randn(16, 60, 128, device="cuda")
-    mine, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    torch.cuda.manual_seed(4)
-    with torch.autocast("cuda", torch.bfloat16):
-        found, _ = some._attend(mine, None, False, keep)
-    torch.cuda.manual_seed(4)
-    seeds = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cuda")
-    expected = attend_plainly(some, plain, seeds)
-    expected = expected if keep is None else expected[:, keep]
-    assert found.dtype == torch.bfloat16
-    above = torch.randn_like(expected)
-    found.backward(above.bfloat16())
-    expected.backward(above)
-    assert mine.grad is not None and plain.grad is not None
-    torch.testing.assert_close(found.float(), expected, **BF16)
-    torch.testing.assert_close(mine.grad, plain.grad, **BF16)
-
-
 def with_gradient(function: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     leaf = hidden.clone().requires_grad_()
     torch.cuda.manual_seed(4)

@@ -106,7 +106,7 @@ def shard_model(
     *,
     half_gradients: bool,
 ) -> None:
-    """Shard a model over the ranks, block by block, in place; it need not be on the device.
+    """Shard a model, on any device, over the ranks, block by block, in place.
 
     Its products are in `precision`, weights are updated in float32.  Gradients are added up over
     the ranks in float32, with `half_gradients` in `precision`, as those of replicas.
@@ -142,10 +142,7 @@ def whole(tensor: Tensor) -> Tensor:
 def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]:
     """Return named tensors as `whole` does, those that were spread in host memory.
 
-    Parameters
-    ----------
-    wanted
-        By this rank: the others get nothing and keep no copy.
+    Ranks by which they are not `wanted` get nothing and keep no copy.
     """
     found = {}
     for name, tensor in tensors.items():
