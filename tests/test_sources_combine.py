@@ -271,8 +271,7 @@ def flagged(steps: int, seed: int) -> dict[str, Any]:
     return table(steps, seed=seed) | {"terminals": flags, "timeouts": np.zeros(steps, bool)}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_folder_of_files_is_one_dataset(tmp_path: Path, workers: int) -> None:
+def test_a_folder_of_files_is_one_dataset(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
     folder.mkdir()
     numbers = [1, 2, 3, 5, 10, 20]
@@ -282,7 +281,7 @@ def test_a_folder_of_files_is_one_dataset(tmp_path: Path, workers: int) -> None:
     for name in ("notes.txt", "metadata.json", "manifest.json"):
         (folder / name).write_text('{"author": "not a file of data"}')
     assert [p.name for p in hdf5_files(folder)] == [f"part_{n}.hdf5" for n in numbers]
-    convert(folder, tmp_path / "d", shard_bytes=2000, workers=workers, quiet=True)
+    convert(folder, tmp_path / "d", shard_bytes=2000, workers=2, quiet=True)
     dataset = open_dataset(tmp_path / "d")
     assert dataset.episodes.lengths.tolist() == [n + 3 for n in numbers]
     assert dataset.terminated.all() and len(dataset.manifest.source.files) == 6
@@ -300,12 +299,11 @@ def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
     assert code(convert, tmp_path, tmp_path / "out" / "d")[0] == "SOURCE_READ"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_shards_are_a_source(tmp_path: Path, workers: int) -> None:
+def test_shards_are_a_source(tmp_path: Path) -> None:
     file = write(tmp_path / "hopper-medium-v2.hdf5", flagged(30, 0), attributes={"seed": 3})
     convert(file, tmp_path / "a", rule="steps=7", quiet=True)
     options: dict[str, Any] = {"shard_bytes": 1500, "quiet": True}
-    convert(tmp_path / "a", tmp_path / "b", workers=workers, columns=["actions"], **options)
+    convert(tmp_path / "a", tmp_path / "b", workers=2, columns=["actions"], **options)
     first, again = open_dataset(tmp_path / "a"), open_dataset(tmp_path / "b")
     assert [c.name for c in again.spec] == ["actions", "rewards"]
     assert again.episodes.lengths.tolist() == [7, 7, 7, 7, 2]
@@ -323,8 +321,7 @@ def test_shards_are_a_source(tmp_path: Path, workers: int) -> None:
     assert open_dataset(tmp_path / "best").returns.tolist() == [first.returns.max()]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> None:
+def test_datasets_of_a_file_get_other_names(tmp_path: Path) -> None:
     flags = np.arange(24) % 6 == 5
     names = {"obs/arm": "observations/arm", "obs/cam": "observations/cam", "act": "actions"}
     columns: dict[str, Any] = {
@@ -339,7 +336,7 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
     with pytest.raises(InputError, match="--columns observations=NAME"):
         open_source(file)
     wanted = ["observations=obs", "actions=act", "rewards = r", "dones=end"]
-    options: dict[str, Any] = {"workers": workers, "shard_bytes": 300, "quiet": True}
+    options: dict[str, Any] = {"workers": 2, "shard_bytes": 300, "quiet": True}
     convert(file, tmp_path / "d", columns=wanted, **options)
     dataset = open_dataset(tmp_path / "d")
     assert dataset.episodes.lengths.tolist() == [6] * 4 and dataset.terminated.all()
@@ -365,9 +362,8 @@ def test_datasets_of_a_file_get_other_names(tmp_path: Path, workers: int) -> Non
     ] in ("COLUMN", "USAGE")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["file", "folder", "shards"])
-def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> None:
+def test_columns_are_put_together(tmp_path: Path, kind: str) -> None:
     rows = np.arange(24.0)
     columns: dict[str, Any] = {
         "observations/goal": np.stack([rows, -rows], axis=1),
@@ -392,7 +388,7 @@ def test_columns_are_put_together(tmp_path: Path, kind: str, workers: int) -> No
             GearLoader(source, batch_size=2, device="cpu")
     names = ["observations/place", "observations/goal", "observations/time"]
     wanted = [f"observations={' + '.join(names)}", "actions"]
-    convert(source, tmp_path / "d", columns=wanted, workers=workers, shard_bytes=600, quiet=True)
+    convert(source, tmp_path / "d", columns=wanted, shard_bytes=600, quiet=True)
     dataset = open_dataset(tmp_path / "d")
     assert sorted(c.name for c in dataset.spec) == ["actions", "observations", "rewards"]
     together = np.concatenate([columns[name].reshape(24, -1) for name in names], axis=1)

@@ -6,7 +6,7 @@ Shape legend: N steps, E episodes, T steps of an episode.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -205,42 +205,37 @@ def _episode(number: int, given: Mapping[str, Any]) -> tuple[Columns, tuple[bool
     return arrays, (terminated, bool(flags) and not terminated)
 
 
-def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _named(given: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
     """Return what is given by column name; two of one name are refused."""
     named: dict[str, Any] = {}
-    for name, value in _leaves("", given):
-        if name in named:
-            raise _misfit("a column is given twice", _place(name, where), "give each one once")
-        named[name] = value
+    for key, value in given.items():
+        name = f"{prefix}{key}"
+        below = _named(value, where, f"{name}/") if isinstance(value, Mapping) else {name: value}
+        for twice in named.keys() & below.keys():
+            raise _misfit("a column is given twice", _place(twice, where), "give each one once")
+        named |= below
     return named
 
 
-def _leaves(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, part in value.items():
-        name = f"{prefix}/{key}" if prefix else str(key)
-        if isinstance(part, Mapping):
-            yield from _leaves(name, part)
-        else:
-            yield name, part
-
-
 def _array(value: Any, column: str, where: str) -> Array:
+    def refuse(what: str, remedy: str) -> InputError:
+        return _misfit(what, _place(column, where), remedy)
+
     try:
         rows = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a GPU
-        raise _misfit(f"no array: {error}", _place(column, where), "give arrays of rows") from error
+        raise refuse(f"no array: {error}", "give arrays of rows") from error
     if np.ma.is_masked(value):  # the numbers below a mask mean nothing
-        what = f"{count_text(int(np.ma.getmaskarray(value).sum()), 'value')} masked"
-        raise _misfit(what, _place(column, where), "fill them: values.filled(...)")
+        masked = count_text(int(np.ma.getmaskarray(value).sum()), "value")
+        raise refuse(f"{masked} masked", "fill them: values.filled(...)")
     if rows.dtype.kind not in "biufc":
-        what = f"dtype {rows.dtype} is neither numeric nor bool"
         remedy = "give numbers or bools, the same shape at every step; leave text out"
-        raise _misfit(what, _place(column, where), remedy)
-    if column in FLAGS:
-        wide = rows.ndim > 1 and rows.shape[1:] != (1,)
-        if wide or np.isnan(rows).any():
-            what = f"a flag of per-step shape {rows.shape[1:]}" if wide else "NaN in a flag"
-            raise _misfit(what, _place(column, where), "give one true or false for each step")
+        raise refuse(f"dtype {rows.dtype} is neither numeric nor bool", remedy)
+    if column in FLAGS and rows.ndim > 1 and rows.shape[1:] != (1,):
+        what = f"a flag of per-step shape {rows.shape[1:]}"
+        raise refuse(what, "give one true or false for each step")
+    if column in FLAGS and np.isnan(rows).any():
+        raise refuse("NaN in a flag", "give one true or false for each step")
     return rows[:, 0] if column in SCALARS and rows.ndim == 2 and rows.shape[1] == 1 else rows
 
 
