@@ -56,7 +56,7 @@ def test_a_sweep_that_is_stopped_ends_with_130(
     begun = [out / "runs" / f"s{seed}" for seed in range(parallel)]
     assert interrupted([*words, "--parallel", str(parallel)], number, *begun) == 130
     said = capsys.readouterr().err
-    assert said.startswith("error[INTERRUPTED]: ") and "the same command goes on" in said
+    assert "error" not in said and "the same command goes on" in said
     assert all(list((run / "checkpoints").glob("step-*")) for run in begun)
 
 
