@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gear_offline.analysis.strategies import compare_strategies
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key, environments_of
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.errors import InputError
+from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.background import PlayRequest, play_checkpoint
 from gear_offline.evaluation.environments import known_of
 from gear_offline.evaluation.evaluate import tasks_of
@@ -26,6 +27,7 @@ from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.preparation import prepare_dataset, resolve
 from gear_offline.runs.trainer import train
+from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.learner import Learner
@@ -260,26 +262,30 @@ def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
     assert drawn.max() < second and len(set(drawn[drawn < first].tolist())) == 4
 
 
-def test_strategies_are_compared_in_every_task(tmp_path: Path) -> None:
-    recipe = tasks_recipe(make_parts(tmp_path), "train.steps=2", "train.evaluate_every=2")
-    names = "top_k:k=1,shuffled_epochs"
-    options: dict[str, Any] = {"seeds": 1, "parallel": 1, "quiet": True}
-    found = compare_strategies(recipe, names, train=True, out=tmp_path / "out", **options)
-    rows = {row.strategy: row for row in found.strategies}
+def test_strategies_are_compared_in_every_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tasks_recipe(make_parts(tmp_path), "evaluate.episodes=1").to_dict()
+    recipe["data"]["tasks"]["walk"]["selection"] = {"strategy": "top_k", "k": 2}
+    asked: list[Trial] = []
+
+    def trained(trials: list[Trial], *_: Any, **__: Any) -> None:
+        asked.extend(trials)
+        raise GearError("MEMORY", "enough for this test")
+
+    monkeypatch.setattr("gear_offline.analysis.strategies.run_trials", trained)
+    compared = partial(
+        compare_strategies, Recipe.parse(recipe), "top_k:k=1,shuffled_epochs", out=tmp_path / "o"
+    )
+    rows = {row.strategy: row for row in compared(quiet=True).strategies}
     assert "cannot be mixed" in str(rows["shuffled_epochs"].error)
     assert rows["uniform_steps"].error is None and rows["top_k"].error is None
-    assert [one.label for one in found.outcomes] == ["uniform_steps", "top_k k=1"]
-    best = load_recipe(
-        tmp_path
-        / "out"
-        / "training"
-        / "runs"
-        / next(
-            p.name for p in (tmp_path / "out" / "training" / "runs").iterdir() if "top_k" in p.name
-        )
-    )
-    assert best.selection.strategy == "top_k"
-    assert all(task.selection is None for task in (best.data.tasks or {}).values())
+    with pytest.raises(GearError):
+        compared(train=True, seeds=1, quiet=True)
+    own, best = (trial.recipe for trial in asked)
+    assert own.data.tasks is not None and own.data.tasks["walk"].selection is not None
+    assert best.selection.strategy == "top_k" and best.data.tasks is not None
+    assert all(task.selection is None for task in best.data.tasks.values())
 
 
 def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:

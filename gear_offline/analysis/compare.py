@@ -76,26 +76,11 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the trials of one setting came to.
+    """What the complete trials of one setting came to.
 
-    Attributes
-    ----------
-    label
-        Of the setting.
-    seeds
-        Of the complete trials.
-    final
-        Of the last evaluations; None without any.
-    score
-        The same on D4RL's scale.
-    iqm, iqm_low, iqm_high
-        Interquartile mean over seeds (and tasks), and its 95 % bootstrap interval.
-    curve
-        Evaluations over steps.
-    versus
-        The comparison with the baseline; None for the baseline.
-    failures
-        ``(run, error)`` of the trials that failed.
+    `final` and `score` are of the last evaluations, as returns and on D4RL's scale; the
+    interquartile mean is over seeds and tasks, with its 95 % bootstrap interval; `versus` is the
+    comparison with the baseline, None for the baseline itself; `failures` are (run, error).
     """
 
     label: str
@@ -114,22 +99,9 @@ class Outcome:
 class Comparison:
     """What strategies draw and, if they were trained, what they came to.
 
-    Attributes
-    ----------
-    recipe, seed, batch_size, context_length, batches
-        What was drawn for: so many batches of a recipe.
-    data
-        What was drawn from.
-    machine
-        Where, and when.
-    strategies
-        The baseline, the recipe's own one, first.
-    metric
-        What trained strategies are compared by: ``return`` or ``normalized_score``.
-    outcomes
-        Of the strategies that were trained; empty without training.
-    verdict
-        The result in a sentence or two.
+    The recipe's own strategy, the baseline, comes first.  `metric` is what trained strategies are
+    compared by, ``return`` or, of several tasks, ``normalized_score``; `outcomes` is empty without
+    training; `verdict` says the result in a sentence or two.
     """
 
     recipe: str
@@ -257,7 +229,7 @@ def iqm_interval(scores: Float64Array) -> tuple[float, float | None, float | Non
 
     The mean of the middle half of all scores; the percentile bootstrap draws n seeds anew for each
     task (Agarwal et al., "Deep Reinforcement Learning at the Edge of the Statistical Precipice",
-    NeurIPS 2021).  No interval of one seed.
+    NeurIPS 2021).  There is no interval of fewer than three seeds.
     """
     middle = float(stats.trim_mean(scores, 0.25, axis=None))
     seeds, tasks = scores.shape

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from base64 import b64encode
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 
-from gear_offline.analysis.compare import Comparison, Outcome
+from gear_offline.analysis.compare import Comparison, Difference, Outcome
 from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
 from gear_offline.core.text import count_text, printable, remedies_once
@@ -31,178 +31,63 @@ from gear_offline.sweep.report import print_table
 
 TALLEST = 2.5  # times the data's own tallest bar: higher ones are cut, and it is said
 COLUMNS_AT_ONCE = 5  # beside the name of the strategy, on the terminal
+MAIN = {  # what the terminal shows without --all
+    *("steps shown", "effective starts", "duplicate starts", "padding", "mean return"),
+    *("return", "IQM", "difference", "p", "verdict"),
+}
 
 
-@dataclass(frozen=True)
-class Column:
-    """A figure of a strategy: its heading, how it is written, what it means.
-
-    `main` columns are those that the terminal shows without ``--all``.
-    """
-
-    title: str
-    text: Callable[[Any], str]
-    meaning: str
-    main: bool = False
-
-
-def _percent(name: str) -> Callable[[Draws], str]:
-    def text(draws: Draws) -> str:
-        value = 100 * float(getattr(draws, name))
-        if 0 < value < 0.05:
-            return f"{value:.2g} %"
-        return "> 99.9 %" if 99.95 <= value < 100 else f"{value:.1f} %"
-
-    return text
+def drawn_cells(draws: Draws) -> dict[str, str]:
+    """Return what a strategy drew by heading; page.html.j2 says what the headings mean."""
+    moved = draws.moved_share["4"]
+    return {
+        "starts drawn": _percent(draws.coverage_starts),
+        "steps shown": _percent(draws.coverage_steps),
+        "episodes": _percent(draws.coverage_episodes),
+        "effective starts": short(draws.effective_segments),
+        "effective sample size": _percent(draws.effective_sample_share),
+        "duplicate starts": _percent(draws.duplicate_starts),
+        "duplicate episodes": _percent(draws.duplicate_episodes),
+        "padding": _percent(draws.padding),
+        "mean return": short(draws.mean_return),
+        "median age": f"{draws.age_quartiles[1]:.2f}",
+        "from GPU memory": _percent(draws.hbm_share),
+        "cross-node traffic": "-" if moved is None else _percent(moved),
+        "selecting": f"{draws.segments_per_second / 1e6:.2g} M/s",
+    }
 
 
-def _moved(draws: Draws) -> str:
-    share = draws.moved_share["4"]
-    return "-" if share is None else f"{100 * share:.1f} %"
+def learned_cells(outcome: Outcome) -> dict[str, str]:
+    """Return what a trained strategy came to, by heading."""
+    versus = outcome.versus or Difference(pairs=0, mean=math.nan)
+    difference = "-" if outcome.versus is None else f"{versus.mean:+,.3g}"
+    if abs(versus.mean) >= 100:
+        difference = f"{versus.mean:+,.0f}"
+    return {
+        "return": "-" if outcome.final is None else str(outcome.final),
+        "IQM": "-" if outcome.iqm is None else short(outcome.iqm),
+        "95 % of IQM": _interval(outcome.iqm_low, outcome.iqm_high),
+        "score": "-" if outcome.score is None else str(outcome.score),
+        "difference": difference,
+        "95 % of difference": _interval(versus.low, versus.high),
+        "p": _p(versus.holm_p),
+        "p (permutation)": _p(versus.permutation_p),
+        "verdict": "baseline" if outcome.versus is None else versus.verdict,
+    }
 
 
-DRAWN = (
-    Column("starts drawn", _percent("coverage_starts"), "starts that were drawn at least once"),
-    Column(
-        "steps shown",
-        _percent("coverage_steps"),
-        "steps that lay in a window at least once",
-        main=True,
-    ),
-    Column("episodes", _percent("coverage_episodes"), "episodes that were drawn at least once"),
-    Column(
-        "effective starts",
-        lambda draws: short(draws.effective_segments),
-        "how many equally likely starts would repeat as often as these: 1 over the mean "
-        "probability of what is drawn",
-        main=True,
-    ),
-    Column(
-        "effective sample size",
-        _percent("effective_sample_share"),
-        "of the draws over their number, when weights make up for the strategy's preferences among "
-        "the starts that it can draw",
-    ),
-    Column(
-        "duplicate starts",
-        _percent("duplicate_starts"),
-        "slots whose start is in their batch already",
-        main=True,
-    ),
-    Column(
-        "duplicate episodes",
-        _percent("duplicate_episodes"),
-        "slots whose episode is in their batch already",
-    ),
-    Column("padding", _percent("padding"), "places of windows that hold no step", main=True),
-    Column(
-        "mean return",
-        lambda draws: short(draws.mean_return),
-        "mean over draws of the return of the episode drawn",
-        main=True,
-    ),
-    Column(
-        "median age",
-        lambda draws: f"{draws.age_quartiles[1]:.2f}",
-        "place in the table of the median draw: 0 is the newest step, 1 the oldest",
-    ),
-    Column(
-        "from GPU memory",
-        _percent("hbm_share"),
-        "predicted share of steps read from GPU memory when the episodes that are drawn most per "
-        "byte fill the budget (loader.hbm_budget, or half of the table)",
-    ),
-    Column(
-        "cross-node traffic",
-        _moved,
-        "predicted share of segments that leave their node when the table is split over four, one "
-        "rank each",
-    ),
-    Column(
-        "selecting",
-        lambda draws: f"{draws.segments_per_second / 1e6:.2g} M/s",
-        "segments selected per second by the CPU that made this, without gathering",
-    ),
-)
-
-
-def _final(outcome: Outcome) -> str:
-    return "-" if outcome.final is None else str(outcome.final)
+def _percent(share: float) -> str:
+    if 0 < share < 0.0005:
+        return f"{100 * share:.2g} %"
+    return "> 99.9 %" if 0.9995 <= share < 1 else f"{100 * share:.1f} %"
 
 
 def _interval(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"{short(low)} to {short(high)}"
 
 
-def _versus(name: str, text: Callable[[float], str]) -> Callable[[Outcome], str]:
-    def cell(outcome: Outcome) -> str:
-        value = None if outcome.versus is None else getattr(outcome.versus, name)
-        return "-" if value is None else text(value)
-
-    return cell
-
-
-def _p(value: float) -> str:
-    return "< 0.001" if value < 0.001 else f"{value:.2g}"
-
-
-def _signed(value: float) -> str:
-    return f"{'+' if value > 0 else ''}{short(value)}"
-
-
-LEARNED = (
-    Column(
-        "return",
-        _final,
-        "mean over seeds of the last evaluation, for the target return that served the run best, ± "
-        "half of its 95 % Student t interval (from 3 seeds on)",
-        main=True,
-    ),
-    Column(
-        "IQM",
-        lambda outcome: "-" if outcome.iqm is None else short(outcome.iqm),
-        "interquartile mean over seeds (of several tasks, over their normalized scores too)",
-        main=True,
-    ),
-    Column(
-        "95 % of IQM",
-        lambda outcome: _interval(outcome.iqm_low, outcome.iqm_high),
-        "percentile interval of the interquartile mean, by stratified bootstrap over seeds",
-    ),
-    Column(
-        "score",
-        lambda outcome: "-" if outcome.score is None else str(outcome.score),
-        "normalized score on D4RL's scale of 0 to 100",
-    ),
-    Column(
-        "difference",
-        _versus("mean", _signed),
-        "mean over seeds of the return minus that of the baseline with the same seed",
-        main=True,
-    ),
-    Column(
-        "95 % of difference",
-        lambda o: "-" if o.versus is None else _interval(o.versus.low, o.versus.high),
-        "Student t interval of the difference by itself: not corrected over the strategies",
-    ),
-    Column(
-        "p",
-        _versus("holm_p", _p),
-        "paired t test of the difference, with Holm's correction over the strategies",
-        main=True,
-    ),
-    Column(
-        "p (permutation)",
-        _versus("permutation_p", _p),
-        "paired sign-flip permutation test of the difference, without correction",
-    ),
-    Column(
-        "verdict",
-        lambda o: "baseline" if o.versus is None else o.versus.verdict,
-        "higher or lower where the corrected t test says p < 0.05 of three seeds or more",
-        main=True,
-    ),
-)
+def _p(value: float | None) -> str:
+    return "-" if value is None else "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
 def facts_text(comparison: Comparison) -> str:
@@ -230,25 +115,28 @@ def print_comparison(
     """Print the verdict, then one table; with `everything` all columns, in several tables."""
     console = Console() if console is None else console
     console.print(escape(comparison.verdict), highlight=False, style="bold")
-    drawn = [(one.label, one.draws) for one in comparison.strategies if one.draws is not None]
-    learned = [(outcome.label, outcome) for outcome in comparison.outcomes]
+    learned = {outcome.label: learned_cells(outcome) for outcome in comparison.outcomes}
     if learned:
-        _print_columns(console, LEARNED, learned, everything)
-    if drawn and (everything or not learned):
-        _print_columns(console, DRAWN, drawn, everything)
+        _print_cells(console, learned, everything)
+    if everything or not learned:
+        _print_cells(console, _drawn(comparison), everything)
     console.print(escape(facts_text(comparison)), highlight=False, style="dim")
     for line in problems(comparison):
         console.print(escape(printable(line)), highlight=False)
 
 
-def _print_columns(
-    console: Console, columns: Sequence[Column], rows: Sequence[tuple[str, Any]], everything: bool
-) -> None:
-    shown = [column for column in columns if everything or column.main]
-    for first in range(0, len(shown), COLUMNS_AT_ONCE):
-        part = shown[first : first + COLUMNS_AT_ONCE]
-        cells = [[label, *(column.text(row) for column in part)] for label, row in rows]
-        print_table(console, ["strategy", *(column.title for column in part)], cells)
+def _drawn(comparison: Comparison) -> dict[str, dict[str, str]]:
+    rows = comparison.strategies
+    return {one.label: drawn_cells(one.draws) for one in rows if one.draws is not None}
+
+
+def _print_cells(console: Console, rows: Mapping[str, Mapping[str, str]], everything: bool) -> None:
+    headings = [name for row in rows.values() for name in row if everything or name in MAIN]
+    headings = list(dict.fromkeys(headings))
+    for first in range(0, len(headings), COLUMNS_AT_ONCE):
+        part = headings[first : first + COLUMNS_AT_ONCE]
+        cells = [[label, *(row[name] for name in part)] for label, row in rows.items()]
+        print_table(console, ["strategy", *part], cells)
         console.print()
 
 
@@ -270,20 +158,18 @@ def render(comparison: Comparison) -> str:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = lambda label: re.sub(r"(?<=[_=])", "\u200b", str(label))
-    rows = {one.label: one.draws for one in comparison.strategies if one.draws is not None}
-    everyone = list(rows.values())
-    data = comparison.data
-    pictures = {label: _drawn_picture(one, data, everyone) for label, one in rows.items()}
-    played = [outcome for outcome in comparison.outcomes if outcome.final is not None]
+    data, outcomes = comparison.data, comparison.outcomes
+    draws = {one.label: one.draws for one in comparison.strategies if one.draws is not None}
+    everyone = list(draws.values())
+    played = [outcome for outcome in outcomes if outcome.final is not None]
     return environment.get_template("page.html.j2").render(
         comparison=comparison,
         name=data.path.rstrip("/").rpartition("/")[2],
         facts=facts_text(comparison),
         problems=problems(comparison),
-        drawn_columns=DRAWN,
-        learned_columns=LEARNED,
-        rows=rows,
-        pictures=pictures,
+        drawn=_drawn(comparison),
+        learned={outcome.label: learned_cells(outcome) for outcome in outcomes},
+        pictures={label: _drawn_picture(one, data, everyone) for label, one in draws.items()},
         final_picture=_final_picture(played) if played else None,
         curve_picture=_curve_picture(played) if played else None,
     )

@@ -39,27 +39,14 @@ BATCHES_ASSIGNED = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What a strategy drew.
+    """What a strategy drew; page.html.j2 says what each figure means.
 
     Attributes
     ----------
-    draws
-        n.
-    coverage_starts, coverage_steps, coverage_episodes
-        Share that was drawn, or shown in a window, at least once.
-    effective_segments
-        1 over the mean probability of what was drawn, which is 1 over the sum of squared
-        probabilities: how many equally likely starts would repeat as often.
     effective_sample_share
         (sum w)^2 / (n sum w^2) with w = 1 / probability.
     most_shown_over_mean
         How often the step that was shown most was shown, over the mean of all steps.
-    duplicate_starts, duplicate_episodes
-        Share of slots that repeat one of their batch.
-    padding
-        Share of places of windows that hold no step.
-    mean_return
-        Mean over draws of the return of the episode drawn.
     returns
         Share of the draws in each bin of returns.
     age_quartiles
@@ -68,15 +55,11 @@ class Draws:
         Share of the draws in each twentieth of the table, the oldest first.
     coverage
         (batches, share of starts drawn, share of steps shown) along the way.
-    segments_per_second
-        Selecting alone, on the CPU.
     hbm_budget_bytes, hbm_share
-        Predicted share of steps that are read from GPU memory when the episodes that are drawn
-        most a byte fill that budget.
-    window_bytes_per_batch
-        Of the rows of a batch's windows.
+        Share of steps read from GPU memory when the episodes that are drawn most a byte fill that
+        budget.
     moved_share
-        Predicted share of segments that leave their node, by the number of nodes of one rank.
+        Share of segments that leave their node, by the number of nodes of one rank.
     """
 
     draws: int
