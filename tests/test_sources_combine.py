@@ -290,6 +290,13 @@ def test_a_folder_of_files_is_one_dataset(tmp_path: Path) -> None:
         assert dataset.column(name).tobytes() == wanted.tobytes(), name
 
 
+def test_a_file_may_be_joined_with_itself(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.h5", flagged(4, 0))
+    with join_sources([open_source(file), open_source(file)]) as source:
+        manifest = convert(source, tmp_path / "d", quiet=True)
+    assert manifest.steps == 8 and len(manifest.source.files) == 2
+
+
 def test_a_folder_with_a_file_that_does_not_fit(tmp_path: Path) -> None:
     write(tmp_path / "a.h5", flagged(4, 0))
     write(tmp_path / "b.h5", flagged(4, 0) | {"actions": np.zeros((4, 9))})

@@ -35,7 +35,7 @@ from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.files import FileIdentity, file_identity, new_directory
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.progress import Progress, say
-from gear_offline.dataset.inspect import print_summary
+from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
     MAX_BLOCK_BYTES,
@@ -186,9 +186,8 @@ def convert(
             file.write(manifest.encode())
             file.flush()
             os.fsync(file.fileno())
-    if not quiet:
-        print_summary(manifest)
-        _suggest(manifest, shards)
+    for line in [*summary(manifest), *_suggestions(manifest, shards)]:
+        say(line, quiet=quiet)
     return manifest
 
 
@@ -196,9 +195,9 @@ class _SourceDigests(Closing):
     """Digests the files of a source in a thread, while they are converted."""
 
     def __init__(self, info: SourceInfo) -> None:
-        self._identities = {path: _identity(path) for path in info.files}
-        for path, identity in zip(info.files, info.opened, strict=bool(info.opened)):
-            if self._identities[path] != identity:
+        self._files = [(path, _identity(path)) for path in info.files]
+        for (path, identity), opened in zip(self._files, info.opened, strict=bool(info.opened)):
+            if identity != opened:
                 raise changed_error(path.name)
         self._stop = Event()
         self._pool = ThreadPoolExecutor(max_workers=1)
@@ -217,17 +216,17 @@ class _SourceDigests(Closing):
     def close(self) -> None:
         """Stop."""
         self._stop.set()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
     def records(self) -> list[SourceFile]:
         """Wait for the digests; refuse files that have changed since they were opened."""
         digests = [future.result() for future in self._digests]
-        for path, identity in self._identities.items():
+        for path, identity in self._files:
             if _identity(path) != identity:
                 raise changed_error(path.name)
         return [
             SourceFile(name=path.name, bytes=identity[2], digest=digest)
-            for (path, identity), digest in zip(self._identities.items(), digests, strict=True)
+            for (path, identity), digest in zip(self._files, digests, strict=True)
         ]
 
 
@@ -403,8 +402,9 @@ def _small_fact(value: Any) -> Any:
     return {**dict(kept), MORE: lost} if isinstance(plain, dict) else [*kept, f"and {lost} more"]
 
 
-def _suggest(manifest: Manifest, shards: Sequence[Shard]) -> None:
-    if all(shard.choices for shard in shards):
-        most = manifest.statistics[ACTIONS].max.max()
-        note = f"note: all actions are whole numbers from 0 to {most:.0f}"
-        say(f"{note}; if they are numbers of choices, convert with --discrete actions")
+def _suggestions(manifest: Manifest, shards: Sequence[Shard]) -> list[str]:
+    if not all(shard.choices for shard in shards):
+        return []
+    most = manifest.statistics[ACTIONS].max.max()
+    note = f"note: all actions are whole numbers from 0 to {most:.0f}"
+    return [f"{note}; if they are numbers of choices, convert with --discrete actions"]

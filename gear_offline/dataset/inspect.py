@@ -88,31 +88,25 @@ def print_inspection(
     console.print(Group(*parts))
 
 
-def print_summary(manifest: Manifest, *, console: Console | None = None) -> None:
-    """Print what was converted in a line, and each warning of the source in one more."""
-    console = console or Console(stderr=True, highlight=False)
-    spec, endings = manifest.spec, manifest.endings
-    console.print(
+def summary(manifest: Manifest) -> list[str]:
+    """Return what was converted in a line, and each warning of the source in one more."""
+    spec, source, endings = manifest.spec, manifest.source, manifest.endings
+    counts = [count_text(spec.steps, "step"), count_text(len(manifest.shards), "shard")]
+    lines = [
         f"{count_text(spec.episodes, 'episode')} ({endings.terminated:,} terminated, "
-        f"{endings.truncated:,} truncated), {count_text(spec.steps, 'step')}, "
-        f"{count_text(len(manifest.shards), 'shard')}, "
-        f"{size_text(manifest.total_bytes)}; rule {printable(manifest.source.rule)}",
-        markup=False,
-        soft_wrap=True,
-    )
+        f"{endings.truncated:,} truncated), {', '.join(counts)}, "
+        f"{size_text(manifest.total_bytes)}; rule {source.rule}"
+    ]
     for name, column in manifest.statistics.items():
         if column.nonfinite:
             count = count_text(column.nonfinite, "value")
-            text = f"warning: column {name}: {count} NaN or infinite"
-            console.print(text, markup=False, soft_wrap=True, style="yellow")
-    left_out, more = manifest.source.left_out
-    for name, why in list(left_out.items())[:MOST_LEFT_OUT]:
-        console.print(f"left out: {printable(f'{name}: {why}')}", markup=False, soft_wrap=True)
+            lines.append(f"warning: column {name}: {count} NaN or infinite")
+    left_out, more = source.left_out
+    lines += [f"left out: {name}: {why}" for name, why in list(left_out.items())[:MOST_LEFT_OUT]]
     if (rest := max(0, len(left_out) - MOST_LEFT_OUT) + more) > 0:
-        console.print(f"left out: {rest} more, see inspect", markup=False, soft_wrap=True)
-    for warning in manifest.source.warnings:
-        text = f"warning: {printable(warning)}"
-        console.print(text, markup=False, soft_wrap=True, style="yellow")
+        lines.append(f"left out: {rest} more, see inspect")
+    lines += [f"warning: {warning}" for warning in source.warnings]
+    return list(map(printable, lines))  # names and texts are those of strangers
 
 
 def number_text(value: float | None) -> str:
