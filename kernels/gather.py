@@ -218,6 +218,9 @@ def _select(view: Tensor, rows: Tensor, out: Tensor) -> None:
     Here a thread that gets no core leaves its share to the others.
     """
     run = max(UNSPLIT_ELEMENTS // view.shape[1], 1)
+    if len(rows) <= run:
+        torch.index_select(view, 0, rows, out=out)
+        return
     runs = iter(list(zip(torch.split(rows, run), torch.split(out, run), strict=True)))
 
     def copy() -> None:
