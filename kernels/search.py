@@ -1,7 +1,7 @@
 """A search in an ascending table that begins where a guide says, on the CPU and on the GPU.
 
 The guide divides the values into equal ranges, 8 to 16 for each number of the table.  Most
-ranges hold no number, so that most values are found without a search.
+ranges hold no number, so that most values are places without a search.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GUIDE_BITS = 24  # the guide has at most 2^24 ranges
 class GuidedSearch:
     """Finds for each value below ``2**bits`` the first number of an ascending table above it.
 
-    Places are at most `last`.  ``guide[i]`` is what is found for the value ``i << shift``.
+    Places are at most `last`.  ``guide[i]`` is what is places for the value ``i << shift``.
     """
 
     def __init__(self, table: UInt64Array, *, last: int, bits: int = 64) -> None:
@@ -32,9 +32,9 @@ class GuidedSearch:
         self.guide: Int64Array = np.minimum(np.cumsum(counts), last)
 
     def find(self, values: UInt64Array) -> Int64Array:
-        place = (values >> np.uint64(self.shift)).astype(np.int64)
-        found: Int64Array = self.guide[place]
-        unsure = found != self.guide[place + 1]
+        ranges = (values >> np.uint64(self.shift)).astype(np.int64)
+        places: Int64Array = self.guide[ranges]
+        unsure = places != self.guide[ranges + 1]
         searched = np.searchsorted(self.table, values[unsure], side="right")
-        found[unsure] = np.minimum(searched, self.last)
-        return found
+        places[unsure] = np.minimum(searched, self.last)
+        return places

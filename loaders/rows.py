@@ -264,8 +264,8 @@ class RowOpener:
     def _open_sharded(self, table: Table, share: NodeShare, ring: Ring) -> ShardedSegments:
         from gear_offline.distributed.exchange import open_exchange
 
-        mine, landing = node_rows(table, share), ring.of(table)
-        exchange = open_exchange(mine, landing, self.world, mode=self.options.exchange)
+        rows, landing = node_rows(table, share), ring.of(table)
+        exchange = open_exchange(rows, landing, self.world, mode=self.options.exchange)
         return ShardedSegments(
             self.stream,
             self.world,

@@ -214,8 +214,8 @@ class ShardedSegments:
         rows += (step * ring.rank_batch + places) * ring.segment_rows
         owners, home = np.empty(len(step), np.int64), homes[moved]
         for node, members in enumerate(self._members):  # the ranks of a node serve in turn
-            there = home == node
-            owners[there] = members[moved[1][there] % len(members)]
+            at_node = home == node
+            owners[at_node] = members[moved[1][at_node] % len(members)]
         if event is not None:
             event.synchronize()
         self._exchange.post(

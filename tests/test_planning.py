@@ -138,15 +138,15 @@ def test_every_byte_and_every_read_has_one_tier(
     layout = lay_out(recipe, workload, cluster, 100e9)
     assert sum(layout.reads.values()) == pytest.approx(1.0)
     assert sum(layout.node_shares) == pytest.approx(1.0)
-    held = sum(layout.held.values())
+    held = sum(layout.bytes.values())
     assert held <= workload.table_bytes * (1 + 1e-6)
     if not layout.spread:
         assert held == pytest.approx(workload.table_bytes, rel=1e-6)
-    on_gpus = layout.held["hbm"] * gpus + layout.held["peer"]
+    on_gpus = layout.bytes["hbm"] * gpus + layout.bytes["peer"]
     assert on_gpus <= 100e9 * gpus
     if placement == "host":
-        assert layout.held["hbm"] == layout.held["peer"] == 0
-    if layout.held["host"]:
+        assert layout.bytes["hbm"] == layout.bytes["peer"] == 0
+    if layout.bytes["host"]:
         assert held <= cluster.memory
 
 

@@ -57,9 +57,9 @@ class Assigner:
         slots[place[stays]] = order[stays]
         moves = slots < 0
         slots[moves] = order[~stays]  # as many in every step
-        shape, mine = (steps, self._ranks, self._share), self._places.reshape(-1)
+        shape, places = (steps, self._ranks, self._share), self._places.reshape(-1)
         slots, moves = slots.reshape(homes.shape) - count * step, moves.reshape(homes.shape)
-        return slots[:, mine].reshape(shape), moves[:, mine].reshape(shape)
+        return slots[:, places].reshape(shape), moves[:, places].reshape(shape)
 
     def moved(self, homes: Int64Array) -> Int64Array:
         """Return (T,) how many segments of each step leave their node."""

@@ -38,7 +38,7 @@ class NodeLayout:
     spread: bool  # nodes hold a part each
     node_shares: list[float]  # (D,) how often each node's shards are drawn from
     shards: dict[str, int]  # by tier
-    held: dict[str, float]  # bytes by tier
+    bytes: dict[str, float]  # by tier
     reads: dict[str, float]  # share of a GPU's reads by tier
     gpu_bytes: float  # rows in one GPU
 
@@ -94,7 +94,7 @@ def plan(recipe: Recipe, workload: Workload, cluster: Cluster) -> dict[str, Any]
         "placement": {
             "sharding": "shard" if layout.spread else "replicate",
             "shards_of_a_node": layout.shards,
-            "bytes_of_a_node": layout.held,
+            "bytes_of_a_node": layout.bytes,
             "read_shares": layout.reads,
             "gpu_bytes": layout.gpu_bytes + needed,
         },
@@ -127,16 +127,16 @@ def lay_out(recipe: Recipe, workload: Workload, cluster: Cluster, free_bytes: fl
     too_large = loader.placement in ("auto", "host") and whole.sum() > memory
     if loader.placement == "disk" or too_large:
         tiers[:] = TIERS.index("disk")  # all of it
-    reads, held = np.bincount(tiers, weights, 4), np.bincount(tiers, whole, 4)
+    reads, nbytes = np.bincount(tiers, weights, 4), np.bincount(tiers, whole, 4)
     own = reads[1] / cluster.gpus  # of what is spread over a node's GPUs, a GPU holds a part itself
     reads[:2] += own, -own
     return NodeLayout(
         spread=spread,
         node_shares=node_shares,
         shards=dict(zip(TIERS, np.bincount(tiers, minlength=4).tolist(), strict=True)),
-        held=dict(zip(TIERS, held.tolist(), strict=True)),
+        bytes=dict(zip(TIERS, nbytes.tolist(), strict=True)),
         reads=dict(zip(TIERS, reads.tolist(), strict=True)),
-        gpu_bytes=float(held[0] + held[1] / cluster.gpus),
+        gpu_bytes=float(nbytes[0] + nbytes[1] / cluster.gpus),
     )
 
 
@@ -197,12 +197,12 @@ def _averaging_seconds(cluster: Cluster, nbytes: float) -> float:
 def _start(cluster: Cluster, layout: NodeLayout, cost: StepCost) -> dict[str, float]:
     """Return where the seconds before the second step go."""
     start, storage = cluster.hardware.start, cluster.hardware.storage
-    loaded = sum(layout.held.values()) - layout.held["disk"]
+    loaded = sum(layout.bytes.values()) - layout.bytes["disk"]
     parts = {
         "process_seconds": start.process,
         "group_seconds": start.group if cluster.nodes * cluster.gpus > 1 else 0.0,
         "load_seconds": loaded / min(storage.load, cluster.storage_rate),
-        "page_lock_seconds": layout.held["host"] / storage.page_lock,
+        "page_lock_seconds": layout.bytes["host"] / storage.page_lock,
         "upload_seconds": layout.gpu_bytes / storage.upload,
         "begin_seconds": cost.begin_seconds,
     }

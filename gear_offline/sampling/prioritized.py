@@ -319,11 +319,11 @@ class SumTree:
         if self._search is None and flat.size >= MANY:
             bits = self.total.bit_length()
             self._search = GuidedSearch(self._ends, last=self._ends.size - 1, bits=bits)
-        found = np.empty(flat.size, dtype=np.int64)
+        items = np.empty(flat.size, dtype=np.int64)
         for begin in range(0, flat.size, AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
-            found[part] = self._descend(flat[part], self._ends)
-        return found.reshape(numbers.shape)
+            items[part] = self._descend(flat[part], self._ends)
+        return items.reshape(numbers.shape)
 
     def _descend(self, numbers: UInt64Array, ends: UInt64Array) -> Int64Array:
         if self._search is not None:
@@ -343,8 +343,8 @@ class SumTree:
         for column in range(1, GROUP - 1):
             sums += rows[:, column]
             place += (rest >= sums).view(np.uint8)
-        found: Int64Array = at * GROUP + place
-        return found
+        items: Int64Array = at * GROUP + place
+        return items
 
 
 def _padded(masses: UInt64Array, multiple: int) -> UInt64Array:

@@ -115,10 +115,10 @@ class DeviceMemory:
             if pinned is None:
                 try:
                     self._runtime.hostRegister(*key, PORTABLE | MAPPED)
-                    found = self._runtime.pointerGetAttributes(key[0])
+                    attributes = self._runtime.pointerGetAttributes(key[0])
                 except self._runtime.CUDARuntimeError as error:
                     raise not_pinned(rows.nbytes, str(error)) from error
-                pinned = _pins[key] = Pinned(rows, int(found.devicePointer))
+                pinned = _pins[key] = Pinned(rows, int(attributes.devicePointer))
                 undo = weakref.finalize(pinned, self._runtime.hostUnregister, key[0])
                 undo.atexit = False  # the driver drops what is left when the process ends
         return pinned
