@@ -314,7 +314,7 @@ class DecisionTransformer(DecisionTransformerModel):  # type: ignore[no-untyped-
         width = sum(layer.in_features for layer in layers)
         if kind is not None and actions.is_floating_point() and width <= JOINT_INPUTS:
             inputs = [given.to(states.dtype).flatten(0, 1) for given in (returns, states, actions)]
-            maps = [(layer.weight.t(), layer.bias) for layer in layers]
+            maps = [(layer.weight, layer.bias) for layer in layers]
             tokens = joint_maps(inputs, maps, kind)
             return tokens.view(*states.shape[:2], *tokens.shape[1:])
         # the data's type is float32, weights may be narrower

@@ -39,28 +39,28 @@ def joint_maps(
     inputs
         (N, R, width) floating, each of its own width.
     maps
-        Weight (N, width, H) and bias (N, H) of each.
+        Weight (N, H, width), as linear layers store it, and bias (N, H) of each.
 
     Returns
     -------
     Tensor
         (N, R, maps, H), dtype `kind`.
     """
-    biases = torch.stack([bias for _, bias in maps], dim=-2)
+    biases = torch.stack([bias for _, bias in maps], dim=-2)  # (N, maps, H)
     rest = lower_half(biases)
     wide = sum(rows.shape[-1] for rows in inputs)
     blank = -(wide + 2) % LOADED
-    columns, before = [], 0
+    parts, before = [], 0
     for weight, _ in maps:
-        after = wide - before - weight.shape[-2]
-        columns.append(F.pad(weight, (0, 0, before, after)))
-        before += weight.shape[-2]
-    matrix = torch.stack(columns, dim=-2)  # (N, wide, maps, H)
-    matrix = torch.cat((matrix, (biases - rest).unsqueeze(-3), rest.unsqueeze(-3)), dim=-3)
-    matrix = F.pad(matrix.flatten(-2), (0, 0, 0, blank))
+        after = wide - before - weight.shape[-1]
+        parts.append(F.pad(weight, (before, after)))
+        before += weight.shape[-1]
+    matrix = torch.stack(parts, dim=-3)  # (N, maps, H, wide)
+    matrix = torch.cat((matrix, (biases - rest).unsqueeze(-1), rest.unsqueeze(-1)), dim=-1)
+    matrix = F.pad(matrix, (0, blank)).flatten(-3, -2)
     one = inputs[0].new_ones(*inputs[0].shape[:-1], 2)
     rows = F.pad(torch.cat((*inputs, one), dim=-1), (0, blank))
-    found = torch.matmul(rows.to(kind), matrix.to(kind))
+    found = torch.matmul(rows.to(kind), matrix.to(kind).transpose(-1, -2))
     return found.view(*found.shape[:-1], *biases.shape[-2:])
 
 

@@ -181,7 +181,8 @@ class StackedModels(nn.Module):
 
     def _tokens(self, *inputs: Tensor) -> Tensor:
         """(N, B * K, width) each -> (N, R, H): what their maps make of them, by turns."""
-        maps = [self._map(name) for name in ("embed_return", "embed_state", "embed_action")]
+        names = ("embed_return", "embed_state", "embed_action")
+        maps = [(self._get(f"{name}.weight"), self._get(f"{name}.bias")) for name in names]
         return joint_maps(inputs, maps, self._kind).flatten(1, 2)
 
     def _head(self, rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ MANTISSA = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 def maps_of(widths: list[int], models: list[int], kind: torch.dtype = torch.float32) -> Any:
     source = torch.Generator().manual_seed(0)
-    shapes = [((*models, width, 6), (*models, 6)) for width in widths]
+    shapes = [((*models, 6, width), (*models, 6)) for width in widths]
     return [
         tuple(torch.randn(shape, generator=source).to(kind).requires_grad_() for shape in pair)
         for pair in shapes
@@ -41,11 +41,17 @@ def test_one_product_does_what_each_map_does(widths: list[int], stacked: bool, h
     maps, alone = (maps_of(widths, models, kind) for _ in range(2))
     rows = [torch.randn(*models, 5, width) for width in widths]
     found = joint_maps(rows, maps, torch.float32)
-    each = [x @ w.float() + b.float().unsqueeze(-2) for x, (w, b) in zip(rows, alone, strict=True)]
+    pairs = zip(rows, alone, strict=True)
+    each = [x @ w.float().mT + b.float().unsqueeze(-2) for x, (w, b) in pairs]
     expected = torch.stack(each, dim=-2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     above = torch.randn_like(found)
+    hooked: list[Any] = [weight for weight, _ in maps]
+    for weight in hooked:  # else autograd copies them one by one: a launch each
+        weight.register_hook(lambda gradient: contiguous.append(gradient.is_contiguous()))
+    contiguous: list[bool] = []
     found.backward(above)
+    assert len(contiguous) == len(maps) and (stacked or all(contiguous))
     expected.backward(above)
     for mine, theirs in zip(maps, alone, strict=True):
         for one, other in zip(mine, theirs, strict=True):
@@ -67,7 +73,7 @@ def test_widths_are_whole_loads_and_biases_keep_16_bits(
     for _, bias in maps:
         torch.nn.init.uniform_(bias, 1.0, 2.0)
     found = joint_maps([torch.zeros(2, 3, width) for width in (1, 11, 3)], maps, kind)
-    assert [given_to[0].shape[-1] % 8, given_to[1].shape[-2] % 8] == [0, 0]
+    assert given_to[0].shape[-1] == given_to[1].shape[-2] == 24
     assert given_to[0].dtype == given_to[1].dtype == kind
     expected = torch.stack([bias.double() for _, bias in maps], dim=1)[:, None].expand_as(found)
     most = 0.0 if kind == torch.float32 else 2.0**-16
