@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -41,39 +40,17 @@ CONFIRMATION_EPISODES = 15  # five lucky episodes do not end the training
 
 @dataclass(frozen=True, kw_only=True)
 class ArsOptions:
-    """Hyper-parameters, in the paper's letters where it has them.
+    """Hyper-parameters; `train_steps` and `target` unless the caller says otherwise."""
 
-    Attributes
-    ----------
-    directions
-        N, tried in each iteration, each forwards and backwards.
-    top
-        b, the best directions that are used.
-    noise
-        nu, standard deviation of a direction.
-    step_size
-        alpha.
-    alive_bonus
-        Taken off the reward of every step during training, so that standing still does not pay.
-    attempt_steps
-        Environment steps after which an attempt is given up for fresh random streams.
-    promising
-        Mean return that earns an attempt twice those steps more.
-    train_steps
-        Environment steps of all attempts, unless the caller says otherwise.
-    target
-        Mean return at which training stops, unless the caller says otherwise.
-    """
-
-    directions: int = 8
-    top: int = 4
-    noise: float = 0.03
-    step_size: float = 0.02
-    alive_bonus: float = 0.0
-    attempt_steps: int = 1_000_000
-    promising: float | None = None
-    train_steps: int = 1_000_000
-    target: float | None = None
+    directions: int = 8  # the paper's N: tried in each iteration, each forwards and backwards
+    top: int = 4  # b: the best directions that are used
+    noise: float = 0.03  # nu: standard deviation of a direction
+    step_size: float = 0.02  # alpha
+    alive_bonus: float = 0.0  # off the reward of every step, so that standing still does not pay
+    attempt_steps: int = 1_000_000  # then an attempt is given up for fresh random streams
+    promising: float | None = None  # mean return that earns an attempt twice those steps more
+    train_steps: int = 1_000_000  # environment steps of all attempts
+    target: float | None = None  # mean return at which training stops
 
 
 # The paper's V2-t values as RL Baselines3 Zoo lists them ("closest to original paper",
@@ -108,19 +85,11 @@ def options_for(environment_id: str) -> ArsOptions:
 
 @dataclass(eq=False)
 class RunningMoments:
-    """Mean and variance of all observations so far, merged rollout by rollout.
-
-    Attributes
-    ----------
-    count
-        Observations seen.
-    mean, squares
-        (S,) float64: mean, and summed squared deviation from it.
-    """
+    """Mean and variance of all observations so far, merged rollout by rollout."""
 
     count: int
-    mean: Float64Array
-    squares: Float64Array
+    mean: Float64Array  # (S,)
+    squares: Float64Array  # (S,) summed squared deviation from the mean
 
     def merge(self, score: EpisodeScore) -> None:
         """Add a rollout's observations (Chan et al.'s pairwise formula)."""
@@ -149,20 +118,9 @@ def update(
     top: int,
     step_size: float,
 ) -> Float64Array:
-    """Return the next weight (A, S): one ARS step along the best directions.
+    """Return the next weight (A, S): one ARS step along the `top` best of `directions` (N, A, S).
 
-    Parameters
-    ----------
-    weight
-        (A, S).
-    directions
-        (N, A, S) standard normal.
-    forward, backward
-        (N,) returns of ``weight +/- noise * direction``.
-    top
-        Directions that are used: those with the largest of their two returns.
-    step_size
-        Divided by the deviation of the returns that are used.
+    `forward` and `backward` are the (N,) returns of ``weight +/- noise * direction``.
     """
     best = np.argsort(-np.maximum(forward, backward), kind="stable")[:top]
     deviation = np.concatenate([forward[best], backward[best]]).std()
@@ -174,28 +132,13 @@ def update(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """The policy at one evaluation.
-
-    Attributes
-    ----------
-    policy
-        Without exploration.
-    attempt, iteration
-        When.
-    steps
-        Training steps of all attempts so far.
-    mean_return
-        Over `episodes` episodes, alive bonus included.
-    episodes
-        `EVALUATION_EPISODES`, and `CONFIRMATION_EPISODES` more where those reached the target.
-    """
+    """The policy, without exploration, at one evaluation."""
 
     policy: LinearPolicy
     attempt: int
     iteration: int
-    steps: int
-    mean_return: float
-    episodes: int
+    mean_return: float  # alive bonus included
+    episodes: int  # of that mean: CONFIRMATION_EPISODES more where they reached the target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,33 +148,21 @@ class Iteration:
     base: LinearPolicy
     attempt: int
     number: int
-    returns: Float64Array  # (2N,): forwards and backwards of each direction in turn
-    lengths: Int64Array  # (2N,)
+    # (2N,) forwards and backwards of each direction in turn; empty before they are played
+    returns: Float64Array = field(default_factory=lambda: np.zeros(0))
+    lengths: Int64Array = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(kw_only=True, eq=False)
 class Training:
-    """Everything that a training did.
+    """Everything that a training did, over all attempts."""
 
-    Attributes
-    ----------
-    environment_id, seed, options
-        What was asked.
-    snapshots, iterations
-        In order, over all attempts.
-    steps
-        Environment steps of training rollouts (evaluations not counted).
-    action_noise
-        Noise on the actions of evaluations, as in `EpisodePlan`.
-    """
-
-    environment_id: str
     seed: int
     options: ArsOptions
-    action_noise: float = 0.0
+    action_noise: float = 0.0  # on the actions of evaluations
     snapshots: list[Snapshot] = field(default_factory=list)
     iterations: list[Iteration] = field(default_factory=list)
-    steps: int = 0
+    steps: int = 0  # of training rollouts; evaluations are not counted
     attempts: int = 0
 
     @property
@@ -249,32 +180,28 @@ class Training:
 
     def rollout_plans(self, iteration: Iteration, *, maker: int = 0) -> list[EpisodePlan]:
         """Return the plans of an iteration's 2N rollouts: forwards, backwards, next direction."""
-        return _rollout_plans(iteration.base, self.options, self.seed, iteration, maker)
-
-
-def _direction(seed: int, attempt: int, number: int, d: int, shape: tuple[int, ...]) -> Any:
-    return stream(seed, TRAIN, attempt, number, d).standard_normal(shape)
-
-
-def _rollout_plans(
-    base: LinearPolicy, options: ArsOptions, seed: int, at: Iteration, maker: int
-) -> list[EpisodePlan]:
-    plans: list[EpisodePlan] = []
-    for d in range(options.directions):
-        delta = options.noise * _direction(seed, at.attempt, at.number, d, base.weight.shape)
-        for side, signed in enumerate((delta, -delta)):
-            path = (seed, TRAIN, at.attempt, at.number, d, side)
-            plans.append(
-                EpisodePlan(
-                    policy=base.perturbed(signed),
-                    # Both ways start from the same state, so their difference is the policy's.
-                    reset_seed=reset_seed(*path[:-1]),
-                    noise_path=path,
-                    maker=maker,
-                    expected_return=float(at.returns[len(plans)]) if at.returns.size else None,
+        plans: list[EpisodePlan] = []
+        for d, direction in enumerate(self.directions(iteration)):
+            for side, sign in enumerate((1.0, -1.0)):
+                path = (self.seed, TRAIN, iteration.attempt, iteration.number, d, side)
+                returns = iteration.returns
+                plans.append(
+                    EpisodePlan(
+                        policy=iteration.base.perturbed(sign * self.options.noise * direction),
+                        # Both ways start from the same state: their difference is the policy's.
+                        reset_seed=reset_seed(*path[:-1]),
+                        noise_path=path,
+                        maker=maker,
+                        expected_return=float(returns[len(plans)]) if returns.size else None,
+                    )
                 )
-            )
-    return plans
+        return plans
+
+    def directions(self, at: Iteration) -> Float64Array:
+        """Return the (N, A, S) directions that an iteration tries."""
+        paths = [(TRAIN, at.attempt, at.number, d) for d in range(self.options.directions)]
+        shape = at.base.weight.shape
+        return np.stack([stream(self.seed, *path).standard_normal(shape) for path in paths])
 
 
 def train(
@@ -282,10 +209,10 @@ def train(
     *,
     seed: int,
     steps: int,
-    options: ArsOptions | None = None,
+    options: ArsOptions,
     target: float | None = None,
     action_noise: float = 0.0,
-    on_progress: Callable[[int, Snapshot | None], None] = lambda steps, snapshot: None,
+    on_progress: Callable[[int], None] = lambda steps: None,
 ) -> Training:
     """Train a linear policy.
 
@@ -294,32 +221,14 @@ def train(
     luck varies much by seed.  Budgets are steps, not seconds, so that the result does not depend
     on the machine's speed.
 
-    Parameters
-    ----------
-    crew
-        Plays the rollouts.
-    seed
-        Names all streams.
-    steps
-        Environment steps of training in all.
-    options
-        Hyper-parameters; default: `options_for` the environment.
-    target
-        Stop at the first snapshot whose mean return reaches it.
-    action_noise
-        Noise under which snapshots are evaluated.  A gait that only holds without it is worth
-        little when its recordings are to have noise, so training goes on past such a gait.
-    on_progress
-        Called after each iteration with its steps and, after an evaluation, its snapshot.
+    Snapshots are evaluated under `action_noise`: a gait that only holds without it is worth little
+    when its recordings are to have noise, so training goes on past such a gait.  `on_progress` is
+    told the steps of each iteration.
     """
-    facts = crew.facts
-    options = options or options_for(facts.environment_id)
-    training = Training(
-        environment_id=facts.environment_id, seed=seed, options=options, action_noise=action_noise
-    )
+    training = Training(seed=seed, options=options, action_noise=action_noise)
     while training.steps < steps:
         for used, snapshot in _attempt(crew, training, steps, target):
-            on_progress(used, snapshot)
+            on_progress(used)
             if snapshot and target is not None and snapshot.mean_return >= target:
                 return training
     return training
@@ -328,7 +237,7 @@ def train(
 def _attempt(
     crew: Crew, training: Training, limit: int, target: float | None
 ) -> Iterator[tuple[int, Snapshot | None]]:
-    facts, options, seed = crew.facts, training.options, training.seed
+    facts, options = crew.facts, training.options
     attempt = training.attempts
     training.attempts += 1
     size = facts.state_size
@@ -344,25 +253,16 @@ def _attempt(
     end = min(limit, training.steps + options.attempt_steps)
     extended = min(limit, training.steps + 3 * options.attempt_steps)
     while training.steps < end:
-        at = Iteration(
-            base=policy,
-            attempt=attempt,
-            number=number,
-            returns=np.zeros(0),
-            lengths=np.zeros(0, dtype=np.int64),
-        )
-        scores = crew.score(_rollout_plans(policy, options, seed, at, 0))
+        at = Iteration(base=policy, attempt=attempt, number=number)
+        scores = crew.score(training.rollout_plans(at))
         returns = np.array([s.total_reward for s in scores])
         lengths = np.array([s.steps for s in scores], dtype=np.int64)
         training.iterations.append(replace(at, returns=returns, lengths=lengths))
         training.steps += int(lengths.sum())
-        shape = policy.weight.shape
         shifted = returns - options.alive_bonus * lengths
         weight = update(
             policy.weight,
-            np.stack(
-                [_direction(seed, attempt, number, d, shape) for d in range(options.directions)]
-            ),
+            training.directions(at),
             shifted[0::2],
             shifted[1::2],
             top=options.top,
@@ -409,7 +309,6 @@ def _evaluate(
         policy=policy,
         attempt=attempt,
         iteration=number,
-        steps=training.steps,
         mean_return=float(np.mean(returns)),
         episodes=len(returns),
     )

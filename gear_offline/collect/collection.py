@@ -301,7 +301,7 @@ def _train(request: _Request, crew: Crew) -> ars.Training:
             options=options,
             target=target,
             action_noise=request.action_noise,
-            on_progress=lambda steps, snapshot: progress.advance(steps),
+            on_progress=progress.advance,
         )
     best, attempts = training.best, count_text(training.attempts, "attempt")
     say(

@@ -34,30 +34,14 @@ QUALITIES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Maker:
-    """One part of a file.
+    """One part of a file."""
 
-    Attributes
-    ----------
-    name
-        ``random``, ``replay``, ``medium``, ``expert``, ``level:X`` or ``policy``.
-    algorithm
-        What made its policy.
-    steps
-        Steps that it should give.
-    action_noise
-        As in `EpisodePlan`.
-    policy
-        None for ``replay``, whose every episode has another one.
-    plans
-        Its episodes; endless, except for ``replay``.
-    """
-
-    name: str
-    algorithm: str
-    steps: int
+    name: str  # random, replay, medium, expert, level:X or policy
+    algorithm: str  # what made its policy
+    steps: int  # that it should give
     action_noise: float
-    policy: Policy | None
-    plans: Iterator[EpisodePlan]
+    policy: Policy | None  # None for replay, whose every episode has another one
+    plans: Iterator[EpisodePlan]  # endless, except for replay
 
 
 @dataclass(frozen=True, kw_only=True)

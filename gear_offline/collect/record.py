@@ -65,54 +65,31 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodePlan:
-    """All that decides an episode.
-
-    Attributes
-    ----------
-    policy
-        Acts in it.
-    reset_seed
-        Seed of the environment's reset.
-    noise_path
-        Path of the episode's own random stream (a random policy's draws, action noise).
-    action_noise
-        Standard deviation of Gaussian noise, in half ranges of the action; for discrete actions
-        the probability of a uniformly drawn action.
-    maker
-        Which maker the episode belongs to; copied to the episode.
-    expected_return
-        What the episode returned when it was played before; recording checks it.
-    """
+    """All that decides an episode."""
 
     policy: Policy
     reset_seed: int
-    noise_path: tuple[int, ...]
+    noise_path: tuple[int, ...]  # of the episode's own stream: random actions, action noise
+    # Deviation of Gaussian noise in half ranges of the action; of choices: share of random ones.
     action_noise: float = 0.0
-    maker: int = 0
-    expected_return: float | None = None
+    maker: int = 0  # which maker the episode belongs to
+    expected_return: float | None = None  # when it was played before; recording checks it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """One recorded episode, in the dtypes of the file.
+    """One recorded episode.
 
-    Attributes
-    ----------
-    columns
-        ``observations`` (T, S), or frames (T, h, w) uint8; ``next_observations`` likewise, but not
-        for frames; ``actions`` (T, A) float32 or (T,) int64;
-        ``rewards`` (T,) float32; ``terminals``, ``timeouts`` (T,) bool, never both true on a row;
-        ``infos/qpos``, ``infos/qvel`` float32, before the step, for MuJoCo.
-    maker, reset_seed
-        From the plan.
-    simulated_return
-        float64 sum of the simulator's rewards, before the cast to float32.
+    Its columns, in the dtypes of the file: ``observations`` (T, S), or frames (T, h, w) uint8;
+    ``next_observations`` likewise, but not for frames; ``actions`` (T, A) float32 or (T,) int64;
+    ``rewards`` (T,) float32; ``terminals``, ``timeouts`` (T,) bool, never both true on a row;
+    ``infos/qpos``, ``infos/qvel`` float32, before the step, for MuJoCo.
     """
 
     columns: dict[str, Array]
     maker: int
     reset_seed: int
-    simulated_return: float
+    simulated_return: float  # float64 sum of rewards, before their cast to float32
 
     @property
     def steps(self) -> int:
@@ -121,13 +98,12 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeScore:
-    """What training needs of an episode: its return, its length T, and the mean (S,) and summed
-    squared deviation (S,) of the observations acted on."""
+    """What training needs of an episode."""
 
     total_reward: float
     steps: int
-    mean: Float64Array
-    squares: Float64Array
+    mean: Float64Array  # (S,) of the observations acted on
+    squares: Float64Array  # (S,) summed squared deviation from it
 
 
 @dataclass(kw_only=True, eq=False)

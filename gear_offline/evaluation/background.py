@@ -43,21 +43,11 @@ CPU_PARAMETERS = 5_000_000  # a larger model takes CPU cores hours for an evalua
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationPlan:
-    """How a run's evaluations are played.
+    """How a run's evaluations are played."""
 
-    Attributes
-    ----------
-    workers
-        Processes in the background; 0: in the training process.
-    threads
-        CPU threads of torch where they are played.
-    device
-        Where the policy runs.
-    """
-
-    workers: int
-    threads: int
-    device: torch.device
+    workers: int  # processes in the background; 0: in the training process
+    threads: int  # of torch on the CPU where they are played
+    device: torch.device  # where the policy runs
 
     def __str__(self) -> str:
         if not self.workers:
@@ -102,29 +92,15 @@ def plan_evaluations(
 
 @dataclass(frozen=True, kw_only=True)
 class PlayRequest:
-    """One evaluation of a checkpoint.
+    """One evaluation of a checkpoint."""
 
-    Attributes
-    ----------
-    checkpoint
-        Its directory.
-    run, step
-        Name of the run and optimiser step of the weights.
-    tasks
-        What to play.
-    known
-        What another process must learn of the tasks' environments.
-    device, threads
-        Where the policy runs, and CPU threads of torch; sums over more differ in last bits.
-    """
-
-    checkpoint: str
+    checkpoint: str  # its directory
     run: str
     step: int
     tasks: tuple[EvaluationTask, ...]
-    known: tuple[Known | None, ...]
-    device: str
-    threads: int
+    known: tuple[Known | None, ...]  # what another process must learn of their environments
+    device: str  # where the policy runs
+    threads: int  # of torch on the CPU; sums over more differ in last bits
 
 
 def policies_of(
@@ -185,12 +161,7 @@ class _Outstanding:
 class BackgroundEvaluations(Closing):
     """The evaluations of a run that are under way, and the processes that play them.
 
-    Parameters
-    ----------
-    workers
-        Most processes at a time; each is started when there is work for it.
-    threads
-        CPU threads of each.
+    Up to `workers` are started when there is work for them, each with `threads` CPU threads.
     """
 
     def __init__(self, *, workers: int, threads: int) -> None:

@@ -36,36 +36,17 @@ FRAMES_PER_EPISODE: Final = 108_000  # half an hour of play, ALE's own limit
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EnvironmentFacts:
-    """What a policy and a recorder need to know of an environment.
+    """What a policy and a recorder need to know of an environment."""
 
-    Attributes
-    ----------
-    environment_id
-        Gymnasium id, with the version that was taken.
-    observation_shape, observation_dtype
-        Of one observation.
-    choices
-        Number of discrete actions, or 0 where actions are continuous.
-    action_shape, action_dtype
-        As the environment takes them.
-    low, high
-        (A,) float32 bounds of continuous actions; empty for discrete ones.
-    step_limit
-        Steps after which Gymnasium truncates an episode; 0: never.
-    simulator_state
-        Whether the environment bares MuJoCo's ``qpos`` and ``qvel``.
-    """
-
-    environment_id: str
+    environment_id: str  # with the version that was taken
     observation_shape: tuple[int, ...]
     observation_dtype: np.dtype[Any]
-    choices: int
-    action_shape: tuple[int, ...]
+    choices: int  # discrete actions, or 0 where actions are continuous
+    action_shape: tuple[int, ...]  # as the environment takes them
     action_dtype: np.dtype[Any]
-    low: npt.NDArray[np.float32]
+    low: npt.NDArray[np.float32]  # (A,) bounds of continuous actions; empty for discrete ones
     high: npt.NDArray[np.float32]
-    step_limit: int
-    simulator_state: bool
+    step_limit: int  # steps after which Gymnasium truncates an episode; 0: never
 
     @property
     def discrete(self) -> bool:
@@ -181,7 +162,6 @@ def describe(environment: gymnasium.Env[Any, Any], environment_id: str) -> Envir
         low=np.asarray(low, np.float32).reshape(-1),
         high=np.asarray(high, np.float32).reshape(-1),
         step_limit=int((spec.max_episode_steps if spec is not None else None) or 0),
-        simulator_state=simulator_data(environment) is not None,
     )
 
 

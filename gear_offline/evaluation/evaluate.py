@@ -44,35 +44,16 @@ FOREIGN = "the environment is not the one that D4RL measured, so the score is in
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """What to play.
-
-    Attributes
-    ----------
-    environment
-        Gymnasium id.
-    targets
-        Asked returns, in the environment's units.
-    name
-        Of the task; empty for a policy of one.
-    episodes
-        Of each target; episode e is reset with ``seed + e``.
-    environments
-        Side by side for each target.
-    seed
-        Reset seed of each target's first episode.
-    reference
-        D4RL name or scores to normalise by; None: those of the environment's family.
-    data_returns
-        Of the worst and the best episode of the data, to normalise by where there is no reference.
-    """
+    """What to play; see `evaluate_policy`."""
 
     environment: str
     targets: tuple[float, ...]
-    name: str = ""
+    name: str = ""  # of the task; empty for a policy of one
     episodes: int = 10
     environments: int = 20
     seed: int = 0
     reference: str | ReferenceScores | None = None
+    # Of the worst and the best episode of its data, to normalise by where there is no reference.
     data_returns: tuple[float, float] | None = None
 
 

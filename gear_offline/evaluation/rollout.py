@@ -65,35 +65,18 @@ class ActingPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episodes:
-    """What came of a list of episodes, in the order of that list.
+    """What came of a list of episodes, in the order of that list."""
 
-    Attributes
-    ----------
-    returns
-        (n,) float64, undiscounted sum of the rewards.
-    lengths
-        (n,) int64, steps.
-    terminated
-        (n,) bool; the environment ended the episode.  False: a time limit did.
-    """
-
-    returns: Float64Array
-    lengths: Int64Array
-    terminated: BoolArray
+    returns: Float64Array  # (n,) undiscounted sums of the rewards
+    lengths: Int64Array  # (n,) steps
+    terminated: BoolArray  # (n,) the environment ended the episode; False: a time limit did
 
 
 class Environments(Closing):
-    """E environments of one kind that step together; a context manager.
+    """`count` environments of one kind that step together; a context manager.
 
-    Parameters
-    ----------
-    environment_id
-        Gymnasium id.
-    count
-        E.
-    processes
-        Workers that the slots are dealt out to; 1: they step in this process, as do environments
-        that only this process knows.
+    The slots are dealt out to `processes` workers; 1: they step in this process, as do
+    environments that only this process knows.
     """
 
     def __init__(self, environment_id: str, count: int, *, processes: int = 1) -> None:
@@ -216,18 +199,8 @@ def play_episodes(
 ) -> Episodes:
     """Play episode i with ``seeds[i]`` and ``targets[i]``, for every i, to its end.
 
-    Parameters
-    ----------
-    policy
-        Acts for up to E slots at once.
-    environments
-        What to play in.
-    seeds, targets
-        n entries each: the reset seed and the asked return of each episode.
-    max_steps
-        Episodes are cut after so many steps; default: the environment's own limit, or 10,000.
-    on_episode
-        Is told how many episodes have ended, whenever some have.
+    Episodes are cut after `max_steps`; default: the environment's own limit, or 10,000.
+    `on_episode` is told how many episodes have ended, whenever some have.
     """
     facts, count = environments.facts, len(seeds)
     limit = max_steps or facts.step_limit or FALLBACK_MAX_STEPS
