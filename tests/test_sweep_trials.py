@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.sweep.plots import short_label
 from gear_offline.sweep.trials import flat, make_trials, parse_options, parse_seeds, trial_name
 
 
@@ -107,16 +106,3 @@ def test_what_is_refused(overrides: list[str], seeds: list[int] | None, code: st
     with pytest.raises(InputError) as caught:
         make_trials("paper", parse_options(overrides), seeds)
     assert caught.value.code.startswith(code)
-
-
-@pytest.mark.parametrize(
-    ("label", "short"),
-    [
-        ("learning_rate=0.001", "learning_rate=0.001"),
-        ("learning_rate=0.0003, batch_size=128", "learning_r.=0.0003, batch_size=128"),
-        ("context_length=20, layers=3, dropout=0.1", "context.=20, layers=3, dropout=0.1"),
-        ("a" * 40, f"{'a' * 15}...{'a' * 15}"),
-    ],
-)
-def test_names_in_plots_keep_their_values(label: str, short: str) -> None:
-    assert short_label(label) == short

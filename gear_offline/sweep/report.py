@@ -5,6 +5,7 @@ All of it is made from ``sweep.json`` and the run directories, so it can be writ
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from gear_offline.core.text import count_text, printable, remedies_once
 from gear_offline.runs.plots import short
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import TrialResult
-from gear_offline.sweep.table import INTERVAL, Table, make_curves, make_table
+from gear_offline.sweep.table import INTERVAL, RANKING, Table, make_curves, make_table
 
 MOST_NAME = 26  # characters of a name that are not broken on a narrow terminal
 HEADINGS = {
@@ -64,18 +65,12 @@ class SweepResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``--json`` prints."""
-        trials = [
-            {
-                "name": one.trial.name,
-                "label": one.trial.label,
-                "seed": one.trial.recipe.seed,
-                "settings": dict(one.trial.settings),
-                "status": one.status,
-                "error": one.error,
-                "path": str(one.path),
-            }
-            for one in self.trials
-        ]
+        trials = []
+        for one in self.trials:
+            trial = one.trial
+            named = {"name": trial.name, "label": trial.label, "seed": trial.recipe.seed}
+            state = {"status": one.status, "error": one.error, "path": str(one.path)}
+            trials.append({**named, "settings": dict(trial.settings), **state})
         return {
             "path": str(self.path),
             "recipe": self.recipe,
@@ -110,32 +105,23 @@ def write_sweep_report(result: SweepResult) -> Path:
         f"± is the {INTERVAL}.{_others(result)}\n",
         _markdown_table(result.table),
     ]
-    for title, picture in _plots(result).items():
-        place = picture.relative_to(result.path).as_posix()
-        parts.append(f"## {title}\n\n![{title}]({place})\n")
+    if _plot(result) is not None:
+        parts.append("![Learning curves](plots/learning_curves.png)\n")
     parts.append(_runs_table(result.trials))
     report = result.path / "sweep.md"
     write_file(report, "\n".join(parts).encode())
     return report
 
 
-def _plots(result: SweepResult) -> dict[str, Path]:
-    from gear_offline.sweep.plots import plot_curves, plot_trials
+def _plot(result: SweepResult) -> Path | None:
+    from gear_offline.sweep.plots import plot_curves
 
-    curves = {
-        metric: make_curves(result.trials, metric)
-        for metric in ("loss", "return", "normalized_score")
-    }
+    curves = {metric: make_curves(result.trials, metric) for metric in ("loss", *RANKING[:2])}
     if curves["return"]:
         del curves["normalized_score"]  # the same curve on another axis
     drawn = {metric: by_label for metric, by_label in curves.items() if by_label}
-    if not drawn:
-        return {}
-    folder = result.path / "plots"
-    return {
-        "Learning curves": plot_curves(folder / "learning_curves.png", result.table, drawn),
-        "Every run": plot_trials(folder / "runs.png", result.table),
-    }
+    path = result.path / "plots" / "learning_curves.png"
+    return plot_curves(path, result.table, drawn) if drawn else None
 
 
 def _others(result: SweepResult) -> str:
@@ -185,11 +171,7 @@ def _runs_table(trials: Sequence[TrialResult]) -> str:
 
 def _cell(text: str) -> str:
     """Return text of strangers for a Markdown table."""
-    return " ".join(printable(escape_html(text)).split()).replace("|", "\\|")
-
-
-def escape_html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    return " ".join(printable(html.escape(text, quote=False)).split()).replace("|", "\\|")
 
 
 def print_sweep(result: SweepResult, *, console: Console | None = None) -> None:

@@ -29,15 +29,8 @@ class TaskEvaluation(BaseModel):
 class Evaluation(TaskEvaluation):
     """A line of ``evaluations.jsonl``.
 
-    Attributes
-    ----------
-    mean_return
-        Of the target that returned most, in the environment's units; None of several tasks, whose
-        units differ, and of an evaluation that failed.
-    normalized_score
-        The same on D4RL's scale, where a reference is known; of several tasks their mean.
-    tasks
-        Of a run of several tasks, by name.
+    The return of several tasks is None, as their units differ, and of an evaluation that failed;
+    their normalized score is the mean of theirs.
     """
 
     step: int
@@ -65,14 +58,10 @@ class TrialResult:
 
     Attributes
     ----------
-    trial
-        Name, recipe and settings.
     path
         Its run directory, as `train` writes it.
-    status
-        ``"complete"``, or ``"failed"`` with `error`, or ``"open"``: not done yet.
-    error
-        ``"CODE: what was wrong"`` of a failed trial.
+    status, error
+        ``"complete"``; ``"failed"`` with ``"CODE: what was wrong"``; ``"open"``: not done yet.
     losses
         Mean training loss by step.
     evaluations

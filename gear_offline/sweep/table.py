@@ -35,21 +35,10 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting of a sweep over the seeds whose trials are complete.
+    """One setting of a sweep: all its `trials`, those that `failed`, and the complete `seeds`.
 
-    Attributes
-    ----------
-    label, settings
-        Of its trials.
-    trials
-        How many there are, complete or not.
-    seeds
-        Of those that are complete.
-    failed
-        Names of the runs that failed.
-    estimates
-        By metric, as far as there are values: ``return``, ``best_return``, ``normalized_score``
-        (all of evaluations, the last ones but for the second) and ``loss``.
+    `estimates` are over these, by metric: ``return``, ``best_return``, ``normalized_score`` and
+    ``loss``, as far as there are values; of evaluations they are the last ones, or the best.
     """
 
     label: str
@@ -74,15 +63,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Values over optimiser steps.
-
-    Attributes
-    ----------
-    steps
-        (M,) those that every complete trial has.
-    values
-        (n, M), one row a seed.
-    """
+    """(n, M) values of n seeds at the (M,) optimizer steps that every complete trial has."""
 
     steps: tuple[int, ...]
     values: np.ndarray[Any, np.dtype[np.float64]]
