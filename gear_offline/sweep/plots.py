@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -65,7 +66,7 @@ def _draw(axes: Axes, curve: Curve, name: str, colour: str) -> None:
         axes.fill_between(
             curve.steps, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0
         )
-    style = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
+    style: Any = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
     axes.plot(curve.steps, mean, label=name, **style)
 
 

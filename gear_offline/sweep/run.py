@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key
+from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.progress import Progress, say
 from gear_offline.core.system import usable_cores
@@ -228,31 +230,20 @@ class _Sweep:
                 self._note_failure(trial, error)
             display.end(trial, error)
 
-        folder = self._directory.path / "runs"
+        options: dict[str, Any] = {
+            "folder": self._directory.path / "runs",
+            "parallel": self._parallel,
+            "open_data": self._open,
+            "ended": ended,
+            "moved": display.move,
+        }
         with display:
             if self._on_gpu:
                 from gear_offline.sweep.concurrent import train_concurrently
 
-                train_concurrently(
-                    trials,
-                    folder=folder,
-                    device=self._device,
-                    parallel=self._parallel,
-                    exact=file.exact,
-                    open_data=self._open,
-                    ended=ended,
-                    moved=display.move,
-                )
+                train_concurrently(trials, device=self._device, exact=file.exact, **options)
             else:
-                train_in_processes(
-                    trials,
-                    folder=folder,
-                    parallel=self._parallel,
-                    threads=file.threads,
-                    open_data=self._open,
-                    ended=ended,
-                    moved=display.move,
-                )
+                train_in_processes(trials, threads=file.threads, **options)
 
     def _note_failure(self, trial: Trial, error: GearError) -> None:
         self._directory.note_failure(trial, f"{error.code}: {error.message}")
@@ -278,45 +269,34 @@ def _with_share(trial: Trial, parallel: int, threads: int | None) -> Trial:
     if recipe.evaluate.episodes and recipe.evaluate.workers is None and parallel > 1:
         spare = usable_cores() - parallel * (threads or 0)
         changes["evaluate.workers"] = max(1, min(MOST_WORKERS, spare // parallel))
-    if not changes:
-        return trial
-    changed = recipe.replace(changes)
-    return Trial(name=trial.name, label=trial.label, recipe=changed, settings=trial.settings)
+    return replace(trial, recipe=recipe.replace(changes)) if changes else trial
 
 
-class _Display:
+class _Display(Closing):
     """The progress of all trials together."""
 
     def __init__(self, trials: Sequence[Trial], directory: SweepDirectory, *, quiet: bool) -> None:
-        self._wanted = {trial.name: trial.recipe.train.steps for trial in trials}
+        wanted = sum(trial.recipe.train.steps for trial in trials)
         self._done = {trial.name: steps_done(directory.run_path(trial)) for trial in trials}
-        left = {trial.name for trial in directory.open_trials(trials)}
-        self._ended = len(trials) - len(left)
-        total = sum(self._wanted.values())
-        self._progress = Progress(directory.path.name, total=total, unit="steps", quiet=quiet)
-
-    def __enter__(self) -> _Display:
+        self._trials, self._ended = len(trials), len(trials) - len(directory.open_trials(trials))
+        self._progress = Progress(
+            directory.path.name, total=wanted, done=sum(self._done.values()), quiet=quiet
+        )
         self._progress.__enter__()
-        self._show()
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._progress.__exit__(*error)
+    def close(self) -> None:
+        self._progress.close()
 
     def move(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
         if steps != self._done[trial.name]:
             self._done[trial.name] = steps
-            self._show()
+            done = f"{self._ended} of {self._trials}"
+            self._progress.update(sum(self._done.values()), runs=done)
 
     def end(self, trial: Trial, error: GearError | None) -> None:
         """Note that a trial has ended, and say how."""
         self._ended += 1
-        self._done[trial.name] = self._wanted[trial.name]
         how = "complete" if error is None else f"{error.code}: {error.message}"
-        self._progress.say(f"{trial.name}: {how} ({self._ended} of {len(self._wanted)})")
-        self._show()
-
-    def _show(self) -> None:
-        runs = f"{self._ended} of {len(self._wanted)}"
-        self._progress.update(sum(self._done.values()), runs=runs)
+        self._progress.say(f"{trial.name}: {how} ({self._ended} of {self._trials})")
+        self.move(trial, trial.recipe.train.steps)
