@@ -49,7 +49,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.evaluation.evaluate import evaluate_policy
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial
 from gear_offline.training.policies import load_policy_parts

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from gear_offline.models.decision_transformer import build_model as build_model
     from gear_offline.runs.evaluate import evaluate as evaluate
-    from gear_offline.runs.trainer import train as train
+    from gear_offline.runs.loop import train as train
     from gear_offline.sampling import make_sampler as make_sampler
     from gear_offline.sources import from_arrays as from_arrays
     from gear_offline.sources import from_episodes as from_episodes
@@ -75,7 +75,7 @@ _HOMES = {
     "pick_episodes": "gear_offline.sources",
     "reference_scores": "gear_offline.dataset.scores",
     "sweep": "gear_offline.sweep",
-    "train": "gear_offline.runs.trainer",
+    "train": "gear_offline.runs.loop",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.learner import Learner
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World, open_world
 from gear_offline.errors import GearError
-from gear_offline.runs import trainer
+from gear_offline.runs import loop
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
@@ -130,7 +130,7 @@ def train(recipe: str, out: Path, *options: str) -> None:
         patched.setattr(Learner, "close", remember)
         patched.setattr(Learner, "advance", counted("step", Learner.advance))
         patched.setattr(dist, GATHER, counted("gather", getattr(dist, GATHER)))
-        trainer.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
+        loop.train(load_recipe(recipe, [*FSDP, *options]), out=out, resume=True)
     (learner,) = made
     assert learner.parallel.sharded
     assert learner.parallel.reshard == ("train.reshard=off" not in options)
@@ -187,7 +187,7 @@ def in_half(recipe: str, out: Path) -> None:
         options = [f"train.weights={weights}", "train.precision=bf16", "train.steps=4"]
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(dist, REDUCE, noted)
-            trainer.train(load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights)
+            loop.train(load_recipe(recipe, ["train.parallel=fsdp", *options]), out=out / weights)
         assert set(added) == {dtype}, added
         losses.append([row["loss"] for row in read_records(out / weights / "metrics.jsonl")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-2) and losses[0] != losses[1]
@@ -206,7 +206,7 @@ def three(world: World, recipe: str, out: Path) -> None:
         if world.rank == 2:
             patched.setattr("gear_offline.training.sharded.write_tensors", refuse)
         with pytest.raises(GearError) as caught:
-            trainer.train(load_recipe(recipe, [*FSDP, "train.steps=2"]), out=place, quiet=True)
+            loop.train(load_recipe(recipe, [*FSDP, "train.steps=2"]), out=place, quiet=True)
     assert caught.value.code == ("OUTPUT_WRITE" if world.rank == 2 else "RANK_FAILED")
     assert world.rank == 2 or "rank 2 could not save its shard: no space left" in str(caught.value)
     dist.barrier()
@@ -219,7 +219,7 @@ def refuse(*_: object) -> None:
 
 def main(recipe: str, out: str, folder: str) -> None:
     with open_world(torch.device("cpu")) as world, pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gear_offline.runs.trainer.open_world", lambda *_, **__: nullcontext(world))
+        patched.setattr("gear_offline.runs.loop.open_world", lambda *_, **__: nullcontext(world))
         check_pieces(world, Path(folder))
         (two if world.size == 2 else three)(world, recipe, Path(out))
 

@@ -11,7 +11,7 @@ import torch
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.dataset.dataset import Dataset, open_dataset
-from gear_offline.runs.preparation import prepare_dataset, resolve
+from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.tables.joint import JointDataset, Part, join_datasets
 from gear_offline.training.learner import Learner
 from tests.support import hopper_columns, make_dataset

@@ -24,7 +24,7 @@ from gear_offline.errors import GearError
 from gear_offline.evaluation import background
 from gear_offline.evaluation.background import BackgroundEvaluations, PlayRequest, plan_evaluations
 from gear_offline.evaluation.evaluate import tasks_of
-from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import best_evaluation, read_records

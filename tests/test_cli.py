@@ -278,7 +278,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
         asked.append(out)
         return tmp_path
 
-    monkeypatch.setattr("gear_offline.runs.trainer.train", train)
+    monkeypatch.setattr("gear_offline.runs.loop.train", train)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "recipe.yaml").write_text("base: smoke\n")

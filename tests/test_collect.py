@@ -21,8 +21,8 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
-from gear_offline.runs.preparation import prepare_one
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
+from gear_offline.runs.prepare import prepare_one
 from gear_offline.sources import open_source
 from tests.collect_environments import COUNTER, LIMIT, PUSH, length_of
 from tests.image_support import (

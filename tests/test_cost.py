@@ -18,7 +18,7 @@ from gear_offline.config.files import RECIPES
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.distributed.world import World
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.cost import (
     CONTEXT_BYTES,
     FORMULA,

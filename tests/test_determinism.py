@@ -10,7 +10,7 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.seeding import deterministic
 from tests.support import make_dataset

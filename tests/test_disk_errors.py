@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gear_offline.errors import GearError
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from tests.support import write_hdf5
 from tests.training_support import learnt, tiny_recipe
@@ -82,7 +82,7 @@ import sys
 from pathlib import Path
 import gear_offline.runs.report
 from gear_offline.errors import GearError
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from tests.training_support import register_environment, tiny_recipe
 gear_offline.runs.report.write_report = lambda run, **_: run
 register_environment()

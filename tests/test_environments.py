@@ -27,8 +27,8 @@ from gear_offline.evaluation.environments import (
     versioned_id,
 )
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.preparation import resolve
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
+from gear_offline.runs.prepare import resolve
 from gear_offline.sources import open_source
 from tests.support import failing_code, make_dataset
 from tests.training_support import TinyEnvironment, tiny_recipe

@@ -22,7 +22,7 @@ from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     trainable_parameters,
 )
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.gradients import (
     BLOCKWISE_FROM,

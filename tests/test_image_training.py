@@ -18,8 +18,8 @@ from gear_offline.loaders.rows import CpuRows
 from gear_offline.models.decision_transformer import build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.preparation import resolve
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
+from gear_offline.runs.prepare import resolve
 from gear_offline.training.checkpoint_folder import remove_checkpoint
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy_parts
@@ -133,7 +133,7 @@ def test_policies_refuse_other_frames(dataset: Dataset) -> None:
     ("override", "code"),
     [
         ("loader.normalize_states=true", "LOADER_OPTION"),
-        ("evaluate.environment=CartPole-v1", "ENVIRONMENT_MISMATCH"),
+        ("evaluate.environment=CartPole-v1", "ENVIRONMENT"),
     ],
 )
 def test_recipes_that_do_not_fit_frames(dataset: Dataset, override: str, code: str) -> None:

@@ -25,8 +25,8 @@ from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.preparation import prepare_dataset, resolve
-from gear_offline.runs.trainer import train
+from gear_offline.runs.prepare import prepare_dataset, resolve
+from gear_offline.runs.loop import train
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import read_checkpoint
@@ -229,7 +229,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(run: Path, tmp_path: Pa
     other = again.to_dict()
     other["data"]["tasks"]["wide"]["weight"] = 3.0
     assert failing_code(lambda: train(Recipe.parse(other), out=out, resume=True, quiet=True)) == (
-        "RUN_RECIPE"
+        "RUN_MISMATCH"
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 from gear_offline.config.recipe import load_recipe
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.metrics import read_records
 from tests.network import Node, network
 from tests.one_process import global_digest, row_digests

@@ -19,7 +19,7 @@ COMMANDS = {  # and their codes
     "collect CartPole-v1 {out} --steps 20": "OUTPUT_WRITE",
     "collect CartPole-v1 new.hdf5 --policy ars --save-policy {out}": "OUTPUT_WRITE",
     "collect CartPole-v1 new.hdf5 --policy ars --overwrite --save-policy {out}": "OUTPUT_WRITE",
-    "train {recipe} --out {out}": "RUN_DIRECTORY",
+    "train {recipe} --out {out}": "OUTPUT_WRITE",
     "train {recipe} data.path={out} data.source={source}": "OUTPUT_WRITE",
     "train {recipe} data.path={out} data.collect.environment=CartPole-v1": "OUTPUT_WRITE",
     "sweep {recipe} --seeds 2 --out {out}": "OUTPUT_WRITE",
@@ -92,5 +92,5 @@ def test_a_folder_that_is_not_there_is_still_asked_for(data: Path, tmp_path: Pat
 def test_a_name_that_is_no_text_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     """As a name in Latin-1; TensorBoard would fail on it after everything is loaded."""
     place = tmp_path / "b\udce4r"
-    assert failing_code(lambda: RunDirectory(place)) == "RUN_DIRECTORY"
+    assert failing_code(lambda: RunDirectory(place)) == "OUTPUT_WRITE"
     assert not place.exists()

@@ -17,7 +17,7 @@ from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.distributed.world import World, peers
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.loader import GearLoader
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.metrics import read_records
 from tests.network import permitted
 from tests.ranks_support import ROOT, environment, launch, torchrun

@@ -23,7 +23,7 @@ from gear_offline.planning.compute import model_size, step_cost
 from gear_offline.planning.hardware import HARDWARE, Cluster, load_hardware
 from gear_offline.planning.plan import crossing_share, expected_excess, lay_out, plan
 from gear_offline.planning.workload import make_workload
-from gear_offline.runs.preparation import resolve
+from gear_offline.runs.prepare import resolve
 from gear_offline.training.learner import Learner
 from gear_offline.training.model import ModelSizes
 from tests.support import failing_code

@@ -13,8 +13,8 @@ from gear_offline.config.recipe import load_recipe
 from gear_offline.convert import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
-from gear_offline.runs.preparation import prepare_one, resolve
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
+from gear_offline.runs.prepare import prepare_one, resolve
 from gear_offline.training.metrics import read_records
 from gear_offline.training.policies import load_policy_parts
 from tests.support import ArraySource, hopper_columns, make_dataset, write_hdf5

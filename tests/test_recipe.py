@@ -23,7 +23,7 @@ from gear_offline.config.strict_yaml import MAX_BYTES, dump_yaml, parse_yaml
 from gear_offline.config.tasks import task_recipe
 from gear_offline.errors import InputError
 from gear_offline.runs.checks import validate_recipe
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 
 SHIPPED = sorted(RECIPES.rglob("*.yaml"))
 LOCOMOTION = [

@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.runs.trainer import train
-from gear_offline.sweep.turns import Turns
+from gear_offline.runs.loop import train
 from tests.support import failing_code
-from tests.sweep_support import in_turns, name_points
 from tests.training_support import tiny_recipe
 
 pytestmark = pytest.mark.usefixtures("no_reports")
 
 # found after the directory was made: with the data, with the model, and before the first step
-REFUSED = {
-    "ENVIRONMENT_MISMATCH": ("evaluate.environment=CartPole-v1",),
-    "TIMESTEP_RANGE": ("model.max_timestep=4",),
-    "EVALUATE_BESIDE": ("evaluate.background=on",),  # only this process knows the environment
-}
+REFUSED = [
+    ("ENVIRONMENT", ("evaluate.environment=CartPole-v1",)),
+    ("MODEL", ("model.max_timestep=4",)),
+]
 
 
 def content(folder: Path) -> dict[Path, tuple[int, bytes]]:
@@ -36,14 +33,14 @@ def refusal(data: Path, out: Path, *changes: str, resume: bool = False) -> str:
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("code", REFUSED)
+@pytest.mark.parametrize(("code", "changes"), REFUSED)
 def test_a_new_run_that_is_refused_leaves_nothing(
-    code: str, resume: bool, data: Path, tmp_path: Path
+    code: str, changes: tuple[str, ...], resume: bool, data: Path, tmp_path: Path
 ) -> None:
-    assert refusal(data, tmp_path / "runs" / "a", *REFUSED[code], resume=resume) == code
+    assert refusal(data, tmp_path / "runs" / "a", *changes, resume=resume) == code
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
-    assert refusal(data, tmp_path / "mine", *REFUSED[code], resume=resume) == code
+    assert refusal(data, tmp_path / "mine", *changes, resume=resume) == code
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"], "what was there stays"
 
 
@@ -54,11 +51,11 @@ def test_a_run_that_is_there_is_left_as_it_was(data: Path, tmp_path: Path) -> No
         if lock == "lost":
             (run / ".lock").unlink()
         before = content(run)
-        assert refusal(data, run) == "RUN_EXISTS"
-        for changes in REFUSED.values():
+        assert refusal(data, run) == "OUTPUT_EXISTS"
+        for _, changes in REFUSED:
             refusal(data, run, "train.steps=9", *changes, resume=True)
-        assert refusal(data, run, "train.steps=4", resume=True) == "RUN_RECIPE"
-        assert refusal(data, run, "train.steps=9", "seed=7", resume=True) == "RUN_RECIPE"
+        assert refusal(data, run, "train.steps=4", resume=True) == "RUN_MISMATCH"
+        assert refusal(data, run, "train.steps=9", "seed=7", resume=True) == "RUN_MISMATCH"
         assert content(run) == before
 
 
@@ -99,7 +96,7 @@ def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path
     for place in (run / "checkpoints").iterdir():
         place.rename(tmp_path / place.name)
     before = content(run)
-    for code, changes in REFUSED.items():
+    for code, changes in REFUSED:
         assert refusal(data, run, *changes) == code
         assert content(run) == before
     (run / "metrics.jsonl").write_text("damaged\n")
@@ -108,10 +105,3 @@ def test_a_false_start_stays_until_another_run_begins(data: Path, tmp_path: Path
     assert content(run) == before
     train(tiny_recipe(data, "train.steps=5"), out=run, quiet=True)
     assert "damaged" not in (run / "metrics.jsonl").read_text()
-
-
-def test_a_run_of_a_sweep_that_is_refused_leaves_nothing(data: Path, tmp_path: Path) -> None:
-    points = name_points([tiny_recipe(data, *REFUSED["EVALUATE_BESIDE"])])
-    (error,) = in_turns(Turns, points, tmp_path, parallel=1).values()
-    assert error is not None and error.code == "EVALUATE_BESIDE"
-    assert list(tmp_path.iterdir()) == []

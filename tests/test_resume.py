@@ -17,7 +17,8 @@ import pytest
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.runs.trainer import RESUMABLE, TrainingInterrupted, train
+from gear_offline.runs.directory import RESUMABLE
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
@@ -157,7 +158,7 @@ def test_a_complete_run_stays_as_it_is(whole: Path, data: Path) -> None:
     assert learnt(whole) == before
     with pytest.raises(InputError) as caught:
         train(tiny_recipe(data), out=whole, quiet=True)
-    assert caught.value.code == "RUN_EXISTS"
+    assert caught.value.code == "OUTPUT_EXISTS"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_resuming_with_another_recipe_names_the_change(
 ) -> None:
     with pytest.raises(InputError, match=change.split("=")[0]) as caught:
         train(tiny_recipe(data, change), out=whole, resume=True, quiet=True)
-    assert caught.value.code == "RUN_RECIPE"
+    assert caught.value.code == "RUN_MISMATCH"
 
 
 def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_an_edited_recipe_of_a_run_is_told(whole: Path, data: Path, tmp_path: Pa
     assert file.read_text() != begun
     with pytest.raises(InputError, match=r"model\.dropout was 0\.1 .* is 0\.2 now") as caught:
         train(load_recipe(file), out=run, resume=True, quiet=True)
-    assert caught.value.code == "RUN_RECIPE"
+    assert caught.value.code == "RUN_MISMATCH"
     assert caught.value.remedy.startswith(f"undo that in {file}")
     train(tiny_recipe(data), out=run, resume=True, quiet=True)
     assert file.read_text() == begun

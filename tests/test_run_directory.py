@@ -32,7 +32,7 @@ def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
         assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
         assert code_of(path, resume=False) == "RUN_LOCKED"
     (path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    assert code_of(path, resume=False) == "RUN_EXISTS"
+    assert code_of(path, resume=False) == "OUTPUT_EXISTS"
     assert code_of(path, resume=True) == ""
 
 
@@ -47,7 +47,7 @@ def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
     """Else a mistake that shows at step 3 would block the run's name."""
     with RunDirectory(tmp_path) as run:
         run.write_recipe(load_recipe("paper"))
-        run.metrics_path.write_text("{}")
+        (run.path / "metrics.jsonl").write_text("{}")
     assert code_of(tmp_path, resume=False) == ""
     assert (tmp_path / "metrics.jsonl").exists(), "this one has not begun either"
     with RunDirectory(tmp_path) as run:
@@ -56,15 +56,15 @@ def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.write_recipe(load_recipe("paper"))
     (tmp_path / "notes.txt").write_text("mine")
-    assert code_of(tmp_path, resume=False) == "RUN_EXISTS", "somebody's file is there"
+    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS", "somebody's file is there"
 
 
 def test_foreign_directories_and_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    assert code_of(tmp_path, resume=False) == "RUN_DIRECTORY"
-    assert code_of(tmp_path, resume=True) == "RUN_DIRECTORY"
-    assert code_of(tmp_path / "thesis.txt", resume=False) == "RUN_DIRECTORY"
-    assert code_of(tmp_path / "thesis.txt" / "run", resume=False) == "RUN_DIRECTORY"
+    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"
+    assert code_of(tmp_path, resume=True) == "OUTPUT_EXISTS"
+    assert code_of(tmp_path / "thesis.txt", resume=False) == "OUTPUT_WRITE"
+    assert code_of(tmp_path / "thesis.txt" / "run", resume=False) == "OUTPUT_WRITE"
     assert sorted(os.listdir(tmp_path)) == ["thesis.txt"]
 
 
@@ -72,8 +72,8 @@ def test_a_folder_with_a_recipe_of_the_users_is_no_run(tmp_path: Path) -> None:
     """Its recipe was replaced, and its plots were removed as those of a false start."""
     (tmp_path / "recipe.yaml").write_text("base: paper  # mine")
     (tmp_path / "plots").mkdir()
-    assert code_of(tmp_path, resume=False) == "RUN_DIRECTORY"
-    assert code_of(tmp_path, resume=True) == "RUN_DIRECTORY"
+    assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS"
+    assert code_of(tmp_path, resume=True) == "OUTPUT_EXISTS"
     assert sorted(os.listdir(tmp_path)) == ["plots", "recipe.yaml"]
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
     assert code_of(tmp_path, resume=True) == "", "a copy without hidden files"
@@ -110,7 +110,7 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
     with RunDirectory(path) as run:
         run.write_recipe(load_recipe("paper"))
     assert sorted(os.listdir(path)) == [".lock", "recipe.yaml"]
-    assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "RUN_DIRECTORY"
+    assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "OUTPUT_WRITE"
     assert not (tmp_path / "other").exists()
 
 
@@ -167,3 +167,31 @@ def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path: Path) ->
 def test_runs_are_named_after_recipe_and_seed() -> None:
     recipe = load_recipe("hopper-medium", ["seed=3"])
     assert default_run_path(recipe) == Path("runs/hopper-medium-s3")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "summary.json", ".lock"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, kind: str) -> None:
+    """A link to a file without a newline was cut to nothing, as if that were a torn line."""
+    run, token = tmp_path / "run", tmp_path / "token"
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (run / "recipe.yaml").write_text("name: x")
+    token.write_text("secret")
+    if kind == "link":
+        (run / name).symlink_to(token)
+    else:
+        os.mkfifo(run / name)
+    assert code_of(run, resume=True) == "RUN_DAMAGED"
+    assert token.read_text() == "secret"
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "plots"])
+def test_nothing_is_written_into_a_linked_folder(tmp_path: Path, name: str) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    (other / "step-00000010").mkdir(parents=True)
+    (run / "recipe.yaml").write_text("name: x")
+    (run / "metrics.jsonl").touch()
+    (run / name).symlink_to(other)
+    assert code_of(run, resume=True) == "RUN_DAMAGED"
+    assert os.listdir(other) == ["step-00000010"]

@@ -11,7 +11,7 @@ import torch
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.models.decision_transformer import build_model
-from gear_offline.runs.trainer import TrainingInterrupted, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training import saving
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import Keep, list_checkpoints

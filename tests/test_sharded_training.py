@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import InputError
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import newest_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import checkpoint_name, list_checkpoints
 from gear_offline.training.metrics import read_records

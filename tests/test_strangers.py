@@ -14,7 +14,7 @@ import pytest
 
 from gear_offline.errors import InputError
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.preparation import resolve
+from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
 from tests.support import make_dataset
 from tests.test_evaluate import write_run

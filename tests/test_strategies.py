@@ -35,7 +35,7 @@ from gear_offline.convert import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.sampling import make_sampler, sampler_class, strategy_names
 from gear_offline.sampling.base import _SAMPLERS
 from tests.sampling_support import keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError
-from gear_offline.runs.trainer import train
-from gear_offline.runs.training_run import TrainingInterrupted
-from gear_offline.sweep.track import Track
+from gear_offline.runs.loop import TrainingInterrupted, train
+from gear_offline.sweep.concurrent import RngStream
+from gear_offline.sweep.results import TrialResult
+from gear_offline.sweep.run import run_trials
+from gear_offline.sweep.trials import Trial, make_trials
 from gear_offline.tables import placement
 from gear_offline.training.learner import Learner
 from gear_offline.training.stack import Stack
 from tests.gpu_support import INDUCTOR, NEEDS_CUPY, ON_GPU
 from tests.support import make_dataset
-from tests.sweep_support import grid, name_points, run_sweep
 from tests.training_support import learnt, tiny_recipe
 
 pytestmark = [*ON_GPU, NEEDS_CUPY, INDUCTOR]
@@ -34,6 +36,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
+
+
+def run_all(
+    trials: Sequence[Trial], out: Path, *, exact: bool, parallel: int | None = None
+) -> tuple[TrialResult, ...]:
+    return run_trials(trials, out, exact=exact, parallel=parallel, quiet=True).trials
 
 
 def recipe(data: Path, *overrides: str) -> Recipe:
@@ -61,14 +69,14 @@ def test_overlapping_runs_are_those_that_are_alone(
         placed.append(place(*arguments, **options))
         return placed[-1]
 
-    recipes = grid(recipe(data, *overrides), {}, seeds=[0, 1, 2, 3, 4])
+    trials = make_trials(recipe(data, *overrides), {}, [0, 1, 2, 3, 4])
     with monkeypatch.context() as patch:
         patch.setattr(placement, "place_table", counted)
-        results = run_sweep(recipes, tmp_path / "sweep", mode="streams", parallel=3, quiet=True)
+        results = run_all(trials, tmp_path / "sweep", exact=True, parallel=3)
     assert [(r.status, r.error) for r in results] == [("complete", None)] * 5
     assert len(placed) == 1, "one table for all runs"
-    for point, result in zip(name_points(recipes), results, strict=True):
-        alone = train(point.recipe, out=tmp_path / point.name, quiet=True)
+    for trial, result in zip(trials, results, strict=True):
+        alone = train(trial.recipe, out=tmp_path / trial.name, quiet=True)
         assert learnt(result.path) == learnt(alone)
     assert len({learnt(result.path)["model"] for result in results}) == 5, "they do differ"
 
@@ -85,18 +93,18 @@ def test_shapes_and_failures_side_by_side(
                 self.model.embed_ln.bias.fill_(float("nan"))
         advance(self)
 
-    recipes = grid(recipe(data), {"model.hidden_size": [16, 32]}, seeds=[0, 1])
+    trials = make_trials(recipe(data), {"model.hidden_size": [16, 32]}, [0, 1])
     with monkeypatch.context() as patch:
         patch.setattr(Learner, "advance", poisoned)
-        results = run_sweep(recipes, tmp_path / "sweep", mode="streams", quiet=True)
+        results = run_all(trials, tmp_path / "sweep", exact=True)
     assert [result.status for result in results] == ["complete", "failed", "complete", "complete"]
     assert str(results[1].error).startswith("LOSS_NONFINITE: the loss of step 26")
     for result in (results[0], results[2], results[3]):
-        alone = train(result.recipe, out=tmp_path / result.name, quiet=True)
+        alone = train(result.trial.recipe, out=tmp_path / result.trial.name, quiet=True)
         assert learnt(result.path) == learnt(alone)
-    again = run_sweep(recipes, tmp_path / "sweep", mode="streams", quiet=True, report=False)
+    again = run_all(trials, tmp_path / "sweep", exact=True)
     assert [result.status for result in again] == ["complete"] * 4
-    alone = train(again[1].recipe, out=tmp_path / "again", quiet=True)
+    alone = train(again[1].trial.recipe, out=tmp_path / "again", quiet=True)
     assert learnt(again[1].path) == learnt(alone)
 
 
@@ -117,12 +125,9 @@ def test_stacked_runs_are_those_that_are_alone(
 ) -> None:
     """Without dropout; sums are in another order, so last bits differ, and more with each step."""
     changes: dict[str, list[Any]] = {"optimizer.learning_rate": [1e-3, 3e-4]}
-    recipes = grid(recipe(data, *STACKABLE, *overrides), changes, seeds=[0, 1, 2])
-    results = run_sweep(recipes, tmp_path / "sweep", mode="stacked", parallel=4, quiet=True)
-    runs = [
-        learnt(train(point.recipe, out=tmp_path / point.name, quiet=True))
-        for point in name_points(recipes)
-    ]
+    trials = make_trials(recipe(data, *STACKABLE, *overrides), changes, [0, 1, 2])
+    results = run_all(trials, tmp_path / "sweep", exact=False, parallel=4)
+    runs = [learnt(train(trial.recipe, out=tmp_path / trial.name, quiet=True)) for trial in trials]
     assert [(r.status, r.error) for r in results] == [("complete", None)] * 6
     models = []
     for alone, result in zip(runs, results, strict=True):
@@ -143,8 +148,8 @@ def test_an_interrupted_stack_goes_on_to_the_same_end(
 ) -> None:
     """With dropout, bit for bit: it is drawn from seed and step, or saved with every run."""
     overrides = ("train.precision=bf16", "train.deterministic=true", "train.checkpoint_every=10")
-    recipes = grid(recipe(data, *overrides), {}, seeds=[0, 1, 2])
-    whole = run_sweep(recipes, tmp_path / "whole", mode="stacked", quiet=True)
+    trials = make_trials(recipe(data, *overrides), {}, [0, 1, 2])
+    whole = run_all(trials, tmp_path / "whole", exact=False)
     advance, count = Stack.advance, 0
 
     def interrupting(self: Stack) -> dict[int, GearError]:
@@ -157,8 +162,8 @@ def test_an_interrupted_stack_goes_on_to_the_same_end(
     with monkeypatch.context() as patch:
         patch.setattr(Stack, "advance", interrupting)
         with pytest.raises(TrainingInterrupted):
-            run_sweep(recipes, tmp_path / "parts", mode="stacked", quiet=True)
-    parts = run_sweep(recipes, tmp_path / "parts", mode="stacked", quiet=True)
+            run_all(trials, tmp_path / "parts", exact=False)
+    parts = run_all(trials, tmp_path / "parts", exact=False)
     for one, other in zip(whole, parts, strict=True):
         assert one.status == other.status == "complete"
         assert learnt(one.path) == learnt(other.path)
@@ -177,31 +182,31 @@ def test_a_failure_in_a_stack(
                 self.learners[1].model.embed_ln.bias.fill_(float("nan"))
         return advance(self)
 
-    recipes = grid(recipe(data, *STACKABLE, *options), {}, seeds=[0, 1, 2])
+    trials = make_trials(recipe(data, *STACKABLE, *options), {}, [0, 1, 2])
     with monkeypatch.context() as patch:
         patch.setattr(Stack, "advance", poisoned)
-        results = run_sweep(recipes, tmp_path / "sweep", mode="stacked", quiet=True)
+        results = run_all(trials, tmp_path / "sweep", exact=False)
     assert [result.status for result in results] == ["complete", "failed", "complete"]
     assert str(results[1].error).startswith("LOSS_NONFINITE: the loss of step 26")
-    again = run_sweep(recipes, tmp_path / "sweep", mode="stacked", quiet=True, report=False)
+    again = run_all(trials, tmp_path / "sweep", exact=False)
     assert [result.status for result in again] == ["complete"] * 3
-    for point, result in zip(name_points(recipes), again, strict=True):
-        alone = learnt(train(point.recipe, out=tmp_path / point.name, quiet=True))
+    for trial, result in zip(trials, again, strict=True):
+        alone = learnt(train(trial.recipe, out=tmp_path / trial.name, quiet=True))
         losses = [[row["loss"] for row in run["metrics"]] for run in (learnt(result.path), alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=2e-3)  # they become small
 
 
-def test_tracks_draw_what_a_seeded_device_draws() -> None:
+def test_streams_draw_what_a_seeded_device_draws() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.random.fork_rng([device]):
         torch.manual_seed(7)
         expected = [torch.rand(5, device=device) for _ in range(3)]
-        tracks = [Track(device), Track(device)]
+        streams = [RngStream(device), RngStream(device)]
         before = torch.cuda.get_rng_state(device)
         drawn: list[list[torch.Tensor]] = [[], []]
         for turn in range(3):
-            for track, mine in zip(tracks, drawn, strict=True):
-                with track.alone():
+            for stream, mine in zip(streams, drawn, strict=True):
+                with stream.use():
                     if turn == 0:
                         torch.manual_seed(7)
                     mine.append(torch.rand(5, device=device))
@@ -218,5 +223,5 @@ def test_a_sweep_that_needs_more_memory_than_there_is_ends_that_run(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 PiB")
 
     monkeypatch.setattr(Learner, "__init__", short)
-    (result,) = run_sweep([recipe(data)], tmp_path / "sweep", mode="streams", quiet=True)
+    (result,) = run_all(make_trials(recipe(data), {}, [0]), tmp_path / "sweep", exact=True)
     assert result.status == "failed" and str(result.error).startswith("MEMORY: ")

@@ -17,7 +17,7 @@ from gear_offline.config.files import recipe_paths
 from gear_offline.config.recipe import load_recipe
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
@@ -61,7 +61,7 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
     assert 0.0 < summary["data_wait_share"] < 1.0
     assert summary["evaluation_last"]["step"] == 20
     best = max(
-        read_records(whole / "evaluations.jsonl"), key=lambda r: (float(r["score"]), r["step"])
+        read_records(whole / "evaluations.jsonl"), key=lambda r: (float(r["return"]), r["step"])
     )
     assert summary["evaluation_best"]["step"] == best["step"]
     assert os.readlink(whole / "checkpoints" / "best") == f"step-{best['step']:08d}"
@@ -187,11 +187,11 @@ def test_data_and_recipe_that_do_not_fit(data: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "recipe.yaml").exists()
         return caught.value.code
 
-    assert code(None, "model.max_timestep=5") == "TIMESTEP_RANGE"
-    assert code(None, "evaluate.environment=CartPole-v1") == "ENVIRONMENT_MISMATCH"
-    assert code(None, "evaluate.environment=NoSuch-v0") == "ENVIRONMENT_UNKNOWN"
-    assert code(tmp_path / "missing") == "DATA_MISSING"
-    assert code(None, "data.path=null") == "DATA_MISSING"
+    assert code(None, "model.max_timestep=5") == "MODEL"
+    assert code(None, "evaluate.environment=CartPole-v1") == "ENVIRONMENT"
+    assert code(None, "evaluate.environment=NoSuch-v0") == "ENVIRONMENT"
+    assert code(tmp_path / "missing") == "DATASET_NOT_FOUND"
+    assert code(None, "data.path=null") == "DATASET_NOT_FOUND"
     assert code(None, "selection.strategy=uniform_step") == "SELECTION"
 
 
@@ -204,7 +204,7 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
     recipe = tiny_recipe(dataset.path, "train.steps=3", "train.evaluate_every=null")
     with pytest.raises(InputError, match=r"actions reach .* 1\.5") as caught:
         train(recipe, out=tmp_path / "a", quiet=True)
-    assert caught.value.code == "ACTION_RANGE"
+    assert caught.value.code == "MODEL"
     train(recipe.replace(model__action_tanh=False), out=tmp_path / "b", quiet=True)
 
 
@@ -295,16 +295,19 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
     if recipe.loader.frame_stack > 1:
         data = make_dataset(tmp_path, [9, 6], columns=image_columns(15, (84, 84))).path
     recipe = recipe.replace(
-        data={"path": str(data)},
-        train__steps=1,
-        train__device="cpu",
-        train__threads=1,
-        train__tensorboard=False,
-        optimizer__warmup_steps=1,
-        evaluate__environment=None,
-        evaluate__reference=None,
-        evaluate__episodes=0,
-        loader__batch_size=2,
+        {
+            "data.path": str(data),
+            "data.source": None,
+            "data.collect": None,
+            "train.steps": 1,
+            "train.device": "cpu",
+            "train.threads": 1,
+            "train.tensorboard": False,
+            "evaluate.environment": None,
+            "evaluate.reference": None,
+            "evaluate.episodes": 0,
+            "loader.batch_size": 2,
+        }
     )
     if recipe.model.hidden_size * recipe.model.layers > LARGE:
         # The shape of the recipe at a thousandth of its size, so that a CPU takes the step.

@@ -194,7 +194,7 @@ def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None
     for name in ("evaluation.evaluate", "models.policy", "dataset.dataset"):
         import_module(f"gear_offline.{name}")
     import gear_offline.runs.report
-    from gear_offline.runs.trainer import train
+    from gear_offline.runs.loop import train
 
     gear_offline.runs.report.write_report = lambda run, **_: Path(run)
 

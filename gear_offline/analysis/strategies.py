@@ -27,9 +27,9 @@ from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.plots import short
-from gear_offline.runs.preparation import prepare_dataset
-from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.runs.prepare import prepare_dataset
 from gear_offline.sampling import sampler_class
 from gear_offline.sweep.report import SweepResult, read_sweep
 from gear_offline.sweep.run import run_trials

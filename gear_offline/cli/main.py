@@ -346,7 +346,7 @@ def train(
             key, _, value = override.partition("=")
             if key.endswith("environment"):
                 import_module_of(value)
-    from gear_offline.runs.trainer import train as run  # loads torch
+    from gear_offline.runs.loop import train as run  # loads torch
 
     if resume and out is None:
         out = run_in(recipe)  # a run that is named is resumed where it lies

@@ -10,25 +10,56 @@
       checkpoints/         step-00010000/ ..., and best, a link to one of them
       plots/
       summary.json         when the run is complete
+      report.md
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gear_offline.config.recipe import Recipe
-from gear_offline.core.files import write_file
+from pydantic import BaseModel, ValidationError
+
+from gear_offline.config.recipe import Recipe, load_recipe
+from gear_offline.core.closing import Closing
+from gear_offline.core.files import obstacle_to, read_regular, write_file
 from gear_offline.errors import InputError
-from gear_offline.runs.held_directory import LOCK, HeldDirectory
+from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import list_checkpoints
 
-# what a run writes before its first checkpoint
-FALSE_START = (
-    *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "tensorboard", "checkpoints", "plots"),
-    *("report.md", "summary.json"),
+LOCK = ".lock"
+OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md")
+OWN_FOLDERS = ("tensorboard", "checkpoints", "plots")
+MOST_BYTES = 64 << 20  # of a recipe or a summary
+
+RESUMABLE = (  # what may differ when a run is resumed: none of it changes a step that was done
+    "description",
+    "loader.engine",
+    "loader.placement",
+    "loader.hbm_budget",
+    "loader.host_budget",
+    "loader.sharding",
+    "loader.exchange",
+    "train.steps",
+    "train.device",
+    "train.parallel",
+    "train.reshard",
+    "train.accumulate",
+    "train.recompute",
+    "train.threads",
+    "train.timeout",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.tensorboard",
+    "evaluate.background",
+    "evaluate.device",
+    "evaluate.workers",
 )
 
 
@@ -53,122 +84,238 @@ def is_run(folder: Path) -> bool:
     return marked or bool(list_checkpoints(folder / "checkpoints"))
 
 
-class RunDirectory(HeldDirectory):
-    """A run directory held for writing; a context manager.
+class HeldDirectory(Closing):
+    """A directory that one process at a time writes to; a context manager.
 
-    Until `write_recipe` nothing in it changes, so that a run that is refused leaves what was there.
+    The lock is the kernel's (``flock``): it ends with the process, however that ends.  Where
+    nothing has been added to the directory by its end, the lock's file goes, and the directories
+    that were made for it.
 
     Parameters
     ----------
     path
-        Created when missing.
-    resume
-        Accept a run that is already there.
+        Created when missing; ``OUTPUT_WRITE`` where that is impossible.
+    taken
+        The error when another process holds it.
+    """
+
+    def __init__(self, path: Path, *, taken: InputError) -> None:
+        self.path = path
+        self._lock, self._home = -1, path.absolute()
+        self._made: list[Path] = []
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:  # TensorBoard and safetensors fail on it, late
+            what, cure = "the name holds bytes that are not UTF-8", ""
+            raise _unusable(path, what, cure) from None
+        try:
+            while not self._take(taken):
+                pass  # who held it has just removed what it had made
+        except OSError as error:
+            self._remove_made()
+            why, cure = obstacle_to(path) or (error.strerror, "check that you may write there")
+            raise _unusable(path, f"cannot make the directory: {why}", cure) from error
+        self._before = self._content()
+
+    def _take(self, taken: InputError) -> bool:
+        """Make the directory and lock it; return False if it has gone meanwhile."""
+        place = self._home / LOCK
+        self._made = [p for p in (self._home, *self._home.parents) if not os.path.lexists(p)]
+        self._home.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            try:
+                lock, self._is_new = os.open(place, flags | os.O_EXCL, 0o644), True
+            except FileExistsError:
+                lock, self._is_new = os.open(place, flags, 0o644), False
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise taken from None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(place)):
+                self._lock = lock
+                return True
+        os.close(lock)
+        return False
+
+    def close(self) -> None:
+        """Let others write."""
+        if self._lock >= 0:
+            with suppress(OSError):
+                if self._is_new and self._content() == self._before:
+                    os.unlink(self._home / LOCK)  # while it is held: who waits for it finds it gone
+                    self._remove_made()
+            os.close(self._lock)
+            self._lock = -1
+
+    def _content(self) -> set[str]:
+        return set(os.listdir(self._home)) - {LOCK}
+
+    def _remove_made(self) -> None:
+        """Remove the directories that were made, as far as they are empty."""
+        for place in self._made:
+            with suppress(OSError):
+                place.rmdir()
+
+
+def _unusable(path: Path, what: str, cure: str) -> InputError:
+    remedy = "give another place with --out" + (f", or {cure}" if cure else "")
+    return InputError("OUTPUT_WRITE", what, where=str(path), remedy=remedy)
+
+
+class RunDirectory(HeldDirectory):
+    """A run directory held for writing; a context manager.
+
+    Until `write_recipe` nothing in it changes, so that a run that is refused leaves what was there.
+    With `resume` a run that is already there is accepted.
 
     Attributes
     ----------
     begins_anew
         Whether it holds a false start, which goes when the recipe is written.
-
-    Raises
-    ------
-    InputError
-        ``RUN_EXISTS`` when there is a run and `resume` is false, ``RUN_LOCKED`` when another
-        process writes it, ``RUN_DIRECTORY`` when the place cannot be a run directory.
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         self._check(resume)
-        taken = InputError(
-            "RUN_LOCKED",
-            "another process is writing this run",
-            where=str(path),
-            remedy="wait for it, or train into another directory",
-        )
-        super().__init__(path, unusable="RUN_DIRECTORY", taken=taken)
+        what, remedy = "another process is writing this run", "wait for it, or train elsewhere"
+        super().__init__(path, taken=InputError("RUN_LOCKED", what, str(path), remedy))
         try:
             self._check(resume)  # another process may have begun a run before we had the lock
         except InputError:
             self.close()
             raise
-        self.begins_anew = not resume and self.is_false_start
+        self.begins_anew = not resume and self._is_false_start
+        self.recipe_path = path / "recipe.yaml"
+        self.checkpoints_path = path / "checkpoints"
 
     def _check(self, resume: bool) -> None:
         """Refuse a directory that is not ours to write."""
-        if self.path.exists() and not self.path.is_dir():
-            raise InputError(
-                "RUN_DIRECTORY",
-                "not a directory",
-                where=str(self.path),
-                remedy="give another place with --out",
-            )
-        content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        path = self.path
+        if path.exists() and not path.is_dir():
+            raise _unusable(path, "not a directory", "")
+        content = set(os.listdir(path)) if path.is_dir() else set()
         if not content - {LOCK, ".recipe.yaml.partial"}:
             return
-        if not is_run(self.path):
-            raise InputError(
-                "RUN_DIRECTORY",
-                "the directory is not empty and holds no run",
-                where=str(self.path),
-                remedy="train into another directory: --out",
-            )
-        if not resume and not self.is_false_start:
-            raise InputError(
-                "RUN_EXISTS",
-                "there is a run already",
-                where=str(self.path),
-                remedy="go on with --resume, or train into another directory (--out, name=, seed=)",
-            )
+        if not is_run(path):
+            what = "the directory is not empty and holds no run"
+            remedy = "train into another directory: --out"
+            raise InputError("OUTPUT_EXISTS", what, str(path), remedy)
+        for name in content & {LOCK, *OWN_FILES, *OWN_FOLDERS}:
+            mode = os.lstat(path / name).st_mode
+            if not (stat.S_ISDIR(mode) if name in OWN_FOLDERS else stat.S_ISREG(mode)):
+                # writing through a link would change a file that is somebody else's
+                kind = "folder" if name in OWN_FOLDERS else "file"
+                what = f"{name} is not a {kind} of the run's own, but a link or a device"
+                remedy = f"put the {kind} itself there, or remove {path / name}"
+                raise InputError("RUN_DAMAGED", what, str(path), remedy)
+        if not resume and not self._is_false_start:
+            remedy = "go on with --resume, or train into another directory (--out, name=, seed=)"
+            raise InputError("OUTPUT_EXISTS", "there is a run already", str(path), remedy)
 
     @property
-    def is_false_start(self) -> bool:
+    def _is_false_start(self) -> bool:
         """Whether this is a run that ended before its first checkpoint: nothing can go on there."""
-        content = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        known = content <= {LOCK, ".recipe.yaml.partial", *FALSE_START}
-        return known and self.recipe_path.is_file() and not list_checkpoints(self.checkpoints_path)
-
-    def _sweep(self) -> None:
-        """Remove what a false start left."""
-        for name in FALSE_START:
-            place = self.path / name
-            if place.is_dir():
-                shutil.rmtree(place)
-            else:
-                place.unlink(missing_ok=True)
-
-    @property
-    def recipe_path(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations_path(self) -> Path:
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def tensorboard_path(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def summary_path(self) -> Path:
-        return self.path / "summary.json"
+        content = set(os.listdir(self.path)) if self.path.is_dir() else set()
+        known = content <= {LOCK, ".recipe.yaml.partial", *OWN_FILES, *OWN_FOLDERS}
+        return (
+            known and "recipe.yaml" in content and not list_checkpoints(self.path / "checkpoints")
+        )
 
     def write_recipe(self, recipe: Recipe) -> None:
         """Store the resolved recipe, in place of what a false start left."""
         if self.begins_anew:
-            self._sweep()
+            for name in OWN_FOLDERS:
+                if (self.path / name).is_dir():
+                    shutil.rmtree(self.path / name)
+            for name in OWN_FILES:
+                (self.path / name).unlink(missing_ok=True)
             self.begins_anew = False
         write_file(self.recipe_path, recipe.to_yaml().encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store ``summary.json``."""
         text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        write_file(self.summary_path, text.encode())
+        write_file(self.path / "summary.json", text.encode())
+
+
+class RunSummary(BaseModel):
+    """What others read of ``summary.json``."""
+
+    steps: int
+    seconds: float = 0.0
+    steps_per_second: float = 0.0
+
+
+def read_summary(path: Path) -> RunSummary | None:
+    """Return the summary of the run directory `path`; None if there is none that can be read."""
+    try:
+        content = read_regular(path / "summary.json", most=MOST_BYTES)
+        return RunSummary.model_validate_json(content)
+    except (OSError, ValueError, ValidationError):  # it is written anew
+        return None
+
+
+def check_resumed(path: Path, recipe: Recipe) -> None:
+    """Refuse to go on with a run whose recipe would have made another run, or has fewer steps.
+
+    The `recipe` is resolved; a run without a checkpoint is not refused.
+    """
+    saved = list_checkpoints(path / "checkpoints")
+    before = _begun_with(path, [place for _, place in saved])
+    if before is not None:
+        check_same_run(before, recipe, path)
+    if not saved or saved[-1][0] <= recipe.train.steps:
+        return
+    whole = newest_checkpoint(path / "checkpoints", lambda message: None)
+    done = 0 if whole is None else whole.state.step  # damaged ones after it are passed over
+    if done > recipe.train.steps:
+        raise InputError(
+            "RUN_MISMATCH",
+            f"train.steps is {recipe.train.steps}, but {done} steps are done",
+            where=str(path),
+            remedy="ask for at least as many steps, or train into another directory",
+        )
+
+
+def _begun_with(path: Path, checkpoints: list[Path]) -> Recipe | None:
+    """Return the recipe of a run: of its newest checkpoint, since recipe.yaml may be edited."""
+    for place in reversed(checkpoints):
+        with suppress(InputError):  # a damaged one is passed over
+            return Recipe.parse(read_state(place).recipe, where=str(place))
+    begun = path / "recipe.yaml"
+    return load_recipe(begun) if checkpoints and begun.exists() else None
+
+
+def check_same_run(before: Recipe, now: Recipe, path: Path) -> None:
+    """Refuse to resume a run with a recipe that would have made another run."""
+    old, new = _leaves(before.to_dict()), _leaves(now.to_dict())
+    free = set(RESUMABLE)
+    if now.optimizer.schedule != "constant":
+        free.remove("train.steps")  # the learning rates of the steps done depend on it
+    for key in sorted({*old, *new} - free):
+        if old.get(key) != new.get(key):
+            remedy = f"resume as it began: gear-offline train {path} --resume"
+            with suppress(InputError):
+                edited = _leaves(load_recipe(path / "recipe.yaml").to_dict())
+                if edited.get(key) == new.get(key):
+                    remedy = f"undo that in {path / 'recipe.yaml'}"
+            raise InputError(
+                "RUN_MISMATCH",
+                f"{key} was {old.get(key)!r} when the run began and is {new.get(key)!r} now",
+                where=str(path),
+                remedy=f"{remedy}, or train into another directory",
+            )
+
+
+def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves.update(_leaves(item, f"{prefix}.{key}" if prefix else key))
+    return leaves

@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from gear_offline.config.recipe import Recipe
+from gear_offline.config.tasks import environments_of
 from gear_offline.core.interruption import Aborted, StopRequest
+from gear_offline.core.progress import Progress
 from gear_offline.evaluation.background import (
     BackgroundEvaluations,
     PlayRequest,
@@ -29,12 +32,16 @@ from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
 from gear_offline.evaluation.results import summary_text
 from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.models.multitask import tasks_of_config
-from gear_offline.runs.training_display import TrainingDisplay
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
 from gear_offline.training.policies import task_policy
 from gear_offline.training.saving import Saver
+
+
+def plays(recipe: Recipe) -> bool:
+    """Return whether there is an environment to evaluate in, and episodes to play."""
+    return recipe.evaluate.episodes > 0 and bool(environments_of(recipe))
 
 
 class RunEvaluations:
@@ -46,7 +53,7 @@ class RunEvaluations:
         The run directory.
     learner
         Of the first rank.
-    saves, metrics, display, stop
+    saver, metrics, progress, stop
         Of the run.
     concurrent_runs
         Runs that share the cores which training leaves.
@@ -67,14 +74,14 @@ class RunEvaluations:
         folder: Path,
         learner: Learner,
         *,
-        saves: Saver,
+        saver: Saver,
         metrics: Metrics,
-        display: TrainingDisplay,
+        progress: Progress,
         stop: StopRequest,
         concurrent_runs: int = 1,
     ) -> None:
         self._folder, self._learner = folder, learner
-        self._saves, self._metrics, self._display, self._stop = saves, metrics, display, stop
+        self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
         model_tasks = tasks_of_config(learner.model.config)
         self._tasks = tasks_of(learner.recipe, model_tasks)
         if learner.recipe.evaluate.episodes == 0:
@@ -134,7 +141,6 @@ class RunEvaluations:
             self._background.submit(request)
             return True
         self._learner.check()
-        self._display.evaluating()
         try:
             self._play(step, partial(play, self._policy, request, processes=None))
         finally:
@@ -146,7 +152,7 @@ class RunEvaluations:
         began = time.perf_counter()
         while background.is_full and self._stop.signal_name is None:
             background.wait()
-            self._saves.check()
+            self._saver.check()
             self.collect()
         self.held_seconds += time.perf_counter() - began
 
@@ -154,7 +160,11 @@ class RunEvaluations:
         """Play in this process; Ctrl-C leaves it to a resumed run."""
         began = time.monotonic()
         try:
-            with self._stop.abortable(), torch.random.fork_rng(devices=[]):
+            with (
+                self._progress.paused("evaluating"),
+                self._stop.abortable(),
+                torch.random.fork_rng(devices=[]),
+            ):
                 document = played()
         except Aborted:
             return
@@ -162,7 +172,6 @@ class RunEvaluations:
             document = failure(error)
         seconds = time.monotonic() - began
         self.held_seconds += seconds
-        self._display.evaluating(seconds)
         self._record(step, document, seconds)
 
     def _policy(self, task: EvaluationTask) -> ActingPolicy:
@@ -181,7 +190,7 @@ class RunEvaluations:
 
     def _request(self, step: int) -> PlayRequest:
         return PlayRequest(
-            checkpoint=str(self._saves.path(step).absolute()),
+            checkpoint=str(self._saver.path(step).absolute()),
             run=self._folder.name,
             step=step,
             tasks=self._tasks,
@@ -202,7 +211,7 @@ class RunEvaluations:
         if self._background is None or not self._background.steps:
             return
         count = len(self._background.steps)
-        self._display.say(f"waiting for {count} evaluation{'s' if count > 1 else ''}")
+        self._progress.say(f"waiting for {count} evaluation{'s' if count > 1 else ''}")
         try:
             with self._stop.abortable():
                 while self._background.steps:
@@ -223,8 +232,8 @@ class RunEvaluations:
         self._metrics.evaluation(step, {**document, **stale})
         short, whole = summary_text(document)
         late = f" ({seconds:,.0f} s and {now - step:,} steps ago)" if now > step else ""
-        self._display.score(short + (f" of step {step:,}" if now > step else ""))
-        self._display.say(f"step {step:,}{late}: {whole}")
+        self._progress.update(now, last=short)
+        self._progress.say(f"step {step:,}{late}: {whole}")
 
     def summary(self) -> dict[str, Any]:
         """Return how evaluations were played, for ``summary.json``."""

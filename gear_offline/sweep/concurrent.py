@@ -1,19 +1,48 @@
-"""The trials of a sweep on one GPU: those of equal shapes stacked, the others on streams."""
+"""The trials of a sweep in one process: those of equal shapes stacked, the others on streams.
+
+Runs take turns: each launches a few steps at a time on a stream of its own.  Where the host needs a
+run's numbers (a log line, a checkpoint, an evaluation) it leaves that run until they are there and
+goes on with the others, so that the GPU always has something to do.  Runs of a stack share one
+step, and one stream; a stream is a stack of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gear_offline.config.recipe import Recipe
+from gear_offline.core.interruption import StopRequest
+from gear_offline.distributed.world import current
 from gear_offline.errors import GearError, UnavailableError
-from gear_offline.sweep.stack import StackTurns
+from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.runs.directory import RunDirectory, check_resumed
+from gear_offline.runs.loop import Run, TrainingInterrupted, run_errors
+from gear_offline.runs.prepare import resolve
+from gear_offline.runs.writer import RunWriter
 from gear_offline.sweep.trials import Trial
-from gear_offline.sweep.turns import Turns
 from gear_offline.tables.joint import TableData
-from gear_offline.training.stack import check_stackable
+from gear_offline.tables.shared import SharedTables
+from gear_offline.training.learner import Learner
+from gear_offline.training.seeding import deterministic, torch_threads
+from gear_offline.training.stack import Stack, check_stackable, stack_key
+
+CHUNK = 8  # steps of a run that are launched in one turn
+DEEP = 4  # turns of a run on their way, at most
+LARGEST_STACK = 16  # more runs need memory and are hardly faster
+PAUSE_SECONDS = 0.002  # of the host when every run waits for something
+MEMORY_SPARE = 1.25  # a further run begins if so many times what one takes is free
+
+Ended = Callable[[Trial, GearError | None], None]
 
 
 def train_concurrently(
@@ -24,27 +53,470 @@ def train_concurrently(
     parallel: int,
     exact: bool,
     open_data: Callable[[Recipe], TableData],
-    ended: Callable[[Trial, GearError | None], None],
+    ended: Ended,
     moved: Callable[[Trial, int], None],
 ) -> None:
-    """Train each trial into ``folder/NAME``, `parallel` at a time."""
-    by_name = {trial.name: trial for trial in trials}
+    """Train each trial into ``folder/NAME``, `parallel` at a time.
 
-    class Display:
-        def step(self, name: str, done: int) -> None:
-            moved(by_name[name], done)
+    Parameters
+    ----------
+    exact
+        Stack none: each run has the bits that it has alone.
+    open_data
+        Gives the dataset of a recipe, opened and checked.
+    ended
+        Is told of each trial how it ended, but of those that were interrupted.
+    moved
+        Is told of a trial's steps done.
+    """
+    waiting = deque(_groups(trials, min(parallel, LARGEST_STACK), exact, open_data))
+    scheduler = _Scheduler(folder, device, parallel, open_data, ended, moved)
+    with scheduler.stop, current(device), _many_shapes(trials, device):
+        scheduler.complete(waiting)
 
+
+def _groups(
+    trials: Sequence[Trial], most: int, exact: bool, open_data: Callable[[Recipe], TableData]
+) -> Iterator[list[Trial]]:
+    """Yield the trials that make one stack, in stacks of about the same size."""
+    alike: dict[str, list[Trial]] = {}
+    for trial in trials:
+        alike.setdefault(stack_key(trial.recipe), []).append(trial)
+    for members in alike.values():
+        size = 1
+        if not exact and len(members) > 1 and _can_stack(members[0].recipe, open_data):
+            size = -(-len(members) // -(-len(members) // most))
+        for first in range(0, len(members), size):
+            yield members[first : first + size]
+
+
+def _can_stack(recipe: Recipe, open_data: Callable[[Recipe], TableData]) -> bool:
     try:
-        for trial in trials:
-            check_stackable(trial.recipe)
-        stacked = not exact
+        check_stackable(recipe)
+        dataset = open_data(recipe)
+        resolved, sizes = resolve(recipe, dataset, quiet=True)
+        learns = recipe_sampler(resolved, dataset).loss_sampler is not None
+        check_stackable(resolved, sizes, learns=learns)
     except UnavailableError:
-        stacked = False
-    turns = (StackTurns if stacked else Turns)(
-        device,
-        parallel=parallel,
-        prepare=open_data,
-        place=lambda trial: folder / trial.name,
-        display=Display(),
-    )
-    turns.complete(trials, ended)
+        return False
+    except GearError:  # its run tells of it
+        return False
+    return True
+
+
+@contextmanager
+def _many_shapes(trials: Sequence[Trial], device: torch.device) -> Iterator[None]:
+    """Let torch.compile keep a version of the step for each shape that there may be."""
+    if device.type != "cuda" or all(trial.recipe.train.compile == "off" for trial in trials):
+        yield
+        return
+    import torch._dynamo.config as dynamo
+
+    patched: Any = dynamo
+    with patched.patch(recompile_limit=max(8, 2 * len(trials))):
+        yield
+
+
+class RngStream:
+    """A CUDA stream and random numbers of its own: what a run among others works with.
+
+    PyTorch has one default generator a device, which dropout draws from, and a captured CUDA graph
+    reads the state that this generator had when it was captured.  So each run brings a state of its
+    own, and draws what it would have drawn alone.  On a CPU there is no stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._host = device, torch.get_rng_state()
+        self._stream: Any = None
+        self._random: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._random = torch.Generator(device)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Let torch work on this stream with these random numbers."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._host)
+        try:
+            with self._on_device() if self._stream is not None else nullcontext():
+                yield
+        finally:
+            self._host = torch.get_rng_state()
+            torch.set_rng_state(before)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        default: Any = torch.cuda.default_generators[index]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(self._random)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            default.graphsafe_set_state(before)
+
+    def event(self) -> Any:
+        """Return an event behind everything launched so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+@dataclass(eq=False)
+class _Member:
+    """A run among others, and what it holds.
+
+    Attributes
+    ----------
+    steps
+        From `Run.steps`.
+    is_at_step
+        Whether it has done all that the steps so far ask for.
+    taken
+        Steps that it took of those that its stack has done.
+    window_began, launched_seconds
+        Since when its steps run, and how much of that its learner has counted itself.
+    """
+
+    trial: Trial
+    run: Run
+    held: ExitStack
+    rng: RngStream
+    first_step: int
+    steps: Iterator[bool] = field(default_factory=lambda: iter(()))
+    is_at_step: bool = False
+    taken: int = 0
+    window_began: float | None = None
+    launched_seconds: float = 0.0
+
+    @property
+    def writer(self) -> RunWriter:
+        assert isinstance(self.run.writer, RunWriter), "a sweep has one rank"
+        return self.run.writer
+
+
+class _GroupStop(StopRequest):
+    """The scheduler's request as a group sees it: all its runs stop after the same step."""
+
+    def __init__(self, whole: StopRequest) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def look(self) -> None:
+        """Take over a request that has come meanwhile."""
+        self.signal_name = self._whole.signal_name
+
+    @contextmanager
+    def abortable(self) -> Iterator[None]:
+        with self._whole.abortable():
+            yield
+
+
+class _Group:
+    """Runs that share a stream, its random numbers and, if they are several, one step."""
+
+    def __init__(self, members: list[_Member], stop: _GroupStop) -> None:
+        self.members, self.stop = members, stop
+        self.done: list[_Member] = []  # their evaluations may be under way
+        self._rng, self._learners = members[0].rng, [member.run.learner for member in members]
+        self._settings = members[0].run.learner.recipe.train
+        self._events: deque[Any] = deque()
+        self._is_marked, self._stack = True, self._stacked()
+        self._launched, self._failures = 0, dict[int, GearError]()
+        for member in members:
+            advance, is_ready = partial(self._advance, member), partial(self._is_ready, member)
+            member.steps = member.run.steps(advance, is_ready)
+
+    def _stacked(self) -> Stack | None:
+        if len(self._learners) == 1:
+            return None
+        with self.work():
+            return Stack(self._learners)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Let torch work for these runs."""
+        threads, kernels = self._settings.threads, self._settings.deterministic
+        with self._rng.use(), torch_threads(threads), deterministic(kernels):
+            yield
+
+    @property
+    def will_capture(self) -> bool:
+        """Whether the next step is captured as a CUDA graph before it is replayed."""
+        if self._stack is not None:
+            return self._stack.will_capture
+        learner = self._learners[0]
+        return not learner.graph_reason and not learner.is_captured
+
+    def leave(self, member: _Member) -> None:
+        """Go on without a run; its place in a stack stays, what is computed there is not used."""
+        self.members.remove(member)
+        if self._stack is not None:
+            self._stack.leave(self._learners.index(member.run.learner))
+
+    def turn(self) -> Iterator[tuple[_Member, GearError | None]]:
+        """Launch steps and look at numbers that are there; yield the runs that ended, and how.
+
+        Ends at the first thing that is to be waited for.
+        """
+        self._drop_passed()
+        if len(self._events) >= DEEP:
+            return
+        self.stop.look()
+        for _ in range(CHUNK):
+            for member in [member for member in self.members if not member.is_at_step]:
+                answer: bool | None = False
+                try:
+                    with _errors_of(member), self.work():
+                        answer = next(member.steps, None)
+                except GearError as error:
+                    yield member, error
+                    continue
+                if answer is None:
+                    self.members.remove(member)
+                    self.done.append(member)
+                member.is_at_step = bool(answer)
+            if not all(member.is_at_step for member in self.members):
+                break
+            for member in self.members:
+                member.is_at_step = False
+        self._mark()
+
+    def _advance(self, member: _Member) -> None:
+        """Do a step of one run: the first one that asks launches it for all."""
+        learner, began = member.run.learner, time.perf_counter()
+        if member.window_began is None:
+            member.window_began, member.launched_seconds = began, 0.0
+        self._is_marked = False
+        if self._stack is None:
+            learner.advance()
+        else:
+            if member.taken == self._launched:
+                self._failures = self._stack.advance()
+                self._launched += 1
+            member.taken += 1
+            if (error := self._failures.get(self._learners.index(learner))) is not None:
+                raise error
+            if self._stack.is_captured:
+                return
+        member.launched_seconds += time.perf_counter() - began
+
+    def _is_ready(self, member: _Member) -> bool:
+        """Whether the GPU has done the steps so far, and an evaluation that is due can begin."""
+        self._mark()
+        self._drop_passed()
+        step = member.run.learner.step
+        if member.run.evaluates_at(step) and member.writer.must_wait(step):
+            member.writer.collect()
+            return False
+        if self._events:
+            return False
+        if member.window_began is not None and member.run.learner.device.type == "cuda":
+            whole = time.perf_counter() - member.window_began
+            member.run.learner.count_busy(max(0.0, whole - member.launched_seconds))
+        member.window_began = None
+        return True
+
+    def _mark(self) -> None:
+        """Remember the end of what was launched."""
+        if not self._is_marked and (event := self._rng.event()) is not None:
+            self._events.append(event)
+        self._is_marked = True
+
+    def _drop_passed(self) -> None:
+        while self._events and self._events[0].query():
+            self._events.popleft()
+
+
+def _errors_of(member: _Member) -> AbstractContextManager[None]:
+    run = member.run
+    return run_errors(member.trial.name, run.path, run.learner.device)
+
+
+class _Scheduler:
+    """Has groups take turns until all trials have ended."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        parallel: int,
+        open_data: Callable[[Recipe], TableData],
+        ended: Ended,
+        moved: Callable[[Trial, int], None],
+    ) -> None:
+        self._folder, self._device, self._parallel = folder, device, parallel
+        self._open_data, self._ended, self._moved = open_data, ended, moved
+        self._tables, self.stop = SharedTables(), StopRequest()
+        self._groups: list[_Group] = []
+        self._opening: deque[Trial] = deque()  # of the group that is next
+        self._opened: list[_Member] = []
+
+    def complete(self, waiting: deque[list[Trial]]) -> None:
+        """Run all trials; ``INTERRUPTED`` after Ctrl-C, what the runs have done is saved."""
+        try:
+            while waiting or self._opening or self._opened or self._groups:
+                if self.stop.signal_name is None:
+                    self._admit(waiting)
+                    self._open_next()
+                before = [(member, member.run.learner.step) for member in self._running()]
+                for group in list(self._groups):
+                    self._turn(group)
+                if self.stop.signal_name is not None:
+                    self._abandon_idle()
+                    if not self._groups:
+                        what = f"stopped by {self.stop.signal_name}"
+                        raise TrainingInterrupted("INTERRUPTED", what)
+                after = [(member, member.run.learner.step) for member in self._running()]
+                for member, step in after:
+                    self._moved(member.trial, step)
+                if before == after and not self._opening:
+                    time.sleep(PAUSE_SECONDS)
+        finally:
+            for member in [*self._opened, *self._running()]:
+                self._release(member)
+
+    def _running(self) -> list[_Member]:
+        return [m for group in self._groups for m in (*group.members, *group.done)]
+
+    def _admit(self, waiting: deque[list[Trial]]) -> None:
+        """Begin with another group, if there is room for it."""
+        if waiting and not self._opening and not self._opened and self._has_room(len(waiting[0])):
+            self._opening.extend(waiting.popleft())
+
+    def _has_room(self, runs: int) -> bool:
+        """Return whether so many runs more may begin, and the GPU has memory for them."""
+        running = len(self._running())
+        if running and running + runs > self._parallel:
+            return False
+        if self._device.type != "cuda" or not running:
+            return True
+        free, _ = torch.cuda.mem_get_info(self._device)
+        each = torch.cuda.memory_reserved(self._device) / running
+        return free > MEMORY_SPARE * runs * each
+
+    def _open_next(self) -> None:
+        """Open one run; those of a stack begin when all are open."""
+        if self._opening:
+            trial = self._opening.popleft()
+            try:
+                with run_errors(trial.name, self._folder / trial.name, self._device):
+                    self._opened.append(self._open(trial))
+            except GearError as error:
+                self._end(trial, error)
+        if self._opened and not self._opening:
+            opened, self._opened = self._opened, []
+            opened.sort(key=lambda member: member.first_step)
+            # a kill may have come when some had saved a step and others had not
+            for _, members in groupby(opened, key=lambda member: member.first_step):
+                self._begin(list(members))
+
+    def _begin(self, members: list[_Member]) -> None:
+        try:
+            with _errors_of(members[0]):
+                self._groups.append(_Group(members, self._stop_of(members)))
+        except GearError as error:
+            for member in members:
+                self._release(member)
+                self._end(member.trial, error)
+
+    def _stop_of(self, members: list[_Member]) -> _GroupStop:
+        stop = _GroupStop(self.stop)
+        for member in members:
+            member.run.stop = stop
+        return stop
+
+    def _open(self, trial: Trial) -> _Member:
+        path, rng = self._folder / trial.name, RngStream(self._device)
+        with ExitStack() as stack:
+            directory = stack.enter_context(RunDirectory(path, resume=path.exists()))
+            dataset = self._open_data(trial.recipe)
+            recipe, sizes = resolve(trial.recipe, dataset, quiet=True)
+            check_resumed(path, recipe)
+            threads, kernels = recipe.train.threads, recipe.train.deterministic
+            with rng.use(), torch_threads(threads), deterministic(kernels):
+                torch.manual_seed(recipe.seed)
+                learner = Learner(recipe, sizes, dataset, self._device, tables=self._tables)
+                run = Run(
+                    path,
+                    directory,
+                    learner,
+                    dataset,
+                    self.stop,
+                    quiet=True,
+                    concurrent_runs=self._parallel,
+                )
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # a table may be on its way for others
+            return _Member(trial, run, stack.pop_all(), rng, first_step=learner.step)
+
+    def _turn(self, group: _Group) -> None:
+        if group.will_capture:  # no thread that writes a checkpoint may use the GPU meanwhile
+            for member in self._running():
+                with suppress(Exception):  # it is raised again in its own run's turn
+                    member.run.saver.wait()
+        for member, error in group.turn():
+            group.leave(member)
+            self._release(member)
+            if not isinstance(error, TrainingInterrupted):
+                self._end(member.trial, error)
+        for member in list(group.done):
+            self._finish(group, member)
+        if not group.members and not group.done:
+            self._groups.remove(group)
+
+    def _finish(self, group: _Group, member: _Member) -> None:
+        """Sum up a run whose steps are done, when its evaluations are there."""
+        error = None
+        try:
+            with _errors_of(member):
+                member.run.saver.check()
+                member.writer.collect()
+                if not member.writer.is_settled:
+                    return
+                with group.work():
+                    member.run.finish()
+                    member.run.close()
+                    member.run.sum_up()
+        except GearError as caught:
+            error = caught
+        group.done.remove(member)
+        self._release(member)
+        if not isinstance(error, TrainingInterrupted):
+            self._moved(member.trial, member.run.learner.step)
+            self._end(member.trial, error)
+
+    def _end(self, trial: Trial, error: GearError | None) -> None:
+        if error is not None and error.code == "DEVICE":  # nothing can go on
+            raise error
+        self._ended(trial, error)
+
+    def _abandon_idle(self) -> None:
+        """After a request to stop: give up runs that have nothing new to save."""
+        self._opening.clear()
+        for member in self._opened:
+            self._release(member)
+        self._opened.clear()
+        for group in list(self._groups):
+            for member in list(group.members):
+                if member.run.learner.step == member.first_step:
+                    group.leave(member)
+                    self._release(member)
+            for member in group.done:
+                self._release(member)
+            group.done.clear()
+            if not group.members:
+                self._groups.remove(group)
+
+    def _release(self, member: _Member) -> None:
+        """Close a run; the error that came first is told, not one of closing what it left."""
+        try:
+            with suppress(GearError, OSError, RuntimeError), member.rng.use():
+                member.run.close()
+                member.run.learner.close()
+        finally:
+            member.held.close()

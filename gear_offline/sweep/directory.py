@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.files import read_regular, write_file
 from gear_offline.errors import InputError
-from gear_offline.runs.held_directory import LOCK, HeldDirectory
+from gear_offline.runs.directory import LOCK, HeldDirectory
 from gear_offline.sweep.results import TrialResult, is_complete, read_result
 from gear_offline.sweep.trials import Trial, flat
 from gear_offline.training.metrics import JsonLines, finite
@@ -104,7 +104,7 @@ class SweepDirectory:
             if foreign:
                 what = "the directory is not empty and holds no sweep"
                 raise InputError("OUTPUT_EXISTS", what, str(self.path), "choose another with --out")
-        return HeldDirectory(self.path, unusable="OUTPUT_WRITE", taken=taken)
+        return HeldDirectory(self.path, taken=taken)
 
     @property
     def is_begun(self) -> bool:

@@ -17,9 +17,7 @@ from gear_offline.core.interruption import StopRequest
 from gear_offline.core.workers import LOST, Caller, Worker
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import loader_options
-from gear_offline.runs.errors import in_words
-from gear_offline.runs.trainer import train
-from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.runs.loop import TrainingInterrupted, run_errors, train
 from gear_offline.sampling.base import own_strategies, register_own
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
@@ -94,7 +92,7 @@ def train_trial(
 ) -> None:
     """Train one trial in a worker."""
     tables = _attached(handles, strategies)
-    with in_words(path.name, path, resolve_device(recipe.train.device)):
+    with run_errors(path.name, path, resolve_device(recipe.train.device)):
         train(recipe, out=path, resume=True, quiet=True, tables=tables)
 
 

@@ -23,10 +23,9 @@ from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.background import MOST_WORKERS
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
-from gear_offline.runs.errors import gpu_lost, in_words, is_gpu_lost
-from gear_offline.runs.preparation import prepare_dataset, resolve
-from gear_offline.runs.trainer import RESUMABLE, check_resumed, train
-from gear_offline.runs.training_run import TrainingInterrupted
+from gear_offline.runs.directory import RESUMABLE, check_resumed
+from gear_offline.runs.loop import TrainingInterrupted, run_errors, train
+from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.directory import SweepDirectory, SweepFile, merged
 from gear_offline.sweep.processes import train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
@@ -204,10 +203,6 @@ class _Sweep:
             what = "stopped; what the trials have done is saved"
             where, remedy = str(self._directory.path), "the same command goes on"
             raise TrainingInterrupted("INTERRUPTED", what, where, remedy) from error
-        except Exception as error:
-            if isinstance(error, GearError) or not is_gpu_lost(self._device):
-                raise
-            raise gpu_lost(error, str(self._directory.path)) from error
 
     def _one_by_one(self, trials: Sequence[Trial]) -> None:
         """Train here, each trial with the display of a run alone."""
@@ -215,11 +210,13 @@ class _Sweep:
         for trial in trials:
             path = self._directory.run_path(trial)
             try:
-                with in_words(trial.name, path, self._device):
+                with run_errors(trial.name, path, self._device):
                     train(trial.recipe, out=path, resume=True, quiet=self._quiet, tables=tables)
             except TrainingInterrupted:
                 raise
             except GearError as error:
+                if error.code == "DEVICE":  # nothing can go on
+                    raise
                 self._note_failure(trial, error)
 
     def _together(self, trials: Sequence[Trial], file: SweepFile) -> None:

@@ -54,7 +54,7 @@ class Learner:
     Parameters
     ----------
     recipe
-        Resolved: see `gear_offline.runs.preparation.resolve`.
+        Resolved: see `gear_offline.runs.prepare.resolve`.
     sizes
         Of states and actions.
     dataset

@@ -40,7 +40,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         try:
             record = json.loads(line)
             record["step"] = int(record["step"])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             where = f"{path} line {number}"
             raise _damaged("a line is not a record with a step", where, "that line") from error
         yield record, offset

@@ -25,7 +25,7 @@ from typing import Any
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.errors import InputError
-from gear_offline.runs.trainer import train
+from gear_offline.runs.loop import train
 from gear_offline.tables.fields import ACTIONS, REWARDS, STATES
 from gear_offline.tables.table import build_table
 from gear_offline.training.checkpoint import read_checkpoint

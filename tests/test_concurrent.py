@@ -1,0 +1,430 @@
+"""Runs that share a process, on the CPU: each is what it is alone, and its errors are its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from gear_offline.config.recipe import Recipe
+from gear_offline.errors import GearError, InputError
+from gear_offline.runs.loop import Run, TrainingInterrupted, run_errors, train
+from gear_offline.runs.prepare import prepare_dataset
+from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
+from gear_offline.training.learner import Learner
+from gear_offline.training.metrics import read_records
+from gear_offline.training.saving import Saver
+from gear_offline.training.stack import Stack
+from tests.training_support import learnt, tiny_recipe
+
+CPU = torch.device("cpu")
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
+ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nsee")
+MODEL = ("evaluate.episodes=0", "model.hidden_size=16", "model.heads=2", "model.layers=2")
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    recipe: Recipe
+
+
+def trials_of(
+    data: Path, *overrides: str, rates: Sequence[float] = (1e-2, 1e-3), seeds: int = 2
+) -> list[Trial]:
+    base = tiny_recipe(data, *MODEL, *overrides)
+    changes = [
+        {"optimizer.learning_rate": rate, "seed": seed} for rate in rates for seed in range(seeds)
+    ]
+    return [Trial(f"t{n}", base.replace(change)) for n, change in enumerate(changes)]
+
+
+def concurrently(
+    trials: Sequence[Trial], folder: Path, *, exact: bool = False, parallel: int = 4
+) -> dict[str, str | None]:
+    """Train together; return the code of the error that each ended with."""
+    errors: dict[str, str | None] = {}
+
+    def ended(trial: Any, error: GearError | None) -> None:
+        assert trial.name not in errors, "told once"
+        errors[trial.name] = None if error is None else error.code
+
+    steps: dict[str, int] = {}
+    train_concurrently(
+        trials,  # type: ignore[arg-type]
+        folder=folder,
+        device=CPU,
+        parallel=parallel,
+        exact=exact,
+        open_data=lambda recipe: prepare_dataset(recipe, quiet=True),
+        ended=ended,
+        moved=lambda trial, step: steps.update({trial.name: step}),
+    )
+    complete = [trial for trial in trials if errors.get(trial.name, "") is None]
+    assert all(steps[trial.name] == trial.recipe.train.steps for trial in complete)
+    return errors
+
+
+def last_step(run: Path) -> int:
+    records = read_records(run / "metrics.jsonl")
+    return int(records[-1]["step"]) if records else 0
+
+
+def without_keys(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Leave out the bias of attention's keys, whose gradient is what rounding leaves of zero."""
+    if not name.endswith("c_attn.bias") or tensor.ndim == 0:
+        return tensor
+    query, _, value = tensor.chunk(3)
+    return torch.cat([query, value])
+
+
+def assert_alike(run: Path, alone: Path) -> None:
+    """Compare two runs without dropout: sums are in another order, nothing else differs."""
+    one, other = learnt(run), learnt(alone)
+    assert one["step"] == other["step"] and one["recipe"] == other["recipe"]
+    for kind in ("model", "training"):
+        tensors, others = load(one[kind]), load(other[kind])
+        assert tensors.keys() == others.keys()
+        for name, tensor in tensors.items():
+            if not name.startswith("random"):
+                pair = without_keys(name, tensor), without_keys(name, others[name])
+                torch.testing.assert_close(*pair, rtol=1e-3, atol=2e-5, msg=name)
+    for row, expected in zip(one["metrics"], other["metrics"], strict=True):
+        assert row["step"] == expected["step"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *, seed: int, rate: float, step: int) -> None:
+    """Have the weights of one run become NaN after `step`."""
+    take = Learner.take
+
+    def poisoned(self: Learner) -> Any:
+        recipe = self.recipe
+        if (recipe.seed, recipe.optimizer.learning_rate, self.step) == (seed, rate, step):
+            with torch.no_grad():
+                self.model.embed_ln.bias.fill_(float("nan"))
+        return take(self)
+
+    monkeypatch.setattr(Learner, "take", poisoned)
+
+
+# what runs are ---------------------------------------------------------------------------------
+
+
+def test_exact_runs_have_the_bits_of_runs_alone(data: Path, tmp_path: Path) -> None:
+    """With dropout and evaluations; of three runs two share the process at a time."""
+    trials = trials_of(data, "evaluate.episodes=1", rates=[1e-2], seeds=3)
+    before = torch.get_rng_state()
+    errors = concurrently(trials, tmp_path / "all", exact=True, parallel=2)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers stay"
+    assert errors == {"t0": None, "t1": None, "t2": None}
+    runs = [learnt(tmp_path / "all" / trial.name) for trial in trials]
+    for trial, run in zip(trials, runs, strict=True):
+        assert run == learnt(train(trial.recipe, out=tmp_path / trial.name, quiet=True))
+    assert len({run["model"] for run in runs}) == 3, "they do differ"
+
+
+def test_stacked_runs_are_those_that_are_alone(data: Path, tmp_path: Path) -> None:
+    trials = trials_of(data, "model.dropout=0")
+    assert set(concurrently(trials, tmp_path / "all").values()) == {None}
+    for trial in trials:
+        alone = train(trial.recipe, out=tmp_path / trial.name, quiet=True)
+        assert_alike(tmp_path / "all" / trial.name, alone)
+
+
+def test_only_equal_shapes_are_stacked(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    build = Stack.__init__
+
+    def counted(self: Stack, learners: list[Learner]) -> None:
+        sizes.append((len(learners), {learner.step for learner in learners}))
+        build(self, learners)
+
+    monkeypatch.setattr(Stack, "__init__", counted)
+    short = ("train.steps=4", "model.dropout=0")
+    trials = trials_of(data, *short)
+    trials += [Trial("wide", trials[0].recipe.replace({"model.hidden_size": 32}))]
+    trials += [Trial("left", trials[0].recipe.replace({"loader.padding": "left", "seed": s}))
+               for s in (0,)]  # fmt: skip
+    assert set(concurrently(trials, tmp_path / "a", parallel=6).values()) == {None}
+    assert sizes == [(4, {0})]
+    sizes.clear()
+    assert set(concurrently(trials[:4], tmp_path / "b", parallel=2).values()) == {None}
+    assert sizes == [(2, {0}), (2, {0})]
+
+
+def test_runs_that_stand_at_other_steps_are_stacked_apart(data: Path, tmp_path: Path) -> None:
+    """As after a kill between two checkpoints of a step."""
+    trials = trials_of(data, "model.dropout=0")
+    half = trials[0].recipe.replace({"train.steps": 10})
+    train(half, out=tmp_path / "t0", quiet=True)
+    assert set(concurrently(trials, tmp_path).values()) == {None}
+    assert [last_step(tmp_path / trial.name) for trial in trials] == [20] * 4
+
+
+# what ends them --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_interrupted_runs_go_on_to_the_same_end(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    """With dropout: the state of the common random numbers is saved with every run."""
+    trials = trials_of(data)
+    concurrently(trials, tmp_path / "whole", exact=exact)
+    take, count = Learner.take, 0
+
+    def interrupting(self: Learner) -> Any:
+        nonlocal count
+        count += 1
+        if count == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "take", interrupting)
+        with pytest.raises(TrainingInterrupted) as caught:
+            concurrently(trials, tmp_path / "parts", exact=exact)
+    assert caught.value.code == "INTERRUPTED"
+    begun = [run for run in (tmp_path / "parts").iterdir() if (run / "checkpoints").exists()]
+    done = {learnt(run)["step"] for run in begun}
+    assert all(0 < step < 20 for step in done) and (exact or (len(begun), len(done)) == (4, 1))
+    assert set(concurrently(trials, tmp_path / "parts", exact=exact).values()) == {None}
+    for trial in trials:
+        assert learnt(tmp_path / "parts" / trial.name) == learnt(tmp_path / "whole" / trial.name)
+
+
+def test_a_stop_while_runs_open_saves_nothing_of_them(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, count = Learner.__init__, 0
+
+    def interrupting(self: Learner, *arguments: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        build(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "__init__", interrupting)
+    with pytest.raises(TrainingInterrupted):
+        concurrently(trials_of(data), tmp_path)
+    assert count == 2, "no further run is opened"
+    assert not list(tmp_path.glob("*/checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_run_that_fails_ends_alone(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    trials = trials_of(data, "model.dropout=0")
+    with monkeypatch.context() as patch:
+        poison(patch, seed=1, rate=1e-2, step=8)
+        errors = concurrently(trials, tmp_path, exact=exact)
+    assert errors == {"t0": None, "t1": "LOSS_NONFINITE", "t2": None, "t3": None}
+    assert last_step(tmp_path / "t1") == 6
+    alone = train(trials[0].recipe, out=tmp_path / "alone", quiet=True)
+    assert_alike(tmp_path / "t0", alone)
+    # the one that failed goes on from its own checkpoint, alone
+    assert concurrently(trials[1:2], tmp_path) == {"t1": None}
+
+
+def test_an_error_of_a_stack_ends_its_runs_and_no_others(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = trials_of(data, "model.dropout=0")
+    wide = [
+        Trial(f"w{n}", t.recipe.replace({"model.hidden_size": 32})) for n, t in enumerate(trials)
+    ]
+    advance = Stack.advance
+
+    def broken(self: Stack) -> Any:
+        if self.learners[0].recipe.model.hidden_size == 32 and self.learners[0].step == 8:
+            raise NO_MEMORY
+        return advance(self)
+
+    monkeypatch.setattr(Stack, "advance", broken)
+    errors = concurrently([*trials, *wide], tmp_path, parallel=8)
+    assert [errors[trial.name] for trial in trials] == [None] * 4
+    assert [errors[trial.name] for trial in wide] == ["MEMORY"] * 4
+
+
+def test_a_run_that_cannot_be_closed_or_saved_ends_by_its_first_error(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Learner) -> None:
+        raise RuntimeError("cannot be closed")
+
+    take, close = Learner.take, Learner.close
+
+    def broken(self: Learner) -> Any:
+        if self.recipe.seed == 1 and self.step == 8:
+            raise NO_MEMORY
+        return take(self)
+
+    monkeypatch.setattr(Learner, "take", broken)
+    monkeypatch.setattr(Learner, "close", lambda self: (fails if self.step == 8 else close)(self))
+    trials = trials_of(data, rates=[1e-2], seeds=3)
+    assert concurrently(trials, tmp_path, exact=True) == {"t0": None, "t1": "MEMORY", "t2": None}
+
+
+def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = trials_of(data)
+    advance = Stack.advance
+
+    def broken(self: Stack) -> Any:
+        if self.learners[0].step == 14:
+            raise ILLEGAL
+        return advance(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stack, "advance", broken)
+        patch.setattr("gear_offline.runs.loop._is_lost", lambda device: True)
+        with pytest.raises(GearError, match="illegal memory access") as caught:
+            concurrently(trials, tmp_path)
+    assert caught.value.code == "DEVICE"
+    assert set(concurrently(trials, tmp_path).values()) == {None}
+
+
+def test_a_refused_run_leaves_nothing(data: Path, tmp_path: Path) -> None:
+    (trial,) = trials_of(data, "model.max_timestep=4", rates=[1e-2], seeds=1)
+    assert concurrently([trial], tmp_path) == {"t0": "MODEL"}
+    assert list(tmp_path.iterdir()) == []
+
+
+# how they share a GPU --------------------------------------------------------------------------
+
+
+def test_a_run_is_left_until_the_gpu_has_done_its_steps(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that does three steps whenever it is asked: the host looks at what is there only."""
+    launched, done, saves = 0, 0, 0
+    advance, report, save = Learner.advance, Learner.report, Saver.save
+
+    class Event:
+        def __init__(self) -> None:
+            self.behind = launched
+
+        def query(self) -> bool:
+            nonlocal done
+            done = min(done + 3, launched)
+            return done >= self.behind
+
+    def counted(self: Learner) -> None:
+        nonlocal launched
+        advance(self)
+        launched += 1
+        assert launched - done <= CHUNK * (DEEP + 1)
+
+    def ready(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal saves
+        assert done == launched, "its numbers are not there yet"
+        saves += 1
+        return (report if isinstance(self, Learner) else save)(self, *arguments, **options)
+
+    monkeypatch.setattr(RngStream, "event", lambda self: Event())
+    monkeypatch.setattr(Learner, "advance", counted)
+    monkeypatch.setattr(Learner, "report", ready)
+    monkeypatch.setattr(Saver, "save", ready)
+    seldom = ("train.steps=90", "train.log_every=60", "train.checkpoint_every=90")
+    (trial,) = trials_of(data, *seldom, rates=[1e-2], seeds=1)
+    assert concurrently([trial], tmp_path) == {"t0": None}
+    assert launched == 90 and saves == 3
+
+
+def test_random_numbers_are_a_runs_own() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        expected = [torch.rand(5) for _ in range(3)]
+        streams, drawn = [RngStream(CPU), RngStream(CPU)], [list[torch.Tensor](), []]
+        for turn in range(3):
+            for stream, numbers in zip(streams, drawn, strict=True):
+                with stream.use():
+                    if turn == 0:
+                        torch.manual_seed(7)
+                    numbers.append(torch.rand(5))
+    for numbers in drawn:
+        assert all(torch.equal(a, b) for a, b in zip(numbers, expected, strict=True))
+
+
+def test_runs_know_how_many_others_there_are(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first one on: evaluations share the machine by it."""
+    build, others = Run.__init__, []
+
+    def noted(self: Run, *arguments: Any, **options: Any) -> None:
+        others.append(options["concurrent_runs"])
+        build(self, *arguments, **options)
+
+    monkeypatch.setattr(Run, "__init__", noted)
+    concurrently(trials_of(data, "train.steps=3"), tmp_path)
+    assert others == [4] * 4
+
+
+# errors in words -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (NO_MEMORY, "MEMORY", "CUDA out of memory. Tried to allocate 2 GiB. (one)"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "MEMORY", "DefaultCPU"),
+        (MemoryError(), "MEMORY", "no reason given"),
+        (RuntimeError("\nbackend failed:\nlong"), "INTERNAL", "RuntimeError: backend failed:"),
+        (ILLEGAL, "INTERNAL", "AcceleratorError: CUDA error: an illegal memory access"),
+        (OSError(28, "No space left on device"), "OUTPUT_WRITE", "(folder)"),
+    ],
+)
+def test_what_ends_one_run_is_its_error(error: Exception, code: str, words: str) -> None:
+    with pytest.raises(GearError) as caught, run_errors("one", Path("folder"), CPU):
+        raise error
+    assert caught.value.code == code and words in str(caught.value)
+    assert "long" not in str(caught.value), "one line"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), InputError("RUN_MISMATCH", "another one")])
+def test_other_errors_are_not_touched(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, run_errors("one", Path("folder"), CPU):
+        raise error
+    assert caught.value is error
+
+
+def test_memory_that_ran_out_in_a_capture_is_told_as_that() -> None:
+    """Ending the capture fails as well, and that is what torch raises."""
+    with pytest.raises(GearError) as caught, run_errors("one", Path("folder"), CPU):
+        try:
+            raise NO_MEMORY
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    assert caught.value.code == "MEMORY"
+
+
+def test_a_gpu_is_lost_if_it_still_fails_after_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+
+    def fails(device: torch.device) -> None:
+        raise ILLEGAL
+
+    for synchronize, code in ((lambda device: None, "INTERNAL"), (fails, "DEVICE")):
+        monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+        with pytest.raises(GearError) as caught, run_errors("one", Path("folder"), cuda):
+            raise ILLEGAL
+        assert caught.value.code == code
