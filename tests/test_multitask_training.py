@@ -25,8 +25,8 @@ from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.planning.workload import make_workload
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.runs.loop import train
+from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
 from gear_offline.training.checkpoint import read_checkpoint
