@@ -45,7 +45,7 @@ def test_what_cannot_be_made_is_one_clear_error(monkeypatch: pytest.MonkeyPatch)
         make_environment("Hoper-v5")
     assert unknown.value.code == "ENVIRONMENT"
     with pytest.raises(InputError, match="not one numeric Box"):
-        probe("GearTest/Nested-v0")
+        probe("Blackjack-v1")
 
     def refuse(*_: Any, **__: Any) -> None:
         raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed\nlong advice")

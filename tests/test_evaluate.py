@@ -21,7 +21,6 @@ from gear_offline.evaluation.evaluate import (
     check_sizes,
     evaluate_policy,
     evaluate_tasks,
-    random_return,
     resolve_reference,
 )
 from gear_offline.evaluation.results import mean_interval, summary_text
@@ -110,25 +109,6 @@ def test_gymnasium_environments_give_indicative_scores_only() -> None:
     with pytest.raises(InputError) as caught:
         resolve_reference("Hopper-v5", "hoper-medium-v2")
     assert caught.value.code == "USAGE"
-
-
-def test_random_return_repeats_and_is_the_environments_own_sampling() -> None:
-    found = random_return("Pendulum-v1", episodes=3, seed=4)
-    assert (
-        found.returns.tolist() == random_return("Pendulum-v1", episodes=3, seed=4).returns.tolist()
-    )
-    assert (
-        found.returns.tolist() != random_return("Pendulum-v1", episodes=3, seed=5).returns.tolist()
-    )
-    environment = gymnasium.make("Pendulum-v1")
-    environment.action_space.seed(4)
-    expected = []
-    for seed in (4, 5, 6):
-        environment.reset(seed=seed)
-        steps = (environment.step(environment.action_space.sample()) for _ in range(200))
-        expected.append(sum(float(reward) for _, reward, *_ in steps))
-    environment.close()
-    assert found.returns.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def small_model(*, state_dim: int = 3, action_dim: int = 1) -> DecisionTransformer:

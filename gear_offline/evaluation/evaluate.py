@@ -13,18 +13,15 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-import gymnasium
 import numpy as np
-import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings
 from gear_offline.config.tasks import tasks_in
 from gear_offline.core.progress import Progress
-from gear_offline.core.types import Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
-from gear_offline.evaluation.environments import make_environment, probe
+from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.results import EvaluationReport, TargetResult, TaskResult
 from gear_offline.evaluation.rollout import (
     ActingPolicy,
@@ -36,7 +33,7 @@ from gear_offline.evaluation.rollout import (
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask  # which imports torch
 
-__all__ = ["EvaluationTask", "evaluate_policy", "evaluate_tasks", "random_return"]
+__all__ = ["EvaluationTask", "evaluate_policy", "evaluate_tasks"]
 
 LARGEST_TARGET = 1e30  # beyond, returns-to-go are infinite in float32
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
@@ -289,55 +286,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-class RandomPolicy:
-    """Uniformly random actions, drawn from the action space with its own generator."""
-
-    def __init__(self, action_space: gymnasium.Space[Any], *, seed: int) -> None:
-        self._space = action_space
-        action_space.seed(seed)
-
-    def reset(self, indices: Int64Array, targets: Float64Array) -> None:
-        """Nothing to forget."""
-
-    def act(
-        self, observations: npt.NDArray[Any], indices: Int64Array | None = None
-    ) -> npt.NDArray[Any]:
-        """Return one action a row, flat, whatever the observations."""
-        draws = np.stack([np.asarray(self._space.sample()) for _ in observations])
-        return draws.reshape(len(draws), -1) if draws.ndim > 1 else draws
-
-    def observe_reward(self, rewards: Float64Array, indices: Int64Array | None = None) -> None:
-        """Nothing to learn."""
-
-
-def random_return(
-    environment: str, *, episodes: int = 20, seed: int = 0, max_steps: int | None = None
-) -> TargetResult:
-    """Play uniformly random actions; the baseline that any policy should beat.
-
-    Parameters
-    ----------
-    environment
-        Gymnasium id.
-    episodes
-        How many; episode e is reset with ``seed + e``.
-    seed
-        Of the first episode, and of the actions.
-    max_steps
-        Cut episodes after so many steps; default: the environment's limit.
-
-    Returns
-    -------
-    TargetResult
-        With target NaN: nothing was asked.
-    """
-    made = make_environment(environment)
-    policy = RandomPolicy(made.action_space, seed=seed)
-    made.close()
-    task = EvaluationTask(
-        environment=environment, targets=(math.nan,), episodes=episodes, environments=1, seed=seed
-    )
-    report = evaluate_tasks(lambda _: policy, [task], max_steps=max_steps, processes=1)
-    return report.tasks[0].targets[0]
