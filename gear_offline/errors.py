@@ -43,14 +43,12 @@ class GearError(Exception):
         self.what = what
         self.where = where
         self.remedy = remedy
+        place = f" ({where})" if where else ""
+        advice = f"; {remedy}" if remedy else ""
+        # What, where and the remedy in one line.  Not a property: torch gives exceptions of
+        # workers whose class has a `message` back by that keyword.
+        self.message = " ".join(f"{what}{place}{advice}".split())
         super().__init__(code, what, where, remedy)
-
-    @property
-    def message(self) -> str:
-        """What, where and the remedy in one line."""
-        place = f" ({self.where})" if self.where else ""
-        remedy = f"; {self.remedy}" if self.remedy else ""
-        return " ".join(f"{self.what}{place}{remedy}".split())
 
     def __str__(self) -> str:
         return f"[{self.code}] {self.message}"

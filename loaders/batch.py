@@ -35,7 +35,8 @@ class Batch:
         ``(B, K, *S)`` float32; uint8 for images.  Stacks of frames are a view in which a frame
         appears several times: call `contiguous` before writing to it.
     actions
-        ``(B, K, *A)`` float32, or int64 for discrete actions (``(B, K)`` for one action a step).
+        ``(B, K, A)`` float32, those of several dimensions a step flattened; or ``(B, K, *A)`` int64
+        for discrete actions (``(B, K)`` for one a step).
     rewards
         ``(B, K, 1)`` float32.
     returns_to_go

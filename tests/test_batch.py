@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gear_offline.errors import InputError
 from gear_offline.loaders.batch import Batch
 from gear_offline.loaders.loader import GearLoader
 from tests.image_support import image_columns
@@ -49,14 +48,6 @@ def test_model_inputs_are_arguments_of_the_released_class() -> None:
     assert set(inputs) == {f.name for f in fields(Batch)} - {
         *("segments", "padding", "extras", "task_bounds")
     }
-
-
-def test_length_device_and_immutability() -> None:
-    batch = make_batch()
-    assert len(batch) == 2
-    assert batch.device == torch.device("cpu")
-    with pytest.raises(FrozenInstanceError):
-        batch.states = batch.rewards  # type: ignore[misc]
 
 
 def test_to_moves_everything_and_copies_nothing_that_is_there() -> None:
@@ -124,17 +115,3 @@ def test_the_loader_hands_out_stacks(tmp_path: Path) -> None:
     old = {key: value for key, value in plain.state_dict().items() if key != "frame_stack"}
     plain.load_state_dict(old)
     assert failing_code(lambda: loader.load_state_dict(old)) == "LOADER_STATE"
-
-
-@pytest.mark.parametrize("stack", [0, 65, 2.0])
-def test_stacks_that_are_refused(stack: Any, tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, [4, 3], columns=image_columns(7, (4, 4)))
-    with pytest.raises(InputError, match="frame_stack") as caught:
-        GearLoader(dataset, batch_size=2, frame_stack=stack, device="cpu")
-    assert caught.value.code == "LOADER_OPTION"
-
-
-def test_vectors_are_not_stacked(tmp_path: Path) -> None:
-    dataset = make_dataset(tmp_path, [4, 3])
-    call = lambda: GearLoader(dataset, batch_size=2, frame_stack=4, device="cpu")  # noqa: E731
-    assert failing_code(call) == "LOADER_OPTION"

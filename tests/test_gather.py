@@ -7,6 +7,7 @@ How the GPU's threads share the work is in ``test_kernels_in_threads.py``.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,7 +108,7 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
         "actions": (
             "actions",
             np.int64 if discrete else np.float32,
-            actions[0] if discrete else actions[0] or (1,),
+            actions[0] if discrete else (math.prod(actions[0]),),
         ),
         "rewards": ("rewards", np.float32, (1,)),
         "returns_to_go": ("returns_to_go", np.float32, (1,)),
@@ -125,7 +126,8 @@ def expected_kinds(states: Kind, actions: Kind) -> dict[str, tuple[str, Any, tup
         + [((2, 3), np.uint8), ((), np.float64), ((300,), np.float32), ((4100,), np.float64)]
     ),
     actions=st.sampled_from(
-        [((2,), np.float32), ((2,), np.float64), ((), np.int8), ((3,), np.int32), ((), np.float32)]
+        [((n,), d) for n in (2, 3) for d in (np.float32, np.float64, np.int32)]
+        + [((), np.int8), ((), np.float32), ((2, 3), np.float64), ((2, 200), np.float32)]
     ),
     gamma=st.sampled_from([1.0, 0.9]),
     normalize=st.booleans(),

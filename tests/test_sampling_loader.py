@@ -70,22 +70,6 @@ def test_windows_hold_their_own_steps_and_nothing_later(
             assert not batch.states[slot][~real].any() and not batch.actions[slot][~real].any()
 
 
-def test_d3rlpy_windows_end_where_the_sampler_says(dataset: Dataset) -> None:
-    loader = GearLoader(
-        dataset,
-        batch_size=400,
-        context_length=CONTEXT,
-        selection="d3rlpy",
-        padding="left",
-        device="cpu",
-    )
-    batch = next(loader)
-    ends = (batch.timesteps[:, -1]).tolist()
-    named = zip(batch.segments[:, 0].tolist(), ends, strict=True)
-    expected = {(e, t) for e, n in enumerate(LENGTHS) for t in range(n if e != 6 else n - 1)}
-    assert set(named) == expected, "the last step of a truncated episode ends no window"
-
-
 @pytest.mark.parametrize(
     ("name", "lengths", "message"),
     [
@@ -109,12 +93,6 @@ def test_samplers_made_for_other_data_are_refused(
             device="cpu",
         )  # fmt: skip
     assert caught.value.code == "LOADER_OPTION"
-
-
-def test_a_sampler_of_the_first_episodes_draws_in_these(dataset: Dataset) -> None:
-    sampler = make_sampler("uniform_steps", facts(LENGTHS[:3]))
-    loader = GearLoader(dataset, batch_size=50, selection=sampler, device="cpu")
-    assert set(next(loader).segments[:, 0].tolist()) == {0, 1, 2}
 
 
 def test_feedback_reaches_the_next_batch(dataset: Dataset) -> None:

@@ -97,7 +97,8 @@ class KeyedOrder:
     it lands below `size` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002),
     then rotated by a random amount.  The rotation makes each thing exactly as likely as any other
     in every place; the network, whose round function is the 64-bit finaliser of MurmurHash3, makes
-    the order.  A new epoch has new keys.  `size` is in ``[1, 2**63)``.
+    the order.  An epoch has one block of numbers: its first key, the odd difference from each
+    round's key to the next, and the rotation.  `size` is in ``[1, 2**63)``.
     """
 
     def __init__(self, size: int) -> None:
@@ -114,20 +115,23 @@ class KeyedOrder:
     ) -> Int64Array:
         """Return what lies in places `at` of `epochs`, counted from `first_epoch`; of one shape."""
         rows = epochs.reshape(-1)
-        keys, second = draws(
+        first, second = draws(
             seed=seed,
             stream=EPOCH_STREAM,
             first_step=first_epoch % (1 << 63),
             steps=int(rows.max(initial=0)) + 1,
-            count=ROUNDS,
+            count=2,
         )
+        further = second[:, :1] | np.uint64(1)
+        rounds = np.arange(ROUNDS, dtype=np.uint64)
+        keys = np.asarray(first[:, :1] + further * rounds, dtype=np.uint64)
         size = np.uint64(self.size)
         things = self._network(at.reshape(-1).view(np.uint64), keys, rows)
         walking = np.flatnonzero(things >= size)
         while walking.size:
             things[walking] = self._network(things[walking], keys, rows[walking])
             walking = walking[things[walking] >= size]
-        things += bounded(second[:, 0], self.size).view(np.uint64)[rows]
+        things += bounded(first[:, 1], self.size).view(np.uint64)[rows]
         things -= size * (things >= size)
         return things.view(np.int64).reshape(at.shape)
 

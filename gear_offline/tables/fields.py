@@ -43,7 +43,7 @@ def standard_fields(
 
     States are float32, except images (uint8 with two or more dimensions a step), which stay uint8.
     Integer and bool actions are discrete and become int64 of their own shape, a single one without
-    a dimension; other actions are float32 with at least one dimension.  Rewards are float32 of
+    a dimension; other actions are float32 with one dimension, flattened.  Rewards are float32 of
     shape (1,).  Stacks of more than one frame are for images.  Errors name options as a `recipe`
     names them, or as arguments.
     """
@@ -88,7 +88,7 @@ def standard_fields(
         ACTIONS: Field(
             name="actions",
             dtype=i64 if discrete else f32,
-            shape=action_shape if discrete else action_shape or (1,),
+            shape=action_shape if discrete else (prod(action_shape),),
         ),
         REWARDS: Field(name="rewards", dtype=f32, shape=(1,)),
     }

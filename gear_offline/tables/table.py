@@ -138,7 +138,7 @@ def plan_groups(
     packed: dict[str | None, Field] = {
         column: single
         for column, single in fields.items()
-        if len(source.spec[column].shape) <= 1
+        if len(single.shape) <= 1
         and single.dtype == np.float32
         and 4 * single.width <= PACKED_BYTES
     }

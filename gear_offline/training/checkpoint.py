@@ -120,12 +120,12 @@ class Checkpoint:
         if shards and self.state.shards:
             from gear_offline.training.sharded import read_whole  # loads torch.distributed: 1 s
 
-            with _reading(self.path):
+            with _reading(self.path, SHARDED):
                 tensors |= part(read_whole(self.path / SHARDED, TRAINING_PREFIX), TRAINING_PREFIX)
         return tensors
 
     def _load(self, name: str) -> dict[str, Tensor]:
-        with _reading(self.path):
+        with _reading(self.path, name):
             tensors: dict[str, Tensor] = load_tensors((self.path / name).read_bytes())
             return tensors
 
@@ -218,7 +218,7 @@ def config_text(model: DecisionTransformer) -> str:
 def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
     """Verify a checkpoint; what acting does not need is left out unless `training`."""
     state = read_state(path)
-    with _reading(path):
+    with _reading(path, "contents"):
         wanted = (CONFIG, MODEL, TRAINING, *state.shards) if training else (CONFIG, MODEL)
         if training and state.shards:
             there = {f"{SHARDED}/{name}" for name in os.listdir(path / SHARDED)}
@@ -237,7 +237,7 @@ def read_checkpoint(path: Path, *, training: bool = True) -> Checkpoint:
 
 def read_state(path: Path) -> SavedState:
     """Return the verified ``state.json`` of a checkpoint directory."""
-    with _reading(path):
+    with _reading(path, STATE):
         try:
             raw = read_regular(path / STATE, most=MAX_STATE_BYTES)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -255,8 +255,8 @@ def read_state(path: Path) -> SavedState:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise ``RUN_DAMAGED`` for whatever the files of the checkpoint at `path` cause."""
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Raise ``RUN_DAMAGED`` for whatever `name` in the checkpoint at `path` causes."""
     try:
         yield
     except GearError as error:
@@ -272,11 +272,11 @@ def _reading(path: Path) -> Iterator[None]:
         remedy = "check its permissions and the disk; nothing says that it is damaged"
         raise UnreadableCheckpoint("RUN_DAMAGED", what, str(path), remedy) from error
     except (SafetensorError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise damaged(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise damaged(path, f"{name}: {error!r}".splitlines()[0]) from error
     except (RuntimeError, AssertionError) as error:  # nested too deep; what torch's reader finds
         if is_out_of_memory(error):
             raise
-        raise damaged(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise damaged(path, f"{name}: {error!r}".splitlines()[0]) from error
 
 
 def damaged(path: Path, what: str) -> InputError:

@@ -24,11 +24,14 @@ struct Draws {
     u64 first, second;
 };
 
-// The numbers of slot `slot` of step `step`, of `count` slots a step.
-GEAR_CODE Draws draw(u64 seed, u64 stream, u64 step, u64 count, u64 slot) {
-    u64 flat = step * count + slot, high = __umul64hi(step, count) + (flat < slot);
-    // A block serves two slots.  NumPy counts up before it makes a block, so the first is number 1.
-    u64 c0 = (flat >> 1 | high << 63) + 1, c1 = (high >> 1) + (c0 == 0), c2 = 0, c3 = 0;
+struct Block {
+    Draws even, odd;  // of two slots
+};
+
+// Block number (high * 2^64 + low) of a stream.
+GEAR_CODE Block make_block(u64 seed, u64 stream, u64 low_number, u64 high_number) {
+    // NumPy counts up before it makes a block, so the first is number 1.
+    u64 c0 = low_number + 1, c1 = high_number + (c0 == 0), c2 = 0, c3 = 0;
     u64 k0 = seed, k1 = stream;
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #pragma unroll
@@ -43,8 +46,15 @@ GEAR_CODE Draws draw(u64 seed, u64 stream, u64 step, u64 count, u64 slot) {
         k0 += 0x9E3779B97F4A7C15ull;
         k1 += 0xBB67AE8584CAA73Bull;
     }
-    Draws numbers = {flat & 1 ? c2 : c0, flat & 1 ? c3 : c1};
-    return numbers;
+    Block block = {{c0, c1}, {c2, c3}};
+    return block;
+}
+
+// The numbers of slot `slot` of step `step`, of `count` slots a step.
+GEAR_CODE Draws draw(u64 seed, u64 stream, u64 step, u64 count, u64 slot) {
+    u64 flat = step * count + slot, high = __umul64hi(step, count) + (flat < slot);
+    Block block = make_block(seed, stream, flat >> 1 | high << 63, high >> 1);
+    return flat & 1 ? block.odd : block.even;
 }
 
 // Integer in [0, n): floor(draw * n / 2^64).

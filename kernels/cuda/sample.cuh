@@ -83,22 +83,17 @@ GEAR_CODE u64 mixed(u64 value) {
 
 // What lies in a place of an epoch: `KeyedOrder` of gear_offline/sampling/epochs.py.
 GEAR_CODE i64 thing_at(u64 seed, u64 epoch, u64 size, i64 bits, u64 place) {
-    u64 keys[ROUNDS], turned = 0;
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#pragma unroll 1
-#endif
-    for (u32 i = 0; i < ROUNDS; ++i) {
-        Draws numbers = draw(seed, EPOCH_STREAM, epoch, ROUNDS, i);
-        keys[i] = numbers.first;
-        if (i == 0) turned = (u64)bounded(numbers.second, (i64)size);
-    }
+    Block block = make_block(seed, EPOCH_STREAM, epoch, 0);
+    u64 turned = (u64)bounded(block.odd.first, (i64)size), further = block.even.second | 1;
     i64 below = bits / 2;
     u64 upper = (1ull << (bits - below)) - 1, lower = (1ull << below) - 1;
     do {
-        u64 left = place >> below, right = place & lower;
+        u64 left = place >> below, right = place & lower, key = block.even.first;
         for (int i = 0; i < ROUNDS; i += 2) {
-            left ^= mixed(right ^ keys[i]) & upper;
-            right ^= mixed(left ^ keys[i + 1]) & lower;
+            left ^= mixed(right ^ key) & upper;
+            key += further;
+            right ^= mixed(left ^ key) & lower;
+            key += further;
         }
         place = left << below | right;
     } while (place >= size);

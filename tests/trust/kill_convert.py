@@ -27,7 +27,7 @@ from gear_offline.convert import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError
 from tests.support import hopper_columns, write_hdf5
-from tests.trust.leaks import new_objects, system_objects, wait_until_gone
+from tests.trust.leaks import shared_memory, wait_until_gone
 
 CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
 EPISODES, LENGTH, SHARD_BYTES = 4, 25, 3300  # two shards
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    before, began = system_objects(), time.monotonic()
+    before, began = shared_memory(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
         places = Places(Path(temporary))
         points = kill_at_calls(places)
@@ -171,7 +171,7 @@ def main() -> int:
         "points": points,
         "seen_after": dict(places.seen),
         "seconds": round(time.monotonic() - began, 1),
-        "broken": places.broken + new_objects(before),
+        "broken": places.broken + sorted(shared_memory() - before),
     }
     print(json.dumps(document, indent=1))
     return 1 if document["broken"] else 0

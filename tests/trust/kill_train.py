@@ -29,10 +29,10 @@ def main() -> int:
     import gear_offline.runs.report
     from gear_offline.runs.loop import train
     from tests.training_support import learnt, tiny_data, tiny_recipe
-    from tests.trust.leaks import new_objects, system_objects
+    from tests.trust.leaks import shared_memory
 
     gear_offline.runs.report.write_report = lambda run, **_: Path(run)
-    before, began, broken = system_objects(), time.monotonic(), []
+    before, began, broken = shared_memory(), time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
         folder = Path(temporary)
         data = tiny_data(folder)
@@ -62,7 +62,7 @@ def main() -> int:
         "kills": int(found.stdout or 0),
         "runs": len(runs),
         "seconds": round(time.monotonic() - began, 1),
-        "broken": broken + new_objects(before),
+        "broken": broken + sorted(shared_memory() - before),
     }
     print(json.dumps(document, indent=1))
     return 1 if document["broken"] else 0
