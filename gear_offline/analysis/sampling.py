@@ -30,7 +30,7 @@ Float64Array = npt.NDArray[np.float64]
 
 MOST_DRAWS = 1_000_000  # of a strategy
 DRAWS_AT_ONCE = 65_536
-POINTS = 40  # of a coverage curve
+POINTS = 20  # of a coverage curve
 BINS = 40  # of returns
 AGES = 20  # bins over the table's order
 NODES = (2, 4, 8)  # for which network traffic is predicted
@@ -136,14 +136,14 @@ def measure(
     chosen, rows = np.concatenate(episodes), np.concatenate(starts)  # (batches, B)
     shown, p = np.concatenate(real), np.concatenate(probability)
     draws, steps = rows.size, index.steps
-    order = np.argsort(rows, axis=None, kind="stable")
-    first_rows = rows.reshape(-1)[order]
-    last_rows = first_rows + shown.reshape(-1)[order]
-    marks = sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)})
-    coverage = [(0, 0.0, 0.0)]
-    for mark in marks:
-        until = order < mark * size  # the draws of the first batches, still in the table's order
-        seen, covered = _covered(first_rows[until], last_rows[until])
+    ordered = np.sort(rows, axis=None)
+    # a window is named by its first step and its length; at its first draw it adds to the coverage
+    windows, drawn_at = np.unique(rows * (span + 1) + shown, return_index=True)
+    begin, length = np.divmod(windows, span + 1)
+    end, batch = begin + length, drawn_at // size
+    coverage = []
+    for mark in sorted({max(1, batches * (i + 1) // POINTS) for i in range(POINTS)}):
+        seen, covered = _covered(begin[batch < mark], end[batch < mark])
         coverage.append((mark, seen / steps, covered / steps))
     per_episode = np.bincount(chosen.reshape(-1), minlength=index.episodes)
     weights = 1.0 / p
@@ -151,7 +151,7 @@ def measure(
     # comes once an epoch, its probability is 1 and says nothing of it.
     effective = float(steps) if (p == 1.0).all() else min(1.0 / float(p.mean()), float(steps))
     budget, resident = _resident_share(dataset, recipe, chosen, shown)
-    quartiles = first_rows[[int(np.ceil(q * draws)) - 1 for q in (0.75, 0.5, 0.25)]]
+    quartiles = ordered[[int(np.ceil(q * draws)) - 1 for q in (0.75, 0.5, 0.25)]]
     return Draws(
         draws=draws,
         coverage_starts=coverage[-1][1],
@@ -159,15 +159,15 @@ def measure(
         coverage_episodes=float((per_episode > 0).mean()),
         effective_segments=effective,
         effective_sample_share=float(weights.sum() ** 2 / (draws * (weights**2).sum())),
-        most_shown_over_mean=_most_shown(first_rows, last_rows) * steps / int(shown.sum()),
+        most_shown_over_mean=_most_shown(ordered, rows + shown) * steps / int(shown.sum()),
         duplicate_starts=_repeats(rows) / draws,
         duplicate_episodes=_repeats(chosen) / draws,
         padding=1.0 - int(shown.sum()) / (draws * span),
         mean_return=float(np.average(returns, weights=per_episode)),
         returns=return_shares(returns, per_episode.astype(np.float64)),
         age_quartiles=tuple((1.0 - (quartiles + 0.5) / steps).tolist()),
-        ages=tuple((table_shares(first_rows, steps, AGES) / draws).tolist()),
-        coverage=tuple(coverage[1:]),
+        ages=tuple((table_shares(ordered, steps, AGES) / draws).tolist()),
+        coverage=tuple(coverage),
         segments_per_second=draws / seconds,
         hbm_budget_bytes=budget,
         hbm_share=resident,
@@ -181,8 +181,6 @@ def _covered(first: Int64Array, last: Int64Array) -> tuple[int, int]:
 
     Windows are in the order of their first steps.
     """
-    if not first.size:
-        return 0, 0
     reached = np.maximum.accumulate(last)
     begun = np.maximum(first[1:], reached[:-1])  # where what a window adds begins
     added = np.maximum(last[1:] - begun, 0).sum() + last[0] - first[0]
@@ -190,8 +188,8 @@ def _covered(first: Int64Array, last: Int64Array) -> tuple[int, int]:
 
 
 def _most_shown(first: Int64Array, last: Int64Array) -> int:
-    """Return in how many windows [first, last), ordered by their first steps, one step lies."""
-    ended = np.searchsorted(np.sort(last), first, side="right")
+    """Return in how many windows one step lies at most; `first` is sorted, `last` is not."""
+    ended = np.searchsorted(np.sort(last, axis=None), first, side="right")
     return int((np.searchsorted(first, first, side="right") - ended).max())
 
 
