@@ -65,7 +65,6 @@ environment.step(environment.action_space.sample())
 """,
     "cupy": "import cupy\nfound = {'devices': cupy.cuda.runtime.getDeviceCount()}",
     "pyverbs": "from pyverbs.device import get_device_list\nget_device_list()",
-    "minari": "import minari, h5py, PIL",
 }
 
 
@@ -102,9 +101,7 @@ def diagnose(*, seconds: float = SECONDS) -> dict[str, Any]:
         _cpu(cpu, tried["torch"]),
         _gpu(tried["torch"], tried["cupy"]),
         _rdma(tried["pyverbs"], devices),
-        _simulator("mujoco", tried["mujoco"], "collect and evaluate MuJoCo tasks with Gymnasium"),
-        _simulator("minari", tried["minari"], "read minari:ID and Minari directories"),
-        _collect(),
+        _mujoco(tried["mujoco"]),
     ]
     packages = [_package(name, "", f"pip install {name}", core=True) for name in CORE_PACKAGES]
     packages += [_package(name, *known, core=False) for name, known in OPTIONAL_PACKAGES.items()]
@@ -250,17 +247,9 @@ def _rdma(verbs: Probe, devices: list[dict[str, str]]) -> Feature:
     return Feature("rdma", False, "exchange between nodes by torch.distributed", reason, install)
 
 
-def _simulator(name: str, tried: Probe, path: str) -> Feature:
+def _mujoco(tried: Probe) -> Feature:
     if tried.works:
-        return Feature(name, True, path, "tried: works")
-    install = OPTIONAL_PACKAGES[name][1]
-    return Feature(name, False, "refused with an error", tried.reason, install)
-
-
-def _collect() -> Feature:
-    libraries = [name for name in ("stable-baselines3", "sbx-rl") if package_version(name)]
-    path = ", ".join(["random, policy file, ARS", *libraries])
-    if libraries:
-        return Feature("collect", True, path, "ARS needs NumPy alone")
-    reason = "stronger policies need an RL library, which is not installed"
-    return Feature("collect", True, path, reason, OPTIONAL_PACKAGES["stable-baselines3"][1])
+        path = "collect and evaluate MuJoCo tasks with Gymnasium"
+        return Feature("mujoco", True, path, "tried: works")
+    install = OPTIONAL_PACKAGES["mujoco"][1]
+    return Feature("mujoco", False, "refused with an error", tried.reason, install)

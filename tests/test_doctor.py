@@ -23,7 +23,7 @@ from gear_offline.doctor import (
     rdma_devices,
 )
 
-FEATURES = ["cpu", "gpu", "rdma", "mujoco", "minari", "collect"]
+FEATURES = ["cpu", "gpu", "rdma", "mujoco"]
 GPU = {"name": "NVIDIA H200", "memory_bytes": 1, "capability": "9.0"}
 
 
