@@ -179,7 +179,7 @@ def speeds(path: Path, options: argparse.Namespace) -> dict[str, float]:
     found = {RELEASED: 1e3 / result["step_ms"]}
     steps = min(SOLO_STEPS[OURS], options.steps)
     recipe = recipe_of(path, 0, options).replace(
-        train__steps=steps, optimizer__warmup_steps=1, train__checkpoint_every=steps
+        {"train.steps": steps, "optimizer.warmup_steps": 1, "train.checkpoint_every": steps}
     )
     place = options.work / f"alone-{steps}"
     train(recipe, out=place, resume=True, quiet=True)

@@ -95,7 +95,7 @@ def make_recipe(base: str, changes: tuple[str, ...], *, path: str, ranks: int) -
     """Return the recipe of a row, its global batch multiplied by the ranks."""
     wanted = ("train.device=cuda", "train.log_every=1000000", f"data.path={path}", *changes)
     recipe = load_recipe(base, wanted)
-    return recipe.replace(loader__batch_size=recipe.loader.batch_size * ranks)
+    return recipe.replace({"loader.batch_size": recipe.loader.batch_size * ranks})
 
 
 def measure(
@@ -113,7 +113,7 @@ def measure(
     sizes = _sizes_of(dataset)
     _forget()
     began = time.perf_counter()
-    recipe = recipe.replace(model__max_timestep=1000)
+    recipe = recipe.replace({"model.max_timestep": 1000})
     learner = Learner(recipe, sizes, dataset, device, world=world)
     try:
         for _ in range(3):

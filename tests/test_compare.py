@@ -120,7 +120,7 @@ def results(returns: dict[str, list[float]], failed: tuple[str, int] | None) -> 
     recipe, found = load_recipe("paper"), []
     for label, values in returns.items():
         for seed, value in enumerate(values):
-            one = recipe.replace(seed=seed)
+            one = recipe.replace({"seed": seed})
             is_failed = (label, seed) == failed
             found.append(
                 TrialResult(

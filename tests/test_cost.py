@@ -120,7 +120,7 @@ def test_what_saves_memory_saves_some_by_formula(
     accumulate: int, recompute: bool, half: bool
 ) -> None:
     plain = load_recipe("dt_1b", ["train.weights=fp32"])
-    frugal = plain.replace(train__accumulate=accumulate, train__recompute=recompute)
+    frugal = plain.replace({"train.accumulate": accumulate, "train.recompute": recompute})
     most, found = (memory_bytes(r, 10**6, segments=24, half=half) for r in (plain, frugal))
     assert (found < most) == (accumulate > 1 or recompute)
 
@@ -151,7 +151,7 @@ def test_replicas_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         found = choose(recipe, PARAMETERS, world, GPU, half=True)
         assert found.kind == kind and kind.upper() in found.reason
     for wanted in ("ddp", "fsdp"):
-        asked = recipe.replace(train__parallel=wanted)
+        asked = recipe.replace({"train.parallel": wanted})
         assert choose(asked, PARAMETERS, world, GPU, half=True).kind == wanted
 
 
@@ -164,7 +164,7 @@ def test_shards_keep_weights_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> Non
         with_free(monkeypatch, least)
         assert choose(recipe, PARAMETERS, world, GPU, half=True).reshard == reshard
         for option in ("on", "off"):
-            forced = recipe.replace(train__reshard=option)
+            forced = recipe.replace({"train.reshard": option})
             found = choose(forced, PARAMETERS, world, GPU, half=True)
             assert found.reshard == (option == "on") and "as the recipe says" in found.reason
 

@@ -57,7 +57,7 @@ def test_one_rank_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(InputError, match=r"train\.deterministic was True"):
         train(
-            recipe.replace(train__deterministic=False),
+            recipe.replace({"train.deterministic": False}),
             out=tmp_path / "run",
             resume=True,
             quiet=True,

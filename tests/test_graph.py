@@ -114,7 +114,7 @@ def test_replicas_of_one_node_are_captured(
     found = why_not_captured(recipe, torch.device("cuda"), world, loader, **options)
     assert found.startswith(reason) and bool(found) == bool(reason)
     if reason and graph == "auto" and len(nodes) < 4:
-        insisting = recipe.replace(train__graph="on")
+        insisting = recipe.replace({"train.graph": "on"})
         with pytest.raises(UnavailableError, match="graph=on is not possible") as caught:
             why_not_captured(insisting, torch.device("cuda"), world, loader, **options)
         assert caught.value.code == "UNAVAILABLE"

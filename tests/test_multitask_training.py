@@ -221,7 +221,7 @@ def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(run: Path, tmp_path: Path) -> None:
     again = load_recipe(run)
     out = tmp_path / "run"
-    train(again.replace(train__steps=10), out=out, quiet=True)
+    train(again.replace({"train.steps": 10}), out=out, quiet=True)
     train(again, out=out, resume=True, quiet=True)
     mine, theirs = learnt(out), learnt(run)
     for key in ("step", "model", "training", "config", "recipe"):
@@ -290,7 +290,7 @@ def test_strategies_are_compared_in_every_task(
 
 def test_micro_batches_know_their_tasks(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path), "model.dropout=0.0", "train.log_every=10")
-    whole, parts = make_learner(recipe), make_learner(recipe.replace(train__accumulate=3))
+    whole, parts = make_learner(recipe), make_learner(recipe.replace({"train.accumulate": 3}))
     batch = whole.loader.batch_at(0)
     assert batch.tasks is not None
     found = [batch.part(slice(first, first + 4)).tasks for first in (0, 4, 8)]
@@ -313,8 +313,8 @@ def test_a_plan_counts_the_joint_table(tmp_path: Path) -> None:
 
 def test_recipes_share_a_dataset_only_where_its_rows_are_the_same(tmp_path: Path) -> None:
     recipe = tasks_recipe(make_parts(tmp_path))
-    assert data_key(recipe) == data_key(recipe.replace(seed=3, model__hidden_size=8))
-    assert data_key(recipe) != data_key(recipe.replace(loader__returns_scale=7.0))
+    assert data_key(recipe) == data_key(recipe.replace({"seed": 3, "model.hidden_size": 8}))
+    assert data_key(recipe) != data_key(recipe.replace({"loader.returns_scale": 7.0}))
 
 
 def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     learner.advance()
     assert torch.isfinite(learner._window[:2]).all()
     with pytest.raises(InputError, match=r"loader\.normalize_states=false") as caught:
-        prepare_dataset(recipe.replace(loader__normalize_states=True))
+        prepare_dataset(recipe.replace({"loader.normalize_states": True}))
     assert caught.value.code == "LOADER_OPTION"
 
 

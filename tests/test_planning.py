@@ -80,8 +80,11 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
     columns = "observations=float32[3],actions=float32[1],rewards=float32" if described else None
     for recipe, captured in (
         (plain, [True, True]),
-        (plain.replace(selection__strategy="prioritized"), [True, False]),
-        (plain.replace(selection__strategy="mixture", selection__options=mixed), [True, False]),
+        (plain.replace({"selection.strategy": "prioritized"}), [True, False]),
+        (
+            plain.replace({"selection.strategy": "mixture", "selection.options": mixed}),
+            [True, False],
+        ),
     ):
         workload = make_workload(recipe, columns=columns, data_bytes=10**6 if described else None)
         clusters = [Cluster(nodes=1, gpus=gpus, hardware=H200) for gpus in (1, 2)]
@@ -247,7 +250,7 @@ def test_predictions_are_within_fifteen_percent_of_what_was_measured(
     name: str, gpus: int, changes: tuple[str, ...], milliseconds: float, gigabytes: float | None
 ) -> None:
     recipe = load_recipe(name, ("train.device=cuda", "model.max_timestep=1000", *changes))
-    recipe = recipe.replace(loader__batch_size=recipe.loader.batch_size * gpus)
+    recipe = recipe.replace({"loader.batch_size": recipe.loader.batch_size * gpus})
     workload = make_workload(recipe, columns=COLUMNS, data_bytes=10**7)
     found = plan(recipe, workload, Cluster(nodes=1, gpus=gpus, hardware=H200))
     assert found["step"]["seconds"] * 1e3 == pytest.approx(milliseconds, rel=0.15)

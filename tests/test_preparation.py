@@ -53,7 +53,7 @@ def test_smoke_as_a_new_user_runs_it(
     train(other)
     assert "converting data/smoke-pendulum.hdf5 to data/other" in capfd.readouterr().err
     assert open_dataset("data/other").episodes.steps == 2000
-    train(other.replace(seed=1))
+    train(other.replace({"seed": 1}))
     assert "converting" not in capfd.readouterr().err
 
 
@@ -166,7 +166,7 @@ def test_evaluations_on_a_device_that_is_not_here_are_refused_early(
     with pytest.raises(UnavailableError, match=r"\(evaluate\.device\)") as caught:
         train(recipe, out=tmp_path / "run", quiet=True)
     assert caught.value.code == "DEVICE" and not (tmp_path / "run").exists()
-    resolve(recipe.replace(evaluate__episodes=0), open_dataset(data), quiet=True)
+    resolve(recipe.replace({"evaluate.episodes": 0}), open_dataset(data), quiet=True)
 
 
 @pytest.mark.parametrize(

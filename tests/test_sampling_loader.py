@@ -173,7 +173,7 @@ def test_training_updates_priorities_and_resumes_bit_for_bit(
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)
     recipe = tiny_recipe(tiny_data(tmp_path), *PRIORITIZED, "evaluate.episodes=0")
     whole = train(recipe, out=tmp_path / "whole", quiet=True)
-    half = recipe.replace(train__steps=10)
+    half = recipe.replace({"train.steps": 10})
     parts = train(half, out=tmp_path / "parts", quiet=True)
     masses: list[Any] = []
     original = Learner.load

@@ -286,7 +286,7 @@ def test_running_again_trains_nothing_again(
     )
     assert [one.seeds for one in fewer.outcomes] == [(0, 1), (0, 1)]
     again(train=True, seeds=3)  # leaves the page of all
-    other = partial(compare_strategies, recipe.replace(model__layers=2), "corl", out=out)
+    other = partial(compare_strategies, recipe.replace({"model.layers": 2}), "corl", out=out)
     assert failing_code(lambda: other(train=True, quiet=True)) == "RUN_MISMATCH"
 
 

@@ -63,7 +63,7 @@ def test_trials_are_those_of_train_and_stay_as_they_are(
     assert [os.stat(one.path / "metrics.jsonl").st_mtime_ns for one in again.trials] == stamps
     assert table_of(again) == table_of(result)
     # a longer one goes on where these ended, a shorter one is refused before anything is written
-    longer = recipe.replace(train__steps=22)
+    longer = recipe.replace({"train.steps": 22})
     last = sweep(longer, OPTIONS, seeds=2, out=tmp_path / "sweep", parallel=1, quiet=True)
     assert [max(one.losses) for one in last.trials] == [22] * 4
     before = (tmp_path / "sweep" / "sweep.json").read_bytes()
@@ -119,10 +119,10 @@ def test_directories_that_are_not_this_sweeps(recipe: Recipe, tmp_path: Path) ->
     out = tmp_path / "sweep"
     result = sweep(recipe, OPTIONS, seeds=2, out=out, quiet=True)
     assert [one.status for one in result.trials] == ["open"] * 4
-    assert code_of(out, recipe.replace(model__hidden_size=16)) == "RUN_MISMATCH"
-    assert code_of(out, recipe.replace(model__hidden_size=16), None, 9) == "RUN_MISMATCH"
+    assert code_of(out, recipe.replace({"model.hidden_size": 16})) == "RUN_MISMATCH"
+    assert code_of(out, recipe.replace({"model.hidden_size": 16}), None, 9) == "RUN_MISMATCH"
     assert code_of(out, recipe, {**OPTIONS, "model.layers": [1, 2]}) == "RUN_MISMATCH"
-    sweep(recipe.replace(train__checkpoint_every=4), OPTIONS, seeds=2, out=out, quiet=True)
+    sweep(recipe.replace({"train.checkpoint_every": 4}), OPTIONS, seeds=2, out=out, quiet=True)
     with SweepDirectory(out).hold():
         assert code_of(out, recipe) == "RUN_LOCKED"
 

@@ -102,19 +102,19 @@ def test_captured_steps_are_single_ones(
 ) -> None:
     chosen = make_discrete(tmp_path, {"few": 2, "more": 5}) if discrete else parts
     recipe = tasks_recipe(chosen, *EXACT, f"train.steps={STEPS}")
-    graph = make_learner(recipe.replace(train__graph="on"), "cuda")
-    single = make_learner(recipe.replace(train__graph="off"), "cuda")
+    graph = make_learner(recipe.replace({"train.graph": "on"}), "cuda")
+    single = make_learner(recipe.replace({"train.graph": "off"}), "cuda")
     assert not graph.graph_reason and single.graph_reason
     mine, theirs = losses(graph), losses(single)
     assert mine[-1, 0] < mine[0, 0]
     np.testing.assert_allclose(mine, theirs, **TOLERANCE)
-    on_cpu = make_learner(recipe.replace(train__device="cpu"))
+    on_cpu = make_learner(recipe.replace({"train.device": "cpu"}))
     np.testing.assert_allclose(mine[:10], losses(on_cpu)[:10], rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of inductor
 def test_compiled_steps_learn_the_same(parts: dict[str, Dataset]) -> None:
-    recipe = tasks_recipe(parts, *EXACT, f"train.steps={STEPS}").replace(train__graph="on")
-    plain = losses(make_learner(recipe.replace(train__compile="off"), "cuda"))
-    compiled = losses(make_learner(recipe.replace(train__compile="on"), "cuda"))
+    recipe = tasks_recipe(parts, *EXACT, f"train.steps={STEPS}").replace({"train.graph": "on"})
+    plain = losses(make_learner(recipe.replace({"train.compile": "off"}), "cuda"))
+    compiled = losses(make_learner(recipe.replace({"train.compile": "on"}), "cuda"))
     np.testing.assert_allclose(compiled, plain, rtol=1e-3, atol=1e-5)

@@ -205,7 +205,7 @@ def test_actions_that_a_tanh_cannot_reach_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"actions reach .* 1\.5") as caught:
         train(recipe, out=tmp_path / "a", quiet=True)
     assert caught.value.code == "MODEL"
-    train(recipe.replace(model__action_tanh=False), out=tmp_path / "b", quiet=True)
+    train(recipe.replace({"model.action_tanh": False}), out=tmp_path / "b", quiet=True)
 
 
 def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
     if recipe.model.hidden_size * recipe.model.layers > LARGE:
         # The shape of the recipe at a thousandth of its size, so that a CPU takes the step.
         heads = recipe.model.heads
-        recipe = recipe.replace(model__hidden_size=8 * heads, model__layers=2)
+        recipe = recipe.replace({"model.hidden_size": 8 * heads, "model.layers": 2})
     run = train(recipe, out=tmp_path / name, quiet=True)
     assert read_records(run / "metrics.jsonl")[-1]["step"] == 1
 

@@ -154,7 +154,7 @@ def learnt(run: Path) -> dict[str, Any]:
         "config": (last / "config.json").read_bytes(),
         "metrics": measured,
         "evaluations": played,
-        "recipe": load_recipe(run).replace(description=""),
+        "recipe": load_recipe(run).replace({"description": ""}),
     }
 
 

@@ -135,13 +135,11 @@ class Recipe(Section):
         """Return the recipe as YAML that `load_recipe` reads back equal."""
         return dump_yaml(self.to_dict())
 
-    def replace(self, overrides: Overrides = (), /, **options: Any) -> Recipe:
+    def replace(self, overrides: Overrides) -> Recipe:
         """Return a copy with options changed, given as for `load_recipe`.
 
         ``recipe.replace({"train.steps": 10})`` and ``recipe.replace("train.steps=10")`` are alike.
         """
-        if options:
-            overrides = {key.replace("__", "."): value for key, value in options.items()}
         return Recipe.parse(apply_overrides(self.to_dict(), overrides), where=self.name)
 
 

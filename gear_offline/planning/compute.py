@@ -114,7 +114,7 @@ def step_cost(
 
 def model_size(recipe: Recipe, sizes: ModelSizes) -> tuple[int, float]:
     """Return a model's parameters, and the FLOPs of encoding one step's frames, forward."""
-    recipe = recipe.replace(model__max_timestep=recipe.model.max_timestep or 1000)
+    recipe = recipe.replace({"model.max_timestep": recipe.model.max_timestep or 1000})
     with torch.device("meta"):  # no weights are made
         model = recipe_model(recipe, sizes)
     encoding = 0.0

@@ -240,18 +240,18 @@ def _resolve_one(recipe: Recipe, dataset: Dataset, *, quiet: bool) -> tuple[Reci
     scores = dataset.reference_scores
     known = scores.name if scores is not None and reference_scores(scores.name) else None
     changes: dict[str, Any] = {
-        "evaluate__environment": environment,
-        "evaluate__reference": recipe.evaluate.reference or known,
+        "evaluate.environment": environment,
+        "evaluate.reference": recipe.evaluate.reference or known,
     }
     if recipe.evaluate.targets is None:
         returns = dataset.manifest.returns
         alike = isclose(returns.max, returns.mean, rel_tol=1e-9)  # of one and the same return
-        changes["evaluate__targets"] = [returns.max] if alike else [returns.max, returns.mean]
+        changes["evaluate.targets"] = [returns.max] if alike else [returns.max, returns.mean]
     if recipe.model.max_timestep is None:
-        changes["model__max_timestep"] = max(longest, recipe.loader.context_length)
+        changes["model.max_timestep"] = max(longest, recipe.loader.context_length)
     if sizes.discrete and recipe.model.action_tanh:
-        changes["model__action_tanh"] = False  # logits are not bounded
-    resolved = recipe.replace(**changes)
+        changes["model.action_tanh"] = False  # logits are not bounded
+    resolved = recipe.replace(changes)
     if environment is not None and evaluates:
         resolve_reference(environment, resolved.evaluate.reference)  # now, not after 10,000 steps
     _check(resolved, dataset, sizes)
