@@ -1,18 +1,7 @@
-"""What tests of training share: a tiny environment, data that fit it, and a recipe of seconds.
-
-Run as a program it is the victim of the kill tests: see `main`.
-"""
+"""What tests of training share: a tiny environment, data that fit it, and a recipe of seconds."""
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
-import signal
-import sys
-import time
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,94 +145,3 @@ def learnt(run: Path) -> dict[str, Any]:
         "evaluations": played,
         "recipe": load_recipe(run).replace({"description": ""}),
     }
-
-
-def kill_in_call(number: int) -> None:
-    """Arrange that this process kills itself at its `number`-th call that changes files."""
-    count = 0
-
-    def deadly(module: Any, name: str) -> None:
-        original: Callable[..., Any] = getattr(module, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **options)
-
-        setattr(module, name, call)
-
-    for module, names in (
-        (os, ("fsync", "rename", "replace", "symlink", "truncate", "mkdir", "write")),
-        (shutil, ("rmtree",)),
-    ):
-        for name in names:
-            deadly(module, name)
-
-
-def main(data: Path, run: Path, kills: int, seed: int, beside: str = "") -> None:
-    """Train in forked children, kill each of them, and go on until the run is complete.
-
-    With `beside` evaluations are under way for some steps before their results are there.
-
-    Half of the kills strike inside a call that changes files, where a half-done save would show;
-    the other half after a random time.  Prints how many children were killed.  The parent never
-    computes, so that a child starts with everything imported and no threads.
-    """
-    for name in ("evaluation.evaluate", "models.policy", "dataset.dataset"):
-        import_module(f"gear_offline.{name}")
-    import gear_offline.runs.report
-    from gear_offline.runs.loop import train
-
-    gear_offline.runs.report.write_report = lambda run, **_: Path(run)
-
-    register_environment()
-    overrides: tuple[str, ...] = ()
-    if beside:
-        import gear_offline.evaluation.background
-
-        register_importable()
-        overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
-        FakeWorker.delay = 4
-        gear_offline.evaluation.background.POLL_SECONDS = 0.0
-        vars(gear_offline.evaluation.background)["Worker"] = FakeWorker
-    generator = random.Random(seed)
-    killed = 0
-    while True:
-        after: float | None = None
-        call = 0
-        if killed < kills:
-            if killed % 2:
-                call = generator.randint(1, 60)
-            else:
-                after = generator.uniform(0.0, 0.5)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                if call:
-                    kill_in_call(call)
-                train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
-                code = 0
-            finally:
-                os._exit(code)
-        if after is not None:
-            time.sleep(after)
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-            killed += 1
-        elif os.waitstatus_to_exitcode(status) != 0:
-            sys.exit("a child failed")
-        elif killed >= kills:
-            print(killed)
-            return
-        else:  # it was complete before the kill came: kill the next one in a new run
-            killed += 1
-            (run.parent / f"{run.name}-{killed}").mkdir()
-            os.replace(run, run.parent / f"{run.name}-{killed}")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

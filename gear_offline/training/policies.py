@@ -25,7 +25,7 @@ from gear_offline.training.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
-from gear_offline.training.checkpoint_folder import STATE
+from gear_offline.training.checkpoint_folder import find_checkpoint
 
 __all__ = ["PolicyParts", "load_policy", "load_policy_parts"]
 
@@ -111,8 +111,8 @@ def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) ->
     """Read what it takes to act; the arguments are those of `load_policy`."""
     path = given_path(run_or_checkpoint, "RUN_NOT_FOUND", where="run_or_checkpoint")
     folder = path / "checkpoints"
-    if not folder.is_dir() or (path / STATE).exists():
-        return policy_parts(read_checkpoint(path.resolve(), training=False), task)
+    if not folder.is_dir():
+        return policy_parts(read_checkpoint(find_checkpoint(path), training=False), task)
     newest = newest_checkpoint(folder, lambda message: None, training=False)
     if newest is None:
         what, remedy = "the run has no checkpoint yet", "wait for its first one"

@@ -3,7 +3,8 @@
 Half of the kills strike inside a call that changes files (where a checkpoint half saved would
 show), half after a random time.  The run goes on with ``--resume`` until it is complete; weights,
 moments, metrics and evaluations must then equal those of a run that nobody killed, bit for bit.
-Prints one JSON document.
+Everything is done in forked children of a process that never computes, so that each starts with
+all imported and no threads.  Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -11,55 +12,126 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import random
+import shutil
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import gear_offline.evaluation.background
+import gear_offline.runs.report
+from gear_offline.runs.loop import train
+from tests.training_support import (
+    FakeWorker,
+    learnt,
+    register_environment,
+    register_importable,
+    tiny_data,
+    tiny_recipe,
+)
+from tests.trust.leaks import shared_memory
+
+CHANGES = {  # calls that change files
+    os: ("fsync", "rename", "replace", "symlink", "truncate", "mkdir", "write"),
+    shutil: ("rmtree",),
+}
+
+
+def kill_in_call(number: int) -> None:
+    """Arrange that this process kills itself at its `number`-th call that changes files."""
+    count = 0
+
+    def deadly(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+
+        return call
+
+    for module, names in CHANGES.items():
+        for name in names:
+            setattr(module, name, deadly(getattr(module, name)))
+
+
+def start(data: Path, run: Path, *overrides: str, kill_at: int = 0) -> int:
+    """Train in a child, from where the run stands; return the child."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if kill_at:
+                kill_in_call(kill_at)
+            train(tiny_recipe(data, *overrides), out=run, resume=True, quiet=True)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def status_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_many(data: Path, run: Path, *overrides: str, kills: int, seed: int) -> list[Path]:
+    """Kill until `kills` have struck; return the runs, all of them complete."""
+    generator, runs = random.Random(seed), [run]
+    killed = 0
+    while True:
+        kill_at = generator.randint(1, 60) if killed < kills and killed % 2 else 0
+        child = start(data, runs[-1], *overrides, kill_at=kill_at)
+        if killed < kills and not kill_at:
+            time.sleep(generator.uniform(0.0, 0.5))
+            os.kill(child, signal.SIGKILL)
+        status = status_of(child)
+        if status == 0 and killed >= kills:
+            return runs
+        if status == 0:  # it was complete before the kill came: kill the next one in a new run
+            runs.append(run.with_name(f"{run.name}-{killed}"))
+        elif status != -signal.SIGKILL:
+            sys.exit("a child failed")
+        killed += 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--beside", action="store_true", help="with evaluations under way")
+    parser.add_argument("--background", action="store_true", help="with evaluations under way")
     arguments = parser.parse_args()
-    import gear_offline.runs.report
-    from gear_offline.runs.loop import train
-    from tests.training_support import learnt, tiny_data, tiny_recipe
-    from tests.trust.leaks import shared_memory
-
     gear_offline.runs.report.write_report = lambda run, **_: Path(run)
     before, began, broken = shared_memory(), time.monotonic(), []
+    overrides: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="gear-kill-") as temporary:
         folder = Path(temporary)
         data = tiny_data(folder)
-        whole = learnt(train(tiny_recipe(data), out=folder / "whole", quiet=True))
-        found = subprocess.run(
-            [
-                *(sys.executable, "-m", "tests.training_support"),
-                *(str(data), str(folder / "killed"), str(arguments.kills), str(arguments.seed)),
-                *(("beside",) if arguments.beside else ()),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
+        register_environment()
+        if status_of(start(data, folder / "whole")) != 0:
+            sys.exit("the run that nobody kills failed")
+        whole = learnt(folder / "whole")
+        if arguments.background:  # results come some steps after their evaluation began
+            register_importable()
+            overrides = ("evaluate.background=on", "train.keep_checkpoints=1")
+            FakeWorker.delay = 4
+            gear_offline.evaluation.background.POLL_SECONDS = 0.0
+            vars(gear_offline.evaluation.background)["Worker"] = FakeWorker
+        runs = kill_many(
+            data, folder / "killed", *overrides, kills=arguments.kills, seed=arguments.seed
         )
-        if found.returncode != 0:
-            broken.append(found.stderr[-500:])
-        runs = sorted(folder.glob("killed*"))
         for run in runs:
-            found_here = learnt(run)
-            if any(found_here[key] != whole[key] for key in whole if key != "recipe"):
+            result = learnt(run)
+            if any(result[key] != whole[key] for key in whole if key != "recipe"):
                 broken.append(f"{run.name} learnt something else")
             if list((run / "checkpoints").glob(".*")):
                 broken.append(f"{run.name} keeps leftovers")
     document = {
-        "kills": int(found.stdout or 0),
+        "kills": arguments.kills,
         "runs": len(runs),
         "seconds": round(time.monotonic() - began, 1),
         "broken": broken + sorted(shared_memory() - before),
