@@ -34,7 +34,7 @@ SURFACE = {
     "allow-nonfinite overwrite quiet",
     "export": "dataset out columns overwrite quiet",
     "inspect": "dataset verify full json quiet",
-    "collect": "environment out policy quality mix steps exact environments action-noise seed "
+    "collect": "environment out policy quality mix steps exact action-noise seed "
     "train-steps gate save-policy overwrite json quiet",
     "recipes ls": "json",
     "recipes show": "recipe",

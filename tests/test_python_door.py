@@ -42,7 +42,7 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: loader(d, shuffle=True), "shuffled_epochs"),
     (lambda d: loader(d, num_workers=2), "none are needed"),
     (lambda d: loader(d, sampler="top_k"), "it is called selection"),
-    (lambda d: loader(d, normalize=True), "it is called normalize_states"),
+    (lambda d: loader(d, normalize=True), "normalize_states"),
     (lambda d: loader(d, seq_len=3), "it is called context_length"),
     (lambda d: loader(d, selection="top_percnt:percent=10"), "did you mean 'top_percent'"),
     (lambda d: next(iter(DataLoader(loader(d)))), "has no length"),
