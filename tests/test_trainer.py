@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gear_offline.config.files import recipe_paths
-from gear_offline.config.recipe import load_recipe
+from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
@@ -70,6 +70,18 @@ def test_a_run_directory_holds_what_is_promised(whole: Path, data: Path) -> None
         assert 0.0 <= record["data_wait_share"] <= 1.0
         assert record["step_seconds"] > 0.0
         assert record["samples_per_second"] == pytest.approx(4 / record["step_seconds"])
+
+
+def test_a_report_that_fails_leaves_the_run_complete(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(run: Path) -> Path:
+        raise RuntimeError("no plots here")
+
+    monkeypatch.setattr("gear_offline.runs.report.write_report", fails)
+    run = train(tiny_recipe(data, "train.steps=2", "evaluate.episodes=0"), out=tmp_path / "run")
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert "there is no report: no plots here" in capsys.readouterr().err
 
 
 def test_what_was_left_to_the_data_is_filled_in(whole: Path, data: Path) -> None:
@@ -294,11 +306,9 @@ def test_each_shipped_recipe_takes_a_step(name: str, data: Path, tmp_path: Path)
     recipe = load_recipe(name)
     if recipe.loader.frame_stack > 1:
         data = make_dataset(tmp_path, [9, 6], columns=image_columns(15, (84, 84))).path
+    recipe = Recipe.parse({**recipe.to_dict(), "data": {"path": str(data)}})
     recipe = recipe.replace(
         {
-            "data.path": str(data),
-            "data.source": None,
-            "data.collect": None,
             "train.steps": 1,
             "train.device": "cpu",
             "train.threads": 1,

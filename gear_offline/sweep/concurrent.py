@@ -258,33 +258,38 @@ class _Group:
         if self._stack is not None:
             self._stack.leave(self._learners.index(member.run.learner))
 
-    def turn(self) -> Iterator[tuple[_Member, GearError | None]]:
-        """Launch steps and look at numbers that are there; yield the runs that ended, and how.
+    def turn(self) -> list[tuple[_Member, GearError]]:
+        """Launch steps and look at numbers that are there; return the runs that failed.
 
-        Ends at the first thing that is to be waited for.
+        Ends at the first thing that is to be waited for, and before a capture.
         """
+        failed: list[tuple[_Member, GearError]] = []
         self._drop_passed()
         if len(self._events) >= DEEP:
-            return
+            return failed
         self.stop.look()
-        for _ in range(CHUNK):
-            for member in [member for member in self.members if not member.is_at_step]:
-                answer: bool | None = False
-                try:
-                    with _errors_of(member), self.work():
-                        answer = next(member.steps, None)
-                except GearError as error:
-                    yield member, error
-                    continue
-                if answer is None:
-                    self.members.remove(member)
-                    self.done.append(member)
-                member.is_at_step = bool(answer)
-            if not all(member.is_at_step for member in self.members):
-                break
-            for member in self.members:
-                member.is_at_step = False
+        with self.work():
+            for _ in range(CHUNK):
+                for member in [member for member in self.members if not member.is_at_step]:
+                    try:
+                        with _errors_of(member):
+                            answer = next(member.steps, None)
+                    except GearError as error:
+                        self.leave(member)
+                        failed.append((member, error))
+                        continue
+                    if answer is None:
+                        self.members.remove(member)
+                        self.done.append(member)
+                    member.is_at_step = bool(answer)
+                if not all(member.is_at_step for member in self.members):
+                    break
+                for member in self.members:
+                    member.is_at_step = False
+                if self.will_capture:  # when no checkpoint is being written
+                    break
         self._mark()
+        return failed
 
     def _advance(self, member: _Member) -> None:
         """Do a step of one run: the first one that asks launches it for all."""
@@ -459,9 +464,10 @@ class _Scheduler:
             for member in self._running():
                 with suppress(Exception):  # it is raised again in its own run's turn
                     member.run.saver.wait()
-        for member, error in group.turn():
-            group.leave(member)
+        failed = group.turn()
+        for member, _ in failed:
             self._release(member)
+        for member, error in failed:
             if not isinstance(error, TrainingInterrupted):
                 self._end(member.trial, error)
         for member in list(group.done):
