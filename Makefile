@@ -6,7 +6,7 @@ export VENV
 BIN := $(VENV)/bin
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
-.PHONY: help demo api test test-long test-gpu test-rdma sanitize trust lint types format bench clean
+.PHONY: help demo docs test test-long test-gpu test-rdma sanitize trust lint types format bench clean
 
 help:
 	@echo "make demo      collect MuJoCo data, convert, train, evaluate: tables and plots in demo/"
@@ -17,51 +17,18 @@ help:
 	@echo "make sanitize  run the CUDA kernels' text on the CPU with every address checked (g++)"
 	@echo "make trust     bit flips, kills of convert and train, fuzzed HDF5 files"
 	@echo "make lint      ruff, the order of rooms (import-linter), mypy --strict"
-	@echo "make api       reference of the public names, from their docstrings: build/api/index.html"
+	@echo "make docs      the documentation with search: build/docs/index.html"
 	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
 
-# A step whose result is there is not repeated; `rm -r demo` begins anew.
-GEAR := $(BIN)/gear-offline
 demo:
 	@.ci/setup demo
-	@$(MAKE) --no-print-directory demo/run/evaluation.json
-	@echo
-	@echo "Plots and a report are in demo/run.  Where to go next:"
-	@echo "  source $(BIN)/activate                          gear-offline becomes a command"
-	@echo "  gear-offline evaluate demo/run --targets 2200,800    ask for something else"
-	@echo "  gear-offline convert YOUR.hdf5 data/mine             your own or D4RL's files"
-	@echo "  gear-offline recipes ls                              the paper's tasks, and others"
+	@$(BIN)/python -m gear_offline.demo
 
-demo/hopper.hdf5:
-	@mkdir -p demo
-	$(GEAR) collect Hopper-v5 $@ --policy ars --quality mixed --steps 200000 --action-noise 0.05 \
-		--gate 2000
-
-demo/hopper: | demo/hopper.hdf5
-	$(GEAR) convert demo/hopper.hdf5 $@
-	$(GEAR) inspect $@
-
-demo/run/summary.json: | demo/hopper
-	$(GEAR) train demo data.path=demo/hopper --out demo/run --resume
-
-demo/run/evaluation.json: | demo/run/summary.json
-	$(GEAR) evaluate demo/run --episodes 20
-
-# What users import, as the package's docstring lists it; the parts behind it are read in their
-# sources.  Last, what public classes inherit: pdoc shows it only from modules that it is given.
-API = gear_offline $(addprefix gear_offline., \
-	sources convert export dataset dataset.inspect dataset.scores collect sampling \
-	loaders.feedback loaders.static_batch tables.table tables.joint tables.placement \
-	distributed.world distributed.exchange models.decision_transformer models.loss models.checks \
-	models.policy config.recipe runs.checks runs.trainer training.policies \
-	evaluation.evaluate sweep.run sweep.trials analysis.strategies planning.hardware \
-	planning.workload planning.plan cli.main)
-api: export PDOC_ALLOW_EXEC = 1
-api:
+docs:
 	@.ci/setup docs
-	@$(BIN)/python -m pdoc -d numpy -o build/api $(API)
-	@echo "build/api/index.html"
+	@$(BIN)/python -m mkdocs build --strict -q
+	@echo "build/docs/index.html"
 
 # Bytecode is kept: hundreds of processes import the package, and containers often ask for none.
 # One thread a process: two processes share two cores, and threads that wait for each other's core

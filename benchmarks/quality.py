@@ -228,7 +228,7 @@ def compared(
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the Markdown table of docs/quality.md."""
+    """Return the Markdown table of docs/dev/parity.md."""
     lines = [
         "| data | mean and best return in it | ours, return | released, return | ours, score | "
         "released, score | 95 % of the difference in return | loss, ours / released | |",

@@ -2,7 +2,7 @@
 
 Every error that a user can cause or cure is a `GearError`.  The command line prints it as
 ``error[CODE]: what was wrong (where); what to do`` and exits with `exit_code`.  Codes are stable
-and listed in docs/errors.md; messages may change.
+and listed in docs/reference/errors.md; messages may change.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_version_1_fixture_stays_readable() -> None:
 
 
 def test_docs_format_is_enough_to_read_the_fixture() -> None:
-    """A reader written from docs/format.md alone, with json, xxhash and NumPy."""
+    """A reader written from docs/reference/format.md alone, with json, xxhash and NumPy."""
     raw = (FIXTURE / "manifest.json").read_bytes()
     body, _, seal = raw.rpartition(b',\n"digest": "xxh3-128:')
     assert seal == xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n'

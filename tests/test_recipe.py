@@ -425,7 +425,7 @@ def test_the_time_of_many_tasks_grows_with_their_number(tmp_path: Path) -> None:
 
 
 def option_rows() -> Iterator[str]:
-    """Yield the lines of docs/recipes.md's tables, made from the typed options."""
+    """Yield the lines of docs/index.md's tables, made from the typed options."""
     entries: list[tuple[type[BaseModel], str]] = []
 
     def rows(model: type[BaseModel], title: str, flat: bool = False) -> Iterator[str]:
@@ -454,7 +454,7 @@ def test_every_option_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
     assert len(list(option_rows())) > 50
     for row in option_rows():
-        assert row in page and "| None |" not in row, f"docs/recipes.md lacks {row}"
+        assert row in page and "| None |" not in row, f"docs/index.md lacks {row}"
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,7 +1,7 @@
 """A recipe: one YAML file that says data, loader, model, optimiser, training and evaluation.
 
 The classes are the list of all options, the text under each field is its documentation, and
-docs/recipes.md shows both as tables; ``recipe.train.steps`` is the option ``train.steps``.
+docs/index.md shows both as tables; ``recipe.train.steps`` is the option ``train.steps``.
 Everything is checked when a recipe is built: all that is wrong becomes one `InputError`.
 """
 

@@ -1,4 +1,4 @@
-"""What a recipe needs on a cluster, and how fast it would be there: docs/planning.md.
+"""What a recipe needs on a cluster, and how fast it would be there: docs/how-to/plan-a-cluster.md.
 
 Shape legend: D nodes, G GPUs a node, S shards, n segments of a global batch.
 """

@@ -359,7 +359,7 @@ def _check(recipe: Recipe, dataset: Dataset, sizes: ModelSizes) -> None:
             what = f"{count_text(values.nonfinite, 'value')} NaN or infinite"
             remedy = (
                 "repair the source and convert it again without --allow-nonfinite, or leave such "
-                "episodes out with pick_episodes (docs/sources.md)"
+                "episodes out with pick_episodes (docs/how-to/convert.md)"
             )
             if not values.nonfinite:
                 what = "values so large that they have no standard deviation in float64"

@@ -190,7 +190,7 @@ def sampler_class(name: object) -> type[Sampler]:
         "SELECTION",
         f"no selection strategy {name!r}",
         remedy=f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
-        "its file starts the command: docs/strategies.md",
+        "its file starts the command: docs/reference/strategies.md",
     )
 
 
@@ -210,7 +210,7 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
         raise InputError(
             "SELECTION",
             f"options {sorted(options)} do not fit strategy {name!r}: {what}",
-            remedy=f"it takes {', '.join(names) or 'no options'}; see docs/strategies.md",
+            remedy=f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md",
         ) from error
 
 
@@ -232,7 +232,7 @@ def make_sampler(
     context_length
         K of the loader, for the strategies that depend on it.
     options
-        What the strategy takes: see docs/strategies.md.
+        What the strategy takes: see docs/reference/strategies.md.
 
     Raises
     ------

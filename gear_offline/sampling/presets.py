@@ -1,6 +1,6 @@
 """What public implementations of the Decision Transformer really draw, by their names.
 
-docs/strategies.md says where each was read.  `padding` is the side on which the implementation
+docs/reference/strategies.md says where each was read.  `padding` is the side on which the implementation
 pads; a loader that pads on the other side is refused.
 
 Shape legend: E episodes, T steps of one episode, K steps of a window, B slots of a batch.

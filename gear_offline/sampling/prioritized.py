@@ -54,7 +54,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class PriorityOptions:
-    """Options of `prioritized`; docs/strategies.md says what they mean."""
+    """Options of `prioritized`; docs/reference/strategies.md says what they mean."""
 
     alpha: float = 0.6
     beta: float = 0.4

@@ -124,7 +124,7 @@ def from_arrays(
         Column name to N rows; as an episode of `from_episodes`, without an additional row.  What
         lies below ``metadata``, as D4RL has it, is no column and goes into the provenance.
     rule
-        Where episodes end, as docs/sources.md says; default the flags that are there.
+        Where episodes end, as docs/how-to/convert.md says; default the flags that are there.
     name, environment, attributes
         As `from_episodes`.
 

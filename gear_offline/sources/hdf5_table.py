@@ -90,7 +90,7 @@ def find_columns(file: Hdf5File, optional: Sequence[str]) -> tuple[list[str], in
         leaves = sorted(n for n in file.datasets if n == column or n.startswith(f"{column}/"))
         if not leaves and column in REQUIRED:
             remedy = f"needed: {', '.join(REQUIRED)}; found: {some_names(file.datasets)}; other "
-            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/sources.md"
+            remedy += f"names: --columns {column}=NAME,...; other layouts: docs/how-to/convert.md"
             what = f"no dataset {column!r}"
             raise InputError("COLUMN", what, where=str(file.path), remedy=remedy)
         chosen.extend(leaves)

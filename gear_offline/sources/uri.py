@@ -23,7 +23,7 @@ from gear_offline.sources.minari import data_directory, find_directory, open_min
 ACCEPTED = (
     "a .hdf5 or .h5 file, a folder of them, d4rl:NAME (d4rl:hopper-medium-v2), minari:ID "
     "(minari:mujoco/hopper/medium-v0), the directory of a Minari dataset, or one of GEAR shards; "
-    "arrays are given from Python, see docs/sources.md"
+    "arrays are given from Python, see docs/how-to/convert.md"
 )
 
 
@@ -39,7 +39,7 @@ def open_source(
         ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
-        docs/sources.md.
+        docs/how-to/convert.md.
     names
         Column name to the column that gets it; of an HDF5 file to the dataset, or group of
         datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put

@@ -136,5 +136,5 @@ def _unusable(spec: ColumnSpec, what: str) -> InputError:
         "COLUMN",
         f"{spec.name} is {spec.dtype} {spec.shape} a step: {what}",
         where=f"column {spec.name}",
-        remedy="convert the source with columns of the kinds that docs/loader.md lists",
+        remedy="convert the source with columns of the kinds that docs/reference/batch.md lists",
     )

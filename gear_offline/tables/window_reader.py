@@ -32,7 +32,7 @@ from gear_offline.tables.disk_columns import DiskColumn, UInt8Array
 from gear_offline.tables.read_plan import Int64Array, Places
 
 PAGE_BYTES = 4096  # offsets, sizes and addresses of direct reads are multiples of this
-GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/log.md
+GAP_BYTES = 64 << 10  # a read takes about as long as this many bytes more: see docs/dev/log.md
 MAX_OPEN = 512  # shards kept open; of more, each is opened for each read
 SLICE_BYTES = 4 << 10  # windows from this size on are copied one by one
 COPY_BYTES = 256 << 10  # of smaller ones, copied together

@@ -1,1 +1,1 @@
-"""Checks of docs/reliability.md that need processes of their own: corpus, fuzzing, kills, soak."""
+"""Checks of docs/explanation/trust.md that need processes of their own: corpus, fuzzing, kills, soak."""

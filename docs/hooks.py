@@ -1,0 +1,93 @@
+"""Pages that MkDocs makes of the program itself: commands, options of a recipe, public names."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File, Files
+
+import gear_offline
+from gear_offline.cli.main import app
+from gear_offline.config.recipe import Recipe
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the generated pages."""
+    pages = {"cli": commands_page(), "recipe": recipe_page(), "python": python_page()}
+    for name, text in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
+    return files
+
+
+def commands_page() -> str:
+    """Return the help of every command."""
+    lines = ["# Commands", ""]
+
+    def add(command: Any, path: str) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            if not inner.hidden:
+                add(inner, f"{path} {name}")
+        if hasattr(command, "commands"):
+            return
+        lines.extend([f"## {path}", "", (command.help or "").split("\n\n\b")[0], ""])
+        lines.extend(["| option | meaning |", "|---|---|"])
+        for parameter in command.params:
+            is_option = parameter.param_type_name == "option"
+            names = ", ".join(parameter.opts) if is_option else parameter.name.upper()
+            meaning = " ".join((parameter.help or "").split())
+            lines.append(f"| `{names}` | {meaning} |")
+        lines.append("")
+
+    add(typer.main.get_command(app), "gear-offline")
+    return "\n".join(lines)
+
+
+def recipe_page() -> str:
+    """Return the options of every section, with default and meaning."""
+    lines = [
+        "# Recipe options",
+        "",
+        "A recipe is one YAML file. `base:` names another recipe whose values it changes; what no",
+        "recipe says has the default below. On the command line: `section.option=value`.",
+        "",
+    ]
+
+    def add(model: Any, title: str) -> None:
+        rows, inner = [], []
+        for name, field in model.model_fields.items():
+            parts = [field.annotation, *getattr(field.annotation, "__args__", ())]
+            section = next((part for part in parts if hasattr(part, "model_fields")), None)
+            if section is not None:
+                inner.append((section, f"{title}.{name}".lstrip(".")))
+                continue
+            default = "required" if field.is_required() else f"`{field.get_default()!r}`"
+            rows.append(f"| `{name}` | {default} | {field.description or ''} |")
+        if rows:
+            lines.extend([f"## {title}" if title else "## The recipe itself", ""])
+            lines.extend(["| option | default | meaning |", "|---|---|---|", *rows, ""])
+        for section, path in inner:
+            add(section, path)
+
+    add(Recipe, "")
+    return "\n".join(lines)
+
+
+def python_page() -> str:
+    """Return directives for the docstrings of all public names."""
+    lines = [
+        "# Python",
+        "",
+        "Everything users need is in `import gear_offline as go`, which loads neither torch nor CuPy",
+        "until a name needs it.",
+        "",
+    ]
+    for name in sorted(gear_offline.__all__, key=str.lower):
+        thing = getattr(gear_offline, name)
+        if isinstance(thing, ModuleType):  # a room that is called like its function
+            thing = getattr(thing, name)
+        home = getattr(thing, "__module__", None)
+        if callable(thing) and home:
+            lines.extend([f"## {name}", "", f"::: {home}.{thing.__qualname__}", ""])
+    return "\n".join(lines)
