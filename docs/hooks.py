@@ -79,8 +79,8 @@ def python_page() -> str:
     lines = [
         "# Python",
         "",
-        "Everything users need is in `import gear_offline as go`, which loads neither torch nor CuPy",
-        "until a name needs it.",
+        "Everything users need is in `import gear_offline as go`, which loads neither torch nor",
+        "CuPy until a name needs it.",
         "",
     ]
     for name in sorted(gear_offline.__all__, key=str.lower):

@@ -1,4 +1,4 @@
-"""The dataset on disk: GEAR shards and their manifest (docs/reference/format.md specifies the bytes).
+"""The dataset on disk: GEAR shards and their manifest (bytes: docs/reference/format.md).
 
 `dataset.open_dataset` opens, verifies and reads; `manifest` says what a dataset holds, `shard` how
 its files are laid out, written and streamed; `schema` has columns and the index of episodes.

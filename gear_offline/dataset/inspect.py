@@ -42,7 +42,8 @@ def inspect(path: str | Path, *, verify: bool = True, quiet: bool = True) -> dic
     Returns
     -------
     dict
-        JSON-able: the manifest's keys (docs/reference/format.md); `path`, `bytes`, `verified`, `digests`
+        JSON-able: the manifest's keys (docs/reference/format.md); `path`, `bytes`, `verified`,
+        `digests`
         (``{"blocks", "block_bytes", "checked"}``) and ``returns.left_out``: episodes whose return
         is NaN or infinite.
     """

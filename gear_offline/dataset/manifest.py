@@ -1,7 +1,7 @@
 """The manifest: what a dataset holds, and the digests that let any damage be found.
 
-docs/reference/format.md specifies the bytes: JSON as the pydantic models below allow it, and a last line
-with a digest of every byte before it.
+docs/reference/format.md specifies the bytes: JSON as the pydantic models below allow it, and a last
+line with a digest of every byte before it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 `base` has the interface and the registry, `episodes` the strategies that draw an episode by its
 weight, `epochs` those without replacement, `prioritized` the one that learns from losses, `mixture`
-mixtures and tasks, `presets` what public implementations draw.  docs/reference/strategies.md describes them.
+mixtures and tasks, `presets` what public implementations draw.  docs/reference/strategies.md
+describes them.
 """
 
 from gear_offline.kernels.segments import Segments

@@ -1,7 +1,7 @@
 """What public implementations of the Decision Transformer really draw, by their names.
 
-docs/reference/strategies.md says where each was read.  `padding` is the side on which the implementation
-pads; a loader that pads on the other side is refused.
+docs/reference/strategies.md says where each was read.  `padding` is the side on which the
+implementation pads; a loader that pads on the other side is refused.
 
 Shape legend: E episodes, T steps of one episode, K steps of a window, B slots of a batch.
 """

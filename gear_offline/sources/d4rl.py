@@ -1,7 +1,7 @@
 """D4RL: which family a file is of and how that family ends episodes; where its files come from.
 
-D4RL's families share column names and differ in what their flags mean.  docs/how-to/convert.md gives the
-reasons and the public reports behind each rule.
+D4RL's families share column names and differ in what their flags mean.  docs/explanation/episodes.md gives
+the reasons and the public reports behind each rule.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checks of docs/explanation/trust.md that need processes of their own: corpus, fuzzing, kills, soak."""
+"""Programs behind docs/explanation/trust.md: kills, flipped bits, fuzzed HDF5."""
