@@ -1,6 +1,6 @@
 """Shard files: safetensors, with a digest for every block of every tensor.
 
-docs/reference/format.md specifies the bytes.  The header is a function of columns, steps and episodes,
+docs/reference/format.md specifies the bytes.  The header follows from columns, steps and episodes,
 so a reader compares bytes and parses nothing.  Data are read into owned memory: a file that is cut
 short while it is read gives an error, where a memory map would give a bus error.
 """
