@@ -92,7 +92,7 @@ def test_an_environment_that_only_the_data_name_may_be_missing(
     assert "no evaluation: " in capfd.readouterr().err
     with pytest.raises(InputError) as caught:
         resolve(tiny_recipe(dataset.path, "evaluate.environment=NoSuch-v0"), dataset)
-    assert caught.value.code == "ENVIRONMENT_UNKNOWN"
+    assert caught.value.code == "ENVIRONMENT"
 
 
 def test_without_an_environment_a_line_says_that_nothing_is_evaluated(
@@ -132,7 +132,7 @@ def test_what_training_would_stumble_over_late_is_refused_early(tmp_path: Path) 
     dataset = make_dataset(
         tmp_path, [3, 4], environment_id=ENVIRONMENT, state_dim=STATE_DIM, action_dim=ACTION_DIM
     )
-    assert refused(dataset, "evaluate.reference=nope") == "REFERENCE_UNKNOWN"
+    assert refused(dataset, "evaluate.reference=nope") == "USAGE"
     for huge in ("model.hidden_size=1e12", "model.max_timestep=1e15"):
         assert refused(dataset, huge) == "MEMORY"
     assert refused(dataset, "loader.batch_size=1e10") == "MEMORY"
