@@ -67,10 +67,6 @@ def legend(axes: Axes) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
 
 
-def label_ends(axes: Axes, ends: object = (), gap: float = 0) -> None:
-    legend(axes)
-
-
 def short(value: float) -> str:
     """Return `value` with separators, and decimals only where it is small."""
     if value == 0 or abs(value) >= 100:
