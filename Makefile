@@ -21,9 +21,32 @@ help:
 	@echo "make bench     the CPU benchmarks convert and loader, JSON under docs/benchmarks/"
 	@echo "make clean     remove $(VENV), caches and demo/"
 
+# A step whose result is there is not repeated; `rm -r demo` begins anew.
+GEAR := $(BIN)/gear-offline
 demo:
 	@.ci/setup demo
-	@$(BIN)/python -m gear_offline.demo
+	@$(MAKE) --no-print-directory demo/run/evaluation.json
+	@echo
+	@echo "Plots and a report are in demo/run.  Where to go next:"
+	@echo "  source $(BIN)/activate                          gear-offline becomes a command"
+	@echo "  gear-offline evaluate demo/run --targets 2200,800    ask for something else"
+	@echo "  gear-offline convert YOUR.hdf5 data/mine             your own or D4RL's files"
+	@echo "  gear-offline recipes ls                              the paper's tasks, and others"
+
+demo/hopper.hdf5:
+	@mkdir -p demo
+	$(GEAR) collect Hopper-v5 $@ --policy ars --quality mixed --steps 200000 --action-noise 0.05 \
+		--gate 2000
+
+demo/hopper: | demo/hopper.hdf5
+	$(GEAR) convert demo/hopper.hdf5 $@
+	$(GEAR) inspect $@
+
+demo/run/summary.json: | demo/hopper
+	$(GEAR) train demo data.path=demo/hopper --out demo/run --resume
+
+demo/run/evaluation.json: | demo/run/summary.json
+	$(GEAR) evaluate demo/run --episodes 20
 
 docs:
 	@.ci/setup docs

@@ -1,8 +1,8 @@
 """Several runs of the paper's size on one GPU: steps a second in sum, by way of sharing it.
 
 "alone" is one run as `train` does it, which is what running them one after another gives;
-"stacked" are models with stacked weights as ``sweep --mode stacked`` trains them; "streams" are
-graphs of their own on streams of their own.
+"stacked" are models with stacked weights, as a sweep trains equal shapes; "streams" are graphs of
+their own on streams of their own, as it trains others, and all with ``--exact``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import hopper_like, need_cuda, timed
 from benchmarks.train import paper_learner
 from gear_offline.dataset.dataset import Dataset
-from gear_offline.sweep.track import Track
+from gear_offline.sweep.concurrent import RngStream
 from gear_offline.training.stack import Stack
 
 OPTIONS = ("train.graph=on", "train.compile=on", "train.precision=bf16")
@@ -74,18 +74,18 @@ def _stacked(dataset: Dataset, count: int) -> Advance:
 
 
 def _streams(dataset: Dataset, count: int) -> Advance:
-    tracks = [Track(torch.device("cuda")) for _ in range(count)]
+    streams = [RngStream(torch.device("cuda")) for _ in range(count)]
     learners = []
-    for seed, track in enumerate(tracks):
-        with track.alone():
+    for seed, stream in enumerate(streams):
+        with stream.use():
             learners.append(paper_learner(dataset, OPTIONS, seed=seed))
             learners[-1].advance()
             torch.cuda.synchronize()
 
     def advance(steps: int) -> None:
         for done in range(0, steps, CHUNK):
-            for track, learner in zip(tracks, learners, strict=True):
-                with track.launching():
+            for stream, learner in zip(streams, learners, strict=True):
+                with stream.use():
                     for _ in range(min(CHUNK, steps - done)):
                         learner.advance()
             torch.cuda.synchronize()

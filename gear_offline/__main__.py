@@ -1,7 +1,5 @@
 """``python -m gear_offline`` is the command line."""
 
-import sys
+from runpy import run_module
 
-from gear_offline.cli.command import main
-
-sys.exit(main())
+run_module("gear_offline.cli", run_name="__main__")

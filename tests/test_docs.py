@@ -26,7 +26,6 @@ from tests.support import ArraySource, hopper_columns
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GENERATED = {"cli.md", "recipe.md", "python.md"}  # docs/hooks.py makes them
-TASKS = {"multitask-smoke", "multitask-locomotion"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -186,6 +185,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     steps = sum(lengths)
     hopper = ArraySource(hopper_columns(steps), lengths, environment_id="Hopper-v5")
     convert(hopper, folder / "data" / "hopper-medium-v2", quiet=True)
+    pendulum = ArraySource(hopper_columns(steps, state_dim=3, action_dim=1), lengths)
+    convert(pendulum, folder / "data" / "pendulum", quiet=True)
     generator = np.random.default_rng(0)
     frames = {
         "observations": generator.integers(0, 255, (steps, 84, 84), np.uint8),

@@ -142,7 +142,7 @@ class Progress(Closing):
         rate = (self._done - self._before) / seconds if seconds > 0 else 0.0
         remarks = []
         if rate > 0:
-            speed = size_text(int(rate)) if self._unit == "bytes" else f"{rate:,.4g} {self._unit}"
+            speed = size_text(int(rate)) if self._unit == "bytes" else f"{short(rate)} {self._unit}"
             if self._done < self.total:
                 left = timedelta(seconds=round((self.total - self._done) / rate))
                 remarks.append(f"{left} left")
@@ -165,3 +165,8 @@ class Progress(Closing):
         line.append("  ".join(["", amount, *remarks]))
         line.truncate(width)
         yield line
+
+
+def short(rate: float) -> str:
+    """Return a rate with three digits, or whole: ``1.69``, ``32,450``."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

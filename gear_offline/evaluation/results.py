@@ -204,7 +204,7 @@ class EvaluationReport:
         return sum(known) / len(known) if len(known) == len(scores) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON-able document that `evaluate` writes (docs/explanation/evaluation.md).
+        """Return the JSON-able document that `evaluate` writes (docs/reference/run-files.md).
 
         A task without a name stands at the top level, named ones in ``tasks``.
         """

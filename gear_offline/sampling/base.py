@@ -190,7 +190,7 @@ def sampler_class(name: object) -> type[Sampler]:
         "SELECTION",
         f"no selection strategy {name!r}",
         remedy=f"{hint}strategies: {', '.join(strategy_names())}; one of your own is known where "
-        "its file starts the command: docs/reference/strategies.md",
+        "its file starts the command: docs/how-to/own-strategy.md",
     )
 
 

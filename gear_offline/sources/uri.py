@@ -39,7 +39,7 @@ def open_source(
         ``d4rl:NAME``, ``minari:ID``, a Minari dataset's directory, or one of GEAR shards.
     rule
         Boundary rule in place of the format's own, e.g. ``"terminals|steps=1000"``; see
-        docs/how-to/convert.md.
+        docs/explanation/episodes.md.
     names
         Column name to the column that gets it; of an HDF5 file to the dataset, or group of
         datasets: ``{"observations": "obs", "dones": "episode_end"}``.  Several vectors are put

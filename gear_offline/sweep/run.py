@@ -286,10 +286,9 @@ class _Display(Closing):
 
     def move(self, trial: Trial, steps: int) -> None:
         """Note where a trial stands; cheap enough for every few steps."""
-        if steps != self._done[trial.name]:
-            self._done[trial.name] = steps
-            done = f"{self._ended} of {self._trials}"
-            self._progress.update(sum(self._done.values()), runs=done)
+        self._done[trial.name] = steps
+        done = f"{self._ended} of {self._trials}"
+        self._progress.update(sum(self._done.values()), runs=done)
 
     def end(self, trial: Trial, error: GearError | None) -> None:
         """Note that a trial has ended, and say how."""
