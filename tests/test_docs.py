@@ -21,6 +21,7 @@ from benchmarks.common import names as benchmark_names
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import list_recipes, load_recipe
 from gear_offline.convert import convert
+from gear_offline.sampling.base import _SAMPLERS
 from tests.support import ArraySource, hopper_columns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -226,5 +227,8 @@ def test_python_blocks_run(
     vars(module).update(
         batch=next(loader), observations=np.zeros((2, 4), np.float32), rewards=np.zeros(2)
     )
-    for block in blocks(page.read_text(), "python"):
-        exec(compile(block, str(page), "exec"), vars(module))
+    try:
+        for block in blocks(page.read_text(), "python"):
+            exec(compile(block, str(page), "exec"), vars(module))
+    finally:
+        _SAMPLERS.pop("recent", None)  # a page registers it

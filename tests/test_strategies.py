@@ -403,7 +403,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 
 
 def code_blocks() -> list[str]:
-    text = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "how-to" / "own-strategy.md").read_text()
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
@@ -439,7 +439,7 @@ def test_the_file_in_the_documents_starts_commands(
 
 
 def test_every_strategy_and_option_is_documented() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "strategies.md").read_text()
     for name in strategy_names():
         assert f"`{name}`" in text, name
         for option in (field.name for field in fields(cast(Any, sampler_class(name).Options))):
