@@ -231,7 +231,7 @@ def test_iterating_again_goes_on(dataset: Dataset) -> None:
     assert torch.equal(inputs["states"], loader.batch_at(4).states)
     assert loader.step == 5
     with pytest.raises(TypeError):
-        len(loader)  # type: ignore[arg-type]
+        len(loader)
 
 
 @pytest.mark.parametrize(
