@@ -34,16 +34,8 @@ from gear_offline.runs.records import (
 )
 
 
-def write_report(run: str | Path, *, random_return: float | None = None) -> Path:
-    """Write the plots and ``report.md`` of a run directory and return the report's path.
-
-    Parameters
-    ----------
-    run
-        Run directory.
-    random_return
-        Mean return of random actions, for a line in the table of returns.
-    """
+def write_report(run: str | Path) -> Path:
+    """Write the plots and ``report.md`` of a run directory and return the report's path."""
     run = Path(run)
     recipe = load_recipe(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     metrics = read_lines(run / "metrics.jsonl", MetricsRecord)
@@ -59,7 +51,7 @@ def write_report(run: str | Path, *, random_return: float | None = None) -> Path
     if final is not None and final.tasks:
         parts += _tasks(run, recipe, final, evaluations)
     elif final is not None:
-        parts.append(_returns_table(final, final, data, random_return))
+        parts.append(_returns_table(final, final, data))
     if losses:
         curve = plot_learning_curve(
             run / "plots" / "learning_curve.png",
@@ -145,12 +137,7 @@ def _pictures(
     return pictures
 
 
-def _returns_table(
-    evaluation: EvaluationRecord,
-    result: TaskRecord,
-    data: _Data | None,
-    random_return: float | None = None,
-) -> str:
+def _returns_table(evaluation: EvaluationRecord, result: TaskRecord, data: _Data | None) -> str:
     """Return the table of returns and scores of a task, and what it was measured in."""
     scale = result.reference
 
@@ -158,9 +145,7 @@ def _returns_table(
         return "-" if scale is None else score_text(normalized_score(value, scale))
 
     rows: list[tuple[str, float, str]] = []
-    if random_return is not None:
-        rows.append(("random actions", random_return, ""))
-    elif scale is not None:
+    if scale is not None:
         rows.append(("random actions, as D4RL measured them", scale.minimum, ""))
     if data is not None:
         rows += [(label, value, "") for label, value in data.levels.items()]
