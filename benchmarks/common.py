@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gear_offline.convert import convert
-from gear_offline.core.progress import Progress
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import UnavailableError
+from gear_offline.progress import Progress
 from gear_offline.sources import from_arrays
 
 STEPS, EPISODES = 1_000_000, 2_186  # as D4RL's hopper-medium-v2

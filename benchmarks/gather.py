@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.common import CONTEXT, captured_seconds, gpu_seconds, hopper_like, need_cuda
 from gear_offline.convert import convert
-from gear_offline.core.progress import Progress
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
+from gear_offline.progress import Progress
 from gear_offline.sources import from_arrays
 
 # bytes of a window: its steps, and float32 states of a step; 2 actions, reward, returns besides

@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from gear_offline.core.progress import say
 from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
+from gear_offline.progress import say
 from gear_offline.sampling import Sampler, make_sampler
 from gear_offline.tables.joint import TableData
 

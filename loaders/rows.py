@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gear_offline.core.progress import say
 from gear_offline.core.system import RESERVE_BYTES, available_bytes
 from gear_offline.core.text import size_text
 from gear_offline.core.types import BoolArray
@@ -24,6 +23,7 @@ from gear_offline.kernels.draws import PriorityTree
 from gear_offline.kernels.gather import CpuGather, Windows
 from gear_offline.loaders.options import LoaderOptions
 from gear_offline.loaders.segments import OwnSegments, Ring, ShardedSegments, node_rows
+from gear_offline.progress import say
 from gear_offline.sampling import Sampler
 from gear_offline.sampling.base import Stream
 from gear_offline.tables.joint import TableData

@@ -18,7 +18,6 @@ import gymnasium
 import pytest
 import torch
 
-from gear_offline.core.workers import Worker
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation import background
@@ -28,6 +27,7 @@ from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import best_evaluation, read_records
+from gear_offline.workers import Worker
 from tests.test_resume import interrupted_in
 from tests.training_support import (
     ENVIRONMENT,

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from gear_offline.core.interruption import Aborted, StopRequest
-from gear_offline.core.progress import Progress
+from gear_offline.progress import Progress
 
 
 def work(*, quiet: bool = False) -> None:
@@ -39,7 +39,7 @@ def test_a_line_every_ten_seconds(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("gear_offline.core.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("gear_offline.progress.time.monotonic", lambda: clock[0])
     with Progress("tiny", total=400) as progress:
         for step in range(400):
             clock[0] = step / 10
@@ -85,7 +85,7 @@ def test_on_a_terminal_one_line_that_fits(monkeypatch: pytest.MonkeyPatch, colum
 
 def test_a_pause_does_not_count_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("gear_offline.core.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("gear_offline.progress.time.monotonic", lambda: clock[0])
     progress = Progress("tiny", total=100, quiet=True)
     clock[0] = 10.0
     progress.update(100)

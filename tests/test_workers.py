@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gear_offline.core.workers import Worker, run_jobs
 from gear_offline.errors import GearError, InputError
+from gear_offline.workers import Worker, run_jobs
 
 JOBS = "tests.worker_jobs"
 

@@ -22,11 +22,11 @@ from gear_offline.analysis.sampling import (
 )
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.files import check_new_folder
-from gear_offline.core.progress import Progress, say
 from gear_offline.core.system import machine
 from gear_offline.core.text import count_text, strategies_text
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
+from gear_offline.progress import Progress, say
 from gear_offline.runs.loop import TrainingInterrupted
 from gear_offline.runs.plots import short
 from gear_offline.runs.prepare import prepare_dataset

@@ -113,8 +113,8 @@ def convert(
 ) -> None:
     """Convert a dataset to GEAR shards."""
     from gear_offline.convert import convert as run
-    from gear_offline.core.progress import say
     from gear_offline.evaluation.environments import unregistered
+    from gear_offline.progress import say
 
     run(
         source,
@@ -327,7 +327,7 @@ def train(
 ) -> None:
     """Train a Decision Transformer from a recipe."""
     from gear_offline.config.recipe import load_recipe
-    from gear_offline.core.progress import say
+    from gear_offline.progress import say
 
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts several of us
     whole = load_recipe(recipe, overrides or ())

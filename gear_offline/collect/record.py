@@ -19,7 +19,6 @@ import numpy as np
 
 from gear_offline.core.closing import Closing
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.core.workers import Caller, WorkerPool
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
@@ -29,6 +28,7 @@ from gear_offline.evaluation.environments import (
     make_environment,
     simulator_data,
 )
+from gear_offline.workers import Caller, WorkerPool
 
 # First element of a stream's path: what the stream is for.
 TRAIN, EVALUATE, RECORD = 1, 2, 3

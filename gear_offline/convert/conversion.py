@@ -34,7 +34,6 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.environment_id import check_environment_id
 from gear_offline.core.files import FileIdentity, file_identity, new_directory
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.progress import Progress, say
 from gear_offline.dataset.inspect import summary
 from gear_offline.dataset.manifest import (
     MANIFEST_NAME,
@@ -54,6 +53,7 @@ from gear_offline.dataset.scores import ReferenceScores, known_scores, reference
 from gear_offline.dataset.shard import DIGEST_CHARS, RESERVED_NAMES, digest, stored_form
 from gear_offline.dataset.statistics import distribution
 from gear_offline.errors import InputError
+from gear_offline.progress import Progress, say
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, SourceInfo, changed_error, open_file
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from gear_offline.core.files import writing
 from gear_offline.core.types import Array, Float64Array
-from gear_offline.core.workers import Caller, run_jobs
 from gear_offline.dataset.manifest import ShardRecord, shard_name
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex
 from gear_offline.dataset.shard import (
@@ -34,6 +33,7 @@ from gear_offline.dataset.statistics import Each, Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
+from gear_offline.workers import Caller, run_jobs
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
 PIECES = 3  # read and not yet written or counted

@@ -15,11 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text, printable, size_text
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
 from gear_offline.dataset.shard import DIGEST_CHARS
+from gear_offline.progress import Progress
 
 BAR_WIDTH = 40
 MOST_LEFT_OUT = 8  # that `convert` names

@@ -6,12 +6,12 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
-from gear_offline.core.progress import say
 from gear_offline.distributed.collective import CollectiveExchange
 from gear_offline.distributed.rdma import Endpoint, RdmaExchange
 from gear_offline.distributed.reads import NodeRows, Reads
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError, UnavailableError
+from gear_offline.progress import say
 
 __all__ = ["Exchange", "NodeRows", "Reads", "open_exchange"]
 

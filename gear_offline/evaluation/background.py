@@ -22,7 +22,6 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
-from gear_offline.core.workers import Caller, Worker
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import Known, known_of
@@ -32,6 +31,7 @@ from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
 from gear_offline.training.metrics import finite
 from gear_offline.training.policies import policy_parts, restore_model, task_policy
 from gear_offline.training.seeding import torch_threads
+from gear_offline.workers import Caller, Worker
 
 POLL_SECONDS = 0.05
 SPARE = 2  # evaluations that may wait while all workers play

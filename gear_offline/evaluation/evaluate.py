@@ -18,7 +18,6 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import EvaluateSettings, TaskSettings
 from gear_offline.config.tasks import tasks_in
-from gear_offline.core.progress import Progress
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import probe
@@ -29,6 +28,7 @@ from gear_offline.evaluation.rollout import (
     play_episodes,
     processes_for,
 )
+from gear_offline.progress import Progress
 
 if TYPE_CHECKING:
     from gear_offline.models.multitask import ModelTask  # which imports torch

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from gear_offline.core.closing import Closing
 from gear_offline.core.system import usable_cores
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
-from gear_offline.core.workers import Caller, Worker
 from gear_offline.errors import InputError
 from gear_offline.evaluation.environments import (
     EnvironmentFacts,
@@ -34,6 +33,7 @@ from gear_offline.evaluation.environments import (
     known_of,
     make_environment,
 )
+from gear_offline.workers import Caller, Worker
 
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
 # A worker takes a second to start: as long as MuJoCo's Hopper takes for 10,000 to 30,000 steps.

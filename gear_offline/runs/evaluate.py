@@ -10,7 +10,6 @@ from rich.console import Console
 
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
-from gear_offline.core.progress import say
 from gear_offline.errors import GearError, InputError, given_path
 from gear_offline.evaluation.background import policies_of
 from gear_offline.evaluation.environments import import_module_of, say_version
@@ -25,6 +24,7 @@ from gear_offline.evaluation.results import EvaluationReport, keep_earlier
 from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.models.policy import Policy
+from gear_offline.progress import say
 from gear_offline.runs.report import write_report
 from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run

@@ -18,7 +18,6 @@ import torch
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.tasks import environments_of
 from gear_offline.core.interruption import Aborted, StopRequest
-from gear_offline.core.progress import Progress
 from gear_offline.evaluation.background import (
     BackgroundEvaluations,
     PlayRequest,
@@ -32,6 +31,7 @@ from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
 from gear_offline.evaluation.results import summary_text
 from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.models.multitask import tasks_of_config
+from gear_offline.progress import Progress
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics

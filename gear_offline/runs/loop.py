@@ -21,10 +21,10 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.progress import say
 from gear_offline.distributed.world import current, open_world, rank_device
 from gear_offline.errors import GearError, is_out_of_memory
 from gear_offline.evaluation.environments import import_module_of
+from gear_offline.progress import say
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.evaluations import plays

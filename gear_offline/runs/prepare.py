@@ -19,7 +19,6 @@ from gear_offline.config.tasks import task_recipe
 from gear_offline.convert import convert
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_path
-from gear_offline.core.progress import say
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -31,6 +30,7 @@ from gear_offline.evaluation.evaluate import resolve_reference
 from gear_offline.loaders.recipes import open_tasks
 from gear_offline.models.decision_transformer import beyond_tanh
 from gear_offline.models.multitask import ModelTask
+from gear_offline.progress import say
 from gear_offline.sources import open_source
 from gear_offline.tables.fields import STATES, is_image, standard_fields
 from gear_offline.tables.joint import JointDataset, Part, TableData

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.progress import Progress, say
 from gear_offline.core.text import count_text
+from gear_offline.progress import Progress, say
 from gear_offline.runs.directory import RunDirectory, read_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.tables.joint import TableData

@@ -18,7 +18,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gear_offline.core.files import new_file
-from gear_offline.core.progress import Progress
 from gear_offline.core.text import count_text
 from gear_offline.dataset.scores import (
     dataset_file,
@@ -27,6 +26,7 @@ from gear_offline.dataset.scores import (
     reference_scores,
 )
 from gear_offline.errors import GearError, InputError, UnavailableError
+from gear_offline.progress import Progress
 from gear_offline.sources.episode_ends import ARTIFICIAL, TIME_FLAGS, Boundaries
 from gear_offline.sources.hdf5 import Hdf5Dataset
 

@@ -14,7 +14,6 @@ from typing import Any
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.device import resolve_device
 from gear_offline.core.interruption import StopRequest
-from gear_offline.core.workers import LOST, Caller, Worker
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import loader_options
 from gear_offline.runs.loop import TrainingInterrupted, run_errors, train
@@ -23,6 +22,7 @@ from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
+from gear_offline.workers import LOST, Caller, Worker
 
 POLL_SECONDS = 0.2
 

@@ -16,11 +16,11 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.config.tasks import data_key
 from gear_offline.core.closing import Closing
 from gear_offline.core.device import resolve_device
-from gear_offline.core.progress import Progress, say
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.errors import GearError, InputError
 from gear_offline.evaluation.background import MOST_WORKERS
+from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RESUMABLE, check_resumed

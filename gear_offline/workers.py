@@ -1,6 +1,6 @@
 """Worker processes: each does one job at a time and may talk with its caller meanwhile.
 
-A worker is a fresh interpreter (``python -m gear_offline.core.workers``), so that neither threads
+A worker is a fresh interpreter (``python -m gear_offline.workers``), so that neither threads
 of the caller nor scripts without a ``__main__`` guard matter.  It has a session of its own, which
 Ctrl-C in a terminal does not reach, and dies with its caller.  What it prints is kept for the error
 that tells how it died.
@@ -76,7 +76,7 @@ class Worker(Closing):
         arguments = [str(other.fileno()), str(os.getpid())]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gear_offline.core.workers", *arguments],
+                [sys.executable, "-m", "gear_offline.workers", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
