@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.core.system import machine
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import UnavailableError

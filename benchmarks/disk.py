@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.sources import from_arrays
 

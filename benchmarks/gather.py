@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import CONTEXT, captured_seconds, gpu_seconds, hopper_like, need_cuda
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.distributed.world import World, open_world, rank_device
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.progress import Progress

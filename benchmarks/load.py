@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.common import Call, timed
 from benchmarks.convert import make_file
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.core.system import usable_cores
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.tables.table import build_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import typer
@@ -85,8 +84,6 @@ def python_page() -> str:
     ]
     for name in sorted(gear_offline.__all__, key=str.lower):
         thing = getattr(gear_offline, name)
-        if isinstance(thing, ModuleType):  # a room that is called like its function
-            thing = getattr(thing, name)
         home = getattr(thing, "__module__", None)
         if callable(thing) and home:
             lines.extend([f"## {name}", "", f"::: {home}.{thing.__qualname__}", ""])

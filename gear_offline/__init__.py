@@ -6,16 +6,14 @@ torch nor cupy.
 
 from __future__ import annotations
 
-import sys
-
 TYPE_CHECKING = False  # typing's own is for type checkers too; loading it takes as long as the rest
 if TYPE_CHECKING:
     from typing import Any
 
     from gear_offline.analysis.strategies import compare_strategies as compare_strategies
-    from gear_offline.collect import collect as collect
+    from gear_offline.collect.collection import collect as collect
     from gear_offline.config.recipe import load_recipe as load_recipe
-    from gear_offline.convert import convert as convert
+    from gear_offline.convert.conversion import convert as convert
     from gear_offline.dataset.dataset import Dataset as Dataset
     from gear_offline.dataset.dataset import open_dataset as open_dataset
     from gear_offline.dataset.inspect import inspect as inspect
@@ -44,6 +42,12 @@ if TYPE_CHECKING:
     from gear_offline.sources import pick_episodes as pick_episodes
     from gear_offline.sweep.run import sweep as sweep
     from gear_offline.training.policies import load_policy as load_policy
+else:
+    # Three functions have the name of their package.  Python binds a package here when it is first
+    # imported and never again, so that afterwards `__getattr__` gives the functions.
+    from gear_offline import collect, convert, sweep
+
+    del collect, convert, sweep
 
 _HOMES = {
     "Batch": "gear_offline.loaders.batch",
@@ -57,9 +61,9 @@ _HOMES = {
     "TableSpec": "gear_offline.dataset.schema",
     "UnavailableError": "gear_offline.errors",
     "build_model": "gear_offline.models.decision_transformer",
-    "collect": "gear_offline.collect",
+    "collect": "gear_offline.collect.collection",
     "compare_strategies": "gear_offline.analysis.strategies",
-    "convert": "gear_offline.convert",
+    "convert": "gear_offline.convert.conversion",
     "evaluate": "gear_offline.runs.evaluate",
     "export_hdf5": "gear_offline.export",
     "from_arrays": "gear_offline.sources",
@@ -74,31 +78,20 @@ _HOMES = {
     "open_source": "gear_offline.sources",
     "pick_episodes": "gear_offline.sources",
     "reference_scores": "gear_offline.dataset.scores",
-    "sweep": "gear_offline.sweep",
+    "sweep": "gear_offline.sweep.run",
     "train": "gear_offline.runs.loop",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
 
 
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # slow to load
-
-    try:
-        return version("gear-offline")
-    except PackageNotFoundError:  # a checkout that was never installed
-        return "0.0.0+checkout"
-
-
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value: Any = _version()
-    elif name in _HOMES:
-        from importlib import import_module
+    if name in _HOMES:
+        from importlib import import_module  # slow to load
 
-        value = import_module(_HOMES[name])
-        if _HOMES[name] != f"gear_offline.{name}":  # such packages are called themselves
-            value = getattr(value, name)
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name == "__version__":
+        value = _version()
     else:
         raise AttributeError(f"module 'gear_offline' has no attribute {name!r}")
     globals()[name] = value
@@ -109,22 +102,10 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-class _Package(type(sys)):  # type: ignore[misc]
-    """Makes the packages that are named as their function callable: ``gear_offline.convert``."""
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _HOMES and isinstance(value, type(sys)):  # as when anything in it is imported
-            value.__class__ = _FunctionPackage
-        super().__setattr__(name, value)
-
-
-class _FunctionPackage(type(sys)):  # type: ignore[misc]
-    @property
-    def __wrapped__(self) -> Any:  # whose signature this has
-        return getattr(self, self.__name__.rpartition(".")[2])
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.__wrapped__(*arguments, **options)
-
-
-sys.modules[__name__].__class__ = _Package
+    try:
+        return version("gear-offline")
+    except PackageNotFoundError:  # a checkout that was never installed
+        return "0.0.0+checkout"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.core.types import BoolArray
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec

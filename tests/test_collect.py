@@ -13,12 +13,11 @@ import h5py
 import numpy as np
 import pytest
 
-from gear_offline.collect import collect
-from gear_offline.collect.collection import D4rlWriter
+from gear_offline.collect.collection import D4rlWriter, collect
 from gear_offline.collect.policies import LinearPolicy, save_linear_policy
 from gear_offline.collect.record import Episode
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError, InputError, UnavailableError
 from gear_offline.runs.loop import train
@@ -371,7 +370,7 @@ def test_pong_from_the_game_to_a_score(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_missing_simulator_is_one_error(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['mujoco'] = None\n"
-        "from gear_offline.collect import collect\n"
+        "from gear_offline.collect.collection import collect\n"
         "from gear_offline.errors import UnavailableError\n"
         "try: collect('Hopper-v5', sys.argv[1], quiet=True, steps=10)\n"
         "except UnavailableError as error: print(error.code, error.remedy)\n"
@@ -407,7 +406,7 @@ def test_a_library_trains_a_policy_on_the_spot(tmp_path: Path) -> None:
 
 def test_a_script_needs_no_guard_for_processes(tmp_path: Path) -> None:
     script = (
-        "import sys; from gear_offline.collect import collect\n"
+        "import sys; from gear_offline.collect.collection import collect\n"
         "print(collect('CartPole-v1', sys.argv[1], steps=50, processes=2, quiet=True).steps)"
     )
     (tmp_path / "script.py").write_text(script)

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gear_offline.cli.main import main
-from gear_offline.convert import convert
+from gear_offline.convert import conversion, shards
+from gear_offline.convert.conversion import convert
 from gear_offline.convert.shards import plan_shards
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import Manifest
@@ -41,7 +42,7 @@ def test_bytes_do_not_depend_on_piece_sizes(tmp_path: Path) -> None:
 
 
 def test_pieces_are_cut_at_storage_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gear_offline.convert.shards.PIECE_BYTES", 1)
+    monkeypatch.setattr(shards, "PIECE_BYTES", 1)
     asked: list[tuple[int, int]] = []
 
     class Recording(ArraySource):
@@ -237,7 +238,7 @@ def test_a_source_that_is_replaced_once_it_is_open_is_refused(
         path.with_name("new").replace(path)
         return plan_shards(*values, **options)
 
-    monkeypatch.setattr("gear_offline.convert.conversion.plan_shards", replacing)
+    monkeypatch.setattr(conversion, "plan_shards", replacing)
     call = lambda: convert(path.parent if folder else path, tmp_path / "d", quiet=True)  # noqa: E731
     assert failing_code(call) == "SOURCE_CHANGED"
     assert sorted(os.listdir(tmp_path)) == ["parts"]
@@ -247,7 +248,7 @@ DIES = """
 import os, signal, sys, threading, time
 import psutil
 from pathlib import Path
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.errors import GearError
 def kill():
     while not list(Path(sys.argv[2]).parent.rglob("shard-*")):  # a worker is at work
@@ -301,7 +302,7 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, threading\n"
         "from gear_offline.cli.command import main\n"
-        "import gear_offline.convert.shards as job\n"
+        "from gear_offline.convert import shards as job\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "before, calls = job._read_rows, []\n"
         "def slow(*a):\n"

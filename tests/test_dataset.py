@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import gear_offline.dataset.dataset
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.inspect import inspect
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest

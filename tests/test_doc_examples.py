@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -18,8 +17,6 @@ def examples(name: str) -> list[doctest.DocTest]:
     """Return the examples of a public name and of its methods."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     thing = getattr(gear_offline, name)
-    if isinstance(thing, ModuleType):  # a room that is called like its function
-        thing = getattr(thing, name)
     found = finder.find(thing, name, globs={"__name__": "__main__"})
     return [test for test in found if test.examples]
 

@@ -20,7 +20,7 @@ import gear_offline
 from benchmarks.common import names as benchmark_names
 from gear_offline.cli.main import app
 from gear_offline.config.recipe import list_recipes, load_recipe
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.sampling.base import _SAMPLERS
 from tests.support import ArraySource, hopper_columns
 

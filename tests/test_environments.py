@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 
-from gear_offline.collect import collect
+from gear_offline.collect.collection import collect
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.evaluation.environments import (

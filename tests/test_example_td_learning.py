@@ -13,7 +13,7 @@ import torch
 
 import gear_offline as go
 from examples.td_learning import Greedy, Learner, main, stream, transitions
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset
 from tests.support import ArraySource
 

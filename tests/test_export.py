@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gear_offline.export
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError
 from gear_offline.export import export_hdf5

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.inspect import (
     bar_text,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gear_offline.convert import conversion
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest
 from gear_offline.errors import InputError
@@ -57,12 +58,10 @@ def test_round_trip(raw: bytes) -> None:
 
 
 def test_nan_statistics_survive(tmp_path: Path) -> None:
-    from gear_offline.convert import convert
-
     columns = hopper_columns(4, state_dim=2)
     columns["observations"][:, 1] = math.nan
     source = ArraySource(columns, [4])
-    convert(source, tmp_path / "d", allow_nonfinite=True, quiet=True)
+    conversion.convert(source, tmp_path / "d", allow_nonfinite=True, quiet=True)
     found = Manifest.read(tmp_path / "d").statistics["observations"]
     assert found.nonfinite == 4
     assert math.isnan(found.mean[1]) and math.isfinite(found.mean[0])
@@ -232,7 +231,7 @@ def test_a_manifest_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_too_large_to_read_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gear_offline.convert.conversion.MAX_MANIFEST_BYTES", 1_000)
+    monkeypatch.setattr(conversion, "MAX_MANIFEST_BYTES", 1_000)
     assert failing_code(lambda: make_dataset(tmp_path, [3])) == "COLUMN"
     assert list(tmp_path.iterdir()) == []
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gear_offline.config.recipe import load_recipe
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.runs.loop import train

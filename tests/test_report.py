@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.errors import InputError
 from gear_offline.runs.plots import (
     new_figure,

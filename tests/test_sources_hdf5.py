@@ -16,7 +16,7 @@ from h5py import h5d, h5p, h5s, h5t
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.sources import iter_episodes, open_source

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME
 from gear_offline.errors import GearError
@@ -121,7 +121,7 @@ def test_a_real_file_size_limit(tmp_path: Path) -> None:
     """The kernel refuses to write more: one error, nothing left, also with workers."""
     path = write_hdf5(tmp_path / "x.hdf5")
     script = (
-        "import sys\nfrom pathlib import Path\nfrom gear_offline.convert import convert\n"
+        "import sys\nfrom pathlib import Path\nfrom gear_offline import convert\n"
         "from gear_offline.errors import GearError\n"
         "try:\n    convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=30_000, quiet=True,"
         " workers=int(sys.argv[3]))\nexcept GearError as error:\n    print(error.code)\n"
@@ -209,7 +209,7 @@ def test_what_appears_at_the_target_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "x.hdf5", episodes=4_000)
     script = (
-        "import sys\nfrom pathlib import Path\nfrom gear_offline.convert import convert\n"
+        "import sys\nfrom pathlib import Path\nfrom gear_offline import convert\n"
         "convert(sys.argv[1], Path(sys.argv[2]), shard_bytes=20_000, workers=2, quiet=True)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(path), str(tmp_path / "d")])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.manifest import MANIFEST_NAME, Manifest
 from gear_offline.dataset.shard import digest

@@ -112,7 +112,7 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a dataset to GEAR shards."""
-    from gear_offline.convert import convert as run
+    from gear_offline.convert.conversion import convert as run
     from gear_offline.evaluation.environments import unregistered
     from gear_offline.progress import say
 
@@ -199,7 +199,7 @@ def collect(
     quiet: Quiet = False,
 ) -> None:
     """Make a dataset with Gymnasium: real episodes in D4RL's layout."""
-    from gear_offline.collect import collect as run
+    from gear_offline.collect.collection import collect as run
 
     report = run(
         environment,

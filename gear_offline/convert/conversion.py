@@ -130,7 +130,7 @@ def convert(
     --------
     >>> import numpy as np
     >>> import gear_offline as go
-    >>> from gear_offline.convert import convert
+    >>> from gear_offline import convert
     >>> ones, steps = np.ones((12, 1), np.float32), np.arange(12, dtype=np.float32)
     >>> columns = {"observations": steps[:, None] * [1, -1, 0] + ones, "actions": 0 * ones}
     >>> columns |= {"rewards": ones[:, 0], "terminals": steps == 6, "timeouts": steps == 11}

@@ -16,7 +16,7 @@ import numpy as np
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.config.tasks import task_recipe
-from gear_offline.convert import convert
+from gear_offline.convert.conversion import convert
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_path
 from gear_offline.core.system import available_bytes
@@ -149,7 +149,7 @@ def _mismatch(what: str, path: Path, wanted: str, actual: str) -> InputError:
 
 def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
     """Record the recipe's own data; a file that is there already is used."""
-    from gear_offline.collect import collect
+    from gear_offline.collect.collection import collect
 
     if file.exists():
         with open_source(file) as source:
