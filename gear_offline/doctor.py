@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 import gear_offline
-from gear_offline.core.system import usable_cores
+from gear_offline.core.system import processor, usable_cores
 from gear_offline.core.text import count_text
 
 SECONDS = 90.0  # that an attempt may take
@@ -180,11 +180,7 @@ def package_version(name: str) -> str | None:
 
 def cpu_facts() -> dict[str, Any]:
     """Return the model and the cores that this process may use."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.machine()
-    return {"model": model, "cores": os.cpu_count() or 1, "usable": usable_cores()}
+    return {"model": processor(), "cores": os.cpu_count() or 1, "usable": usable_cores()}
 
 
 def rdma_devices(root: Path = Path("/sys/class/infiniband")) -> list[dict[str, str]]:

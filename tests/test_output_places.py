@@ -55,7 +55,7 @@ def test_a_file_amid_the_path_is_named(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
     said = refused(command, f"file/{below}", data, capsys)
-    assert "file is a file, not a folder (file/x" in said and "move that file away" in said
+    assert "file is not a folder (file/x" in said and "move it away" in said
     assert sorted(os.listdir()) == ["file", "tiny.yaml"] and Path("file").read_text() == "mine"
 
 
@@ -71,13 +71,13 @@ def test_a_link_that_leads_nowhere_is_named(
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("nothing")
     said = refused(command, f"link{below}", data, capsys)
-    assert f"link is a link that leads nowhere (link{below}" in said and "remove that link" in said
+    assert f"link is not a folder (link{below}" in said and "move it away" in said
     assert sorted(os.listdir()) == ["link", "tiny.yaml"] and os.readlink("link") == "nothing"
 
 
 def test_an_export_says_so_too(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="file is a file, not a folder") as caught:
+    with pytest.raises(InputError, match="file is not a folder") as caught:
         gear_offline.export_hdf5(data, tmp_path / "file" / "x.hdf5", quiet=True)
     assert caught.value.code == "OUTPUT_WRITE"
     assert os.listdir(tmp_path) == ["file"]

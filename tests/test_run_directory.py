@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -139,7 +140,7 @@ def test_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(path, b"old")
 
     def fail(*_: object) -> None:
-        raise OSError("power loss")
+        raise OSError(errno.EIO, "power loss")
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)

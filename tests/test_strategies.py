@@ -397,7 +397,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     )
     for place in ("file", "file/below"):
         assert cli.main([*words, "--out", str(tmp_path / place)]) == 2
-        assert "file is a file, not a folder" in capsys.readouterr().err
+        assert "file is not a folder" in capsys.readouterr().err
     with pytest.raises(GearError) as caught:
         write_comparison(comparison, Path("/proc/x"))
     assert caught.value.code == "OUTPUT_WRITE"

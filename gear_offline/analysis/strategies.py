@@ -21,9 +21,9 @@ from gear_offline.analysis.sampling import (
     return_shares,
 )
 from gear_offline.config.recipe import Recipe, load_recipe
-from gear_offline.core.files import check_new_folder
+from gear_offline.core.files import check_folder
 from gear_offline.core.system import machine
-from gear_offline.core.text import count_text, strategies_text
+from gear_offline.core.text import count_text
 from gear_offline.errors import GearError, InputError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.progress import Progress, say
@@ -83,7 +83,7 @@ def compare_strategies(
     whole = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     folder = Path(out) if out is not None else Path("runs") / f"{whole.name}-strategies"
     candidates = parse_candidates(strategies, whole)
-    check_new_folder(folder)  # before anything is drawn
+    check_folder(folder, output=folder)  # before anything is drawn
     if train:
         _check_training(whole, seeds)
     dataset = prepare_dataset(whole, quiet=quiet)
@@ -129,7 +129,7 @@ def _drawn(
     size = recipe.loader.batch_size
     batches = max(1, min(recipe.train.steps, MOST_DRAWS // size))
     rows = []
-    title, total = strategies_text(len(candidates)), len(candidates) * batches
+    title, total = count_text(len(candidates), "strategy", "strategies"), len(candidates) * batches
     with Progress(title, total=total, unit="batches", quiet=quiet) as progress:
         for place, candidate in enumerate(candidates):
             row = Strategy(

@@ -28,7 +28,7 @@ from gear_offline.collect.policies import (
     train_with_library,
 )
 from gear_offline.collect.record import Crew, Episode, Policy
-from gear_offline.core.files import check_folder_of, check_new_file
+from gear_offline.core.files import check_new_file
 from gear_offline.core.system import usable_cores
 from gear_offline.core.text import count_text
 from gear_offline.core.types import Array
@@ -244,10 +244,7 @@ def _check(request: _Request) -> None:
         remedy = "give the policy another name, e.g. policy.safetensors"
     if what:
         raise InputError("USAGE", what, where="save_policy", remedy=remedy)
-    if path.is_dir() or not request.overwrite:
-        check_new_file(path)
-    else:
-        check_folder_of(path)
+    check_new_file(path, overwrite=request.overwrite)
 
 
 def _processes(request: _Request) -> int:

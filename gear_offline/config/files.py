@@ -11,6 +11,7 @@ from typing import Any
 
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
+from gear_offline.core.files import check_new_file, write_file, writing
 from gear_offline.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -52,27 +53,14 @@ def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
     The copy is named after its file, so that its runs get a directory of their own.  An existing
     file is not replaced (``OUTPUT_EXISTS``).
     """
-    from gear_offline.core.files import check_path, write_error  # NumPy: recipes are read without
-
     source = find_recipe(name)
     target = Path(destination) if destination is not None else Path(f"{source.stem}.yaml")
     if target.is_dir():
         target = target / f"{source.stem}.yaml"
-    check_path(target.parent, output=target)
+    check_new_file(target)
     text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            try:
-                file.write(text)
-                file.flush()
-            except OSError:
-                target.unlink()
-                raise
-    except FileExistsError:
-        remedy = "give another name or remove it"
-        raise InputError("OUTPUT_EXISTS", f"{target} exists", remedy=remedy) from None
-    except OSError as error:
-        raise write_error(error, str(target)) from error
+    with writing(target):
+        write_file(target, text.encode())
     return target
 
 

@@ -160,7 +160,7 @@ def convert(
         )
         jobs = plan_shards(source.episodes, settings.stored, shard_bytes=shard_bytes)
         _check_manifest_size(settings, source.spec, len(jobs))
-        replaceable = is_only_dataset if overwrite else None
+        replaceable = is_only_dataset if overwrite else lambda path: False
         folder = stack.enter_context(new_directory(Path(out), replaceable=replaceable))
         digests = stack.enter_context(_SourceDigests(info))
         total = source.spec.steps * sum(c.step_bytes for c in settings.stored)

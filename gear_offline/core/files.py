@@ -40,13 +40,7 @@ def open_regular(
 
 def read_regular(path: Path, *, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes; raises OSError, ValueError."""
-    try:
-        handle = open_regular(path)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise ValueError("not a regular file") from error
-        raise
-    with open(handle, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"{size} bytes long, more than {most}")
@@ -89,12 +83,11 @@ def write_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(path)  # writing does not say where
+    except OSError as error:
+        error.filename = error.filename or str(path)  # writing does not say where
         raise
+    finally:
+        partial.unlink(missing_ok=True)
     sync_directory(path.parent)
 
 
@@ -104,19 +97,16 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
     The body makes the file durable.  Nothing is left after an error.
     """
-    check_folder_of(path)
-    _check_free(path, overwrite=overwrite)
+    check_new_file(path, overwrite=overwrite)
     with writing(path):
         _remove_leftovers(path)
-        part = _hidden(path)
+        part = _hidden(path, "part")
         lock = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield part
-            if overwrite:
-                part.replace(path)
-            else:
-                _rename_new(part, path)
+            check_new_file(path, overwrite=overwrite)
+            part.replace(path)
             sync_directory(path.parent)
         finally:
             part.unlink(missing_ok=True)
@@ -124,22 +114,23 @@ def new_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def new_directory(path: Path, *, replaceable: Callable[[Path], bool] | None) -> Iterator[Path]:
+def new_directory(
+    path: Path, *, replaceable: Callable[[Path], bool] = lambda path: False
+) -> Iterator[Path]:
     """Give the hidden name of a directory to fill, which takes the name `path` at the body's end.
 
     The body makes the files in it durable.  Nothing is left after an error.  `replaceable` says
-    whether what stands at `path` may be replaced; ``None``: nothing but an empty directory.
+    whether what stands at `path` may be replaced; an empty directory always may.
     """
-    check_path(path.parent, output=path)
+    check_folder(path.parent, output=path)
     path = path.resolve()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
         _check_replaceable(path, replaceable)
-        part = _hidden(path)
+        part, old = _hidden(path, "part"), _hidden(path, "old")
         part.mkdir()
         lock = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        old = _hidden(path, "old")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield part
@@ -159,82 +150,27 @@ def new_directory(path: Path, *, replaceable: Callable[[Path], bool] | None) -> 
             os.close(lock)
 
 
-def write_error(error: OSError, where: str) -> GearError:
-    """Return the error ``OUTPUT_WRITE`` for what the system said."""
-    if error.errno in NO_SPACE:
-        what = f"no space left: {error.strerror}"
-        remedy = "free space or choose another place; what was written has been removed"
-    else:
-        what = f"cannot write: {error.strerror or error}"
-        remedy = "check that the place exists and that you may write there"
-    return GearError("OUTPUT_WRITE", what, where=where, remedy=remedy)
-
-
-def obstacle_to(folder: Path) -> tuple[str, str] | None:
-    """Return which part of its path keeps a folder from being made, and the remedy."""
-    lowest = _lowest(folder)
-    if lowest.is_dir():
-        return None
-    if lowest.exists():
-        return f"{lowest} is a file, not a folder", "move that file away"
-    return f"{lowest} is a link that leads nowhere", "remove that link"  # mkdir makes no target
-
-
-def check_path(folder: Path, *, output: Path) -> None:
-    """Refuse (``OUTPUT_WRITE``) a folder, there or to be made, whose path leads through a file."""
-    obstacle = obstacle_to(folder)
-    if obstacle is not None:
-        what, cure = obstacle
-        raise InputError("OUTPUT_WRITE", what, str(output), f"choose another place, or {cure}")
-
-
-def check_folder_of(path: Path) -> None:
-    """Refuse (``OUTPUT_WRITE``) a file to be made whose folder is not there."""
-    check_path(path.parent, output=path)
+def check_new_file(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse early what could not be written as a new file hours later."""
+    if path.is_dir() or (os.path.lexists(path) and not overwrite):
+        remedy = "choose another name, or overwrite a file (--overwrite)"
+        raise InputError("OUTPUT_EXISTS", "output exists", str(path), remedy)
+    check_folder(path.parent, output=path)
     if not path.parent.is_dir():
         where, remedy = str(path.absolute().parent), "make it, or choose another"
         raise InputError("OUTPUT_WRITE", "folder does not exist", where, remedy)
 
 
-def check_new_file(path: Path) -> None:
-    """Refuse early what could not be written as a new file hours later."""
-    _check_free(path, overwrite=False)
-    check_folder_of(path)
-    check_new_folder(path.absolute().parent)
-
-
-def check_new_folder(path: Path) -> None:
-    """Refuse early a folder that could not be made, or written to, when the work is done."""
-    check_path(path, output=path)
-    lowest = _lowest(path.absolute())
-    if not os.access(lowest, os.W_OK | os.X_OK):
-        what = "you may not write in the folder"
-        raise InputError("OUTPUT_WRITE", what, str(lowest), "choose another")
-
-
-def _lowest(folder: Path) -> Path:
-    return next(p for p in (folder, *folder.parents, Path()) if os.path.lexists(p))
-
-
-def _check_free(path: Path, *, overwrite: bool) -> None:
-    if path.is_dir():
-        what, remedy = "the output is a directory", "choose another name"
-    elif os.path.lexists(path) and not overwrite:
-        what, remedy = "output exists", "choose another name, or overwrite it (--overwrite)"
+def check_folder(folder: Path, *, output: Path) -> None:
+    """Refuse (``OUTPUT_WRITE``) a folder of `output` that could not be made, or written to."""
+    lowest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if not lowest.is_dir():  # a file, or a link that leads nowhere
+        what, remedy = f"{lowest} is not a folder", "move it away, or choose another place"
+    elif not os.access(lowest, os.W_OK | os.X_OK):
+        what, remedy = f"you may not write in {lowest.absolute()}", "choose another place"
     else:
         return
-    raise InputError("OUTPUT_EXISTS", what, where=str(path), remedy=remedy)
-
-
-def _check_replaceable(path: Path, replaceable: Callable[[Path], bool] | None) -> None:
-    if not os.path.lexists(path) or (path.is_dir() and not os.listdir(path)):
-        return
-    what, remedy = "the output exists", "choose another place, or allow it (--overwrite)"
-    if replaceable is not None:
-        if replaceable(path):
-            return
-        what, remedy = "the output exists and is not ours to replace", "choose another place"
-    raise InputError("OUTPUT_EXISTS", what, where=str(path), remedy=remedy)
+    raise InputError("OUTPUT_WRITE", what, str(output), remedy)
 
 
 @contextmanager
@@ -246,25 +182,34 @@ def writing(path: Path) -> Iterator[None]:
         raise write_error(error, str(path)) from error
 
 
-def _hidden(path: Path, kind: str = "part") -> Path:
+def write_error(error: OSError, where: str) -> GearError:
+    """Return the error ``OUTPUT_WRITE`` for what the system said."""
+    if error.errno in NO_SPACE:
+        what = f"no space left: {error.strerror}"
+        remedy = "free space or choose another place; what was written has been removed"
+    else:
+        what = f"cannot write: {error.strerror or error}"
+        remedy = "check that the place exists and that you may write there"
+    return GearError("OUTPUT_WRITE", what, where=where, remedy=remedy)
+
+
+def _check_replaceable(path: Path, replaceable: Callable[[Path], bool]) -> None:
+    is_free = not os.path.lexists(path) or (path.is_dir() and not os.listdir(path))
+    if not is_free and not replaceable(path):
+        remedy = "choose another place; --overwrite replaces only what gear-offline wrote"
+        raise InputError("OUTPUT_EXISTS", "the output exists", str(path), remedy)
+
+
+def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.gear-{kind}-{secrets.token_hex(6)}")
-
-
-def _rename_new(part: Path, path: Path) -> None:
-    """Rename without replacing: unlike a rename, a link fails where there is a file."""
-    try:
-        os.link(part, path)
-    except OSError:  # a file system without hard links, or the file is there
-        _check_free(path, overwrite=False)
-        part.rename(path)
 
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what killed writers of `path` left; put back what one had moved away."""
     name = re.compile(rf"\.{re.escape(path.name)}\.gear-(part|old)-[0-9a-f]{{12}}")
     for entry in list(os.scandir(path.parent)):
-        match = name.fullmatch(entry.name)
-        if match is None or not (entry.is_file(follow_symlinks=False) or _is_folder(entry)):
+        match, is_folder = name.fullmatch(entry.name), entry.is_dir(follow_symlinks=False)
+        if match is None or not (is_folder or entry.is_file(follow_symlinks=False)):
             continue
         if match[1] == "old" and not os.path.lexists(path):
             os.rename(entry.path, path)
@@ -273,10 +218,6 @@ def _remove_leftovers(path: Path) -> None:
             lock = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path) if _is_folder(entry) else os.unlink(entry.path)
+                shutil.rmtree(entry.path) if is_folder else os.unlink(entry.path)
             finally:
                 os.close(lock)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)

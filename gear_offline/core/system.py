@@ -6,8 +6,9 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,14 @@ def usable_cores() -> int:
 def available_bytes() -> int:
     """Return the least of what the machine and the cgroups above this process leave."""
     left = [int(psutil.virtual_memory().available)]
-    for group, limit, used, caches in _memory_groups():
-        try:
-            most = (group / limit).read_text().strip()
-            if most == "max":
-                continue
+    for group, limit, used, prefix in _memory_groups():
+        with suppress(OSError, ValueError):  # the root has no such files, "max" is no limit
             lines = (group / "memory.stat").read_text().splitlines()
             stat = {name: int(value) for name, value in map(str.split, lines)}
             # Cached files count as used there, and are dropped when memory is asked for.
-            now = int((group / used).read_text()) - sum(stat.get(name, 0) for name in caches)
-            left.append(max(int(most) - now, 0))
-        except (OSError, ValueError):
-            continue
+            caches = sum(stat.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+            now = int((group / used).read_text()) - caches
+            left.append(max(int((group / limit).read_text()) - now, 0))
     return min(left)
 
 
@@ -56,54 +53,50 @@ def check_available(nbytes: int) -> None:
         )
 
 
-def _memory_groups() -> Iterator[tuple[Path, str, str, tuple[str, ...]]]:
-    """Yield each cgroup above this process that may limit memory, with the names of its files."""
-    try:
-        lines = _OWN_CGROUP.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if not controllers:  # version 2
-            root, files = _CGROUPS, ("memory.max", "memory.current")
-            caches: tuple[str, ...] = ("inactive_file", "active_file")
-        elif "memory" in controllers.split(","):
-            root, files = _CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            caches = ("total_inactive_file", "total_active_file")
-        else:
-            continue
-        # In a container the name may be the host's, of which only the root is there.
-        group = root / name.lstrip("/")
-        for place in (group, *group.parents):
-            yield place, *files, caches
-            if place == root:
-                break
-
-
 def most_open(most: int) -> int:
     """Return how many files to keep open: `most`, or a quarter of what the process may have."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if limit < 0 else max(1, min(most, limit // 4))
 
 
+def processor() -> str:
+    """Return the model of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
 def machine() -> dict[str, Any]:
     """Return what a figure depends on: processor, cores, memory, date, versions."""
-    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip() if names else cpu
-    versions: dict[str, str | None] = {}
-    for package in ("gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+    packages = {"gear-offline", "numpy", "torch", "cupy-cuda13x", "h5py", "transformers"}
     return {
-        "cpu": cpu,
+        "cpu": processor(),
         "cores": usable_cores(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {d.name: d.version for d in distributions() if d.name in packages},
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _memory_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield each cgroup above this process that may limit memory, with the names of its files.
+
+    The last is the prefix of what its ``memory.stat`` sums up over groups below.
+    """
+    for line in _OWN_CGROUP.read_text().splitlines() if _OWN_CGROUP.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        if not controllers:  # version 2
+            root, files = _CGROUPS, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            root = _CGROUPS / "memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        # In a container the name may be the host's, of which only the root is there.
+        group = root / name.lstrip("/")
+        for place in (group, *group.parents):
+            if place.is_relative_to(root):
+                yield place, *files

@@ -14,11 +14,6 @@ def count_text(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
-def strategies_text(count: int) -> str:
-    """Return ``"1 strategy"`` or ``"8 strategies"``."""
-    return count_text(count, "strategy", "strategies")
-
-
 def size_text(count: int) -> str:
     """Return a byte count with a binary unit, e.g. ``"1.5 MiB"``."""
     value, unit = float(count), 0

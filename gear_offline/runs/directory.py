@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.core.closing import Closing
-from gear_offline.core.files import obstacle_to, read_regular, write_file
+from gear_offline.core.files import check_folder, read_regular, write_file
 from gear_offline.errors import InputError
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
 from gear_offline.training.checkpoint_folder import list_checkpoints
@@ -108,13 +108,14 @@ class HeldDirectory(Closing):
         except UnicodeEncodeError:  # TensorBoard and safetensors fail on it, late
             what, cure = "the name holds bytes that are not UTF-8", ""
             raise _unusable(path, what, cure) from None
+        check_folder(path, output=path)
         try:
             while not self._take(taken):
                 pass  # who held it has just removed what it had made
         except OSError as error:
             self._remove_made()
-            why, cure = obstacle_to(path) or (error.strerror, "check that you may write there")
-            raise _unusable(path, f"cannot make the directory: {why}", cure) from error
+            what, cure = f"cannot make the directory: {error.strerror}", "check its permissions"
+            raise _unusable(path, what, cure) from error
         self._before = self._content()
 
     def _take(self, taken: InputError) -> bool:

@@ -18,7 +18,7 @@ from gear_offline.config.sections import CollectSettings, DataSettings
 from gear_offline.config.tasks import task_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.core.device import resolve_device
-from gear_offline.core.files import check_path
+from gear_offline.core.files import check_folder
 from gear_offline.core.system import available_bytes
 from gear_offline.core.text import count_text, size_text
 from gear_offline.dataset.dataset import Dataset, open_dataset
@@ -160,7 +160,7 @@ def _collect(settings: CollectSettings, file: Path, quiet: bool) -> Path:
         return file
     steps = count_text(settings.steps, "step")
     say(f"collecting {steps} of {settings.environment} in {file}", quiet=quiet)
-    check_path(file.parent, output=file)
+    check_folder(file.parent, output=file)
     file.parent.mkdir(parents=True, exist_ok=True)
     probe(settings.environment)  # refuses a module that only a run names
     options = settings.model_dump(exclude={"environment"})
