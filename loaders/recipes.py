@@ -7,7 +7,7 @@ from typing import Any
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import SelectionSettings
-from gear_offline.config.tasks import named, task_recipe, tasks_in
+from gear_offline.config.tasks import task_recipe, tasks_in
 from gear_offline.dataset.dataset import Dataset
 from gear_offline.sampling import Sampler, Schedule, TaskPart, make_sampler, mix_tasks
 from gear_offline.tables.fields import standard_fields
@@ -41,7 +41,7 @@ def recipe_sampler(
         return make_sampler(chosen.strategy, dataset, context_length=span, **chosen.options)
     parts = []
     for task in dataset.tasks:
-        own = named(recipe, task.name)
+        own = tasks_in(recipe)[task.name]
         chosen = settings or own.selection or recipe.selection
         sampler = make_sampler(chosen.strategy, task.dataset, context_length=span, **chosen.options)
         parts.append(TaskPart(name=task.name, sampler=sampler, weight=own.weight))

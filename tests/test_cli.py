@@ -22,7 +22,7 @@ import typer
 from gear_offline.cli import command
 from gear_offline.cli import main as cli
 from gear_offline.cli.values import parse_count, parse_list, parse_numbers, parse_shares, parse_size
-from gear_offline.config.recipe import list_recipes
+from gear_offline.config.files import recipe_paths
 from gear_offline.errors import GearError
 from tests.hdf5_files import write
 from tests.support import failing_code
@@ -297,7 +297,7 @@ def test_a_run_that_is_named_is_resumed_where_it_lies(
 def test_recipes_are_listed_in_groups_and_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {item.name for item in list_recipes()}
+    names = set(recipe_paths())
     assert cli.main(["recipes", "ls", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["name"] for row in rows} == names and len(rows) == len(names)

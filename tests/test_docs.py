@@ -19,7 +19,8 @@ import typer
 import gear_offline
 from benchmarks.common import names as benchmark_names
 from gear_offline.cli.main import app
-from gear_offline.config.recipe import list_recipes, load_recipe
+from gear_offline.config.files import recipe_paths
+from gear_offline.config.recipe import load_recipe
 from gear_offline.convert.conversion import convert
 from gear_offline.sampling.base import _SAMPLERS
 from tests.support import ArraySource, hopper_columns
@@ -138,11 +139,10 @@ def _our_problem(words: list[str]) -> str | None:
 
 
 def _check_recipe(words: list[str]) -> None:
-    known = {entry.name for entry in list_recipes()}
     overrides = [word for word in words[1:] if re.match(r"(\w+\.[\w.]+|name|seed)=", word)]
     single = [re.sub(r"=([^\[{,]*),.*", r"=\1", word) for word in overrides]  # a list of a sweep
     single = [word for word in single if not word.startswith("data.tasks.")]
-    load_recipe(words[0] if words[0] in known else "paper", single)
+    load_recipe(words[0] if words[0] in recipe_paths() else "paper", single)
 
 
 @each_page

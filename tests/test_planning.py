@@ -82,7 +82,7 @@ def test_steps_of_ranks_that_tell_each_other_losses_are_not_captured(
         (plain, [True, True]),
         (plain.replace({"selection.strategy": "prioritized"}), [True, False]),
         (
-            plain.replace({"selection.strategy": "mixture", "selection.options": mixed}),
+            plain.replace({"selection": {"strategy": "mixture", **mixed}}),
             [True, False],
         ),
     ):

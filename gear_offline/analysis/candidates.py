@@ -42,7 +42,7 @@ class Candidate:
     @property
     def settings(self) -> SelectionSettings:
         """The section of a recipe that says the same."""
-        return SelectionSettings(strategy=self.strategy, options=dict(self.options))
+        return SelectionSettings(strategy=self.strategy, **self.options)
 
 
 def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[Candidate]:

@@ -182,7 +182,7 @@ def _trials(recipe: Recipe, candidates: Sequence[Candidate], seeds: Sequence[int
     trials = []
     for seed in seeds:
         for candidate in candidates:
-            selection = {"strategy": candidate.strategy, "options": dict(candidate.options)}
+            selection = {"strategy": candidate.strategy, **candidate.options}
             # the side of the padding is a part of some implementations' strategies
             side = sampler_class(candidate.strategy).padding or recipe.loader.padding
             settings: dict[str, Any] = {"selection": selection, "loader.padding": side}

@@ -245,9 +245,9 @@ def recipes_ls(as_json: Json = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gear_offline.config.recipe import list_recipes
+    from gear_offline.config.files import recipe_descriptions
 
-    entries = {entry.name: entry.description for entry in list_recipes()}
+    entries = recipe_descriptions()
     groups = {title: [n for n in names if n in entries] for title, names in RECIPE_GROUPS.items()}
     if as_json:
         print_json(
@@ -284,7 +284,7 @@ def recipes_cp(
     target: Path = Argument(Path("."), help="File or directory to write."),
 ) -> None:
     """Copy a recipe to a file of your own."""
-    from gear_offline.config.recipe import copy_recipe
+    from gear_offline.config.files import copy_recipe
 
     print(copy_recipe(name, target))
 
@@ -331,7 +331,8 @@ def train(
 
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts several of us
     whole = load_recipe(recipe, overrides or ())
-    warmup = f", the first {whole.warmup_steps:,} of them warm-up" if whole.warmup_steps else ""
+    rising = whole.optimizer.warmup(whole.train.steps)
+    warmup = f", the first {rising:,} of them warm-up" if rising else ""
     say(
         f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}",
         quiet=quiet or not is_first,

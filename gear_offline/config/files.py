@@ -5,27 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gear_offline.config.problems import nearest
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
-from gear_offline.core.files import check_new_file, write_file, writing
+from gear_offline.core.files import check_new_file, read_regular, write_file, writing
 from gear_offline.errors import InputError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_BASES = 8
 
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeEntry:
-    """One recipe that comes with gear-offline."""
-
-    name: str
-    description: str
-    base: str | None  # the recipe that it changes
-    path: Path
+Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
 def recipe_paths() -> dict[str, Path]:
@@ -33,86 +24,41 @@ def recipe_paths() -> dict[str, Path]:
     return {path.stem: path for path in sorted(RECIPES.rglob("*.yaml"))}
 
 
-def list_recipes() -> list[RecipeEntry]:
-    """Return every recipe that comes with gear-offline, sorted by name."""
-    contents = [(name, path, _read(path)) for name, path in recipe_paths().items()]
-    return [
-        RecipeEntry(
-            name=name,
-            description=str(content.get("description", "")),
-            base=content.get("base"),
-            path=path,
-        )
-        for name, path, content in contents
-    ]
+def recipe_descriptions() -> dict[str, str]:
+    """Return the recipes that come with gear-offline: name to what it is for."""
+    return {name: _read(path).get("description", "") for name, path in recipe_paths().items()}
 
 
-def copy_recipe(name: str, destination: str | Path | None = None) -> Path:
-    """Copy the recipe `name` to `destination` (default: ``NAME.yaml`` here) and return its path.
+def copy_recipe(name: str, destination: str | Path = ".") -> Path:
+    """Copy the recipe `name` to a file, or as ``NAME.yaml`` to a directory; return its path.
 
     The copy is named after its file, so that its runs get a directory of their own.  An existing
     file is not replaced (``OUTPUT_EXISTS``).
     """
-    source = find_recipe(name)
-    target = Path(destination) if destination is not None else Path(f"{source.stem}.yaml")
+    source, target = find_recipe(name), Path(destination)
     if target.is_dir():
         target = target / f"{source.stem}.yaml"
-    check_new_file(target)
     text = re.sub(r"(?m)^name: .*$", f"name: {target.stem}", source.read_text("utf-8"), count=1)
+    check_new_file(target)
     with writing(target):
         write_file(target, text.encode())
     return target
 
 
-def read_merged(
-    name_or_path: str | Path, overrides: str | Sequence[str] | Mapping[str, Any] = ()
-) -> dict[str, Any]:
+def read_merged(name_or_path: str | Path, overrides: Overrides = ()) -> dict[str, Any]:
     """Return the options of a recipe, with those of its bases below and `overrides` on top."""
     path = find_recipe(name_or_path)
-    chain: list[dict[str, Any]] = []
-    seen: list[Path] = []
-    while True:
-        if path.resolve() in seen or len(chain) == MAX_BASES:
-            names = " -> ".join(map(str, [*seen, path]))
-            raise InputError(
-                "RECIPE",
-                f"bases go round or too deep: {names}",
-                where=str(name_or_path),
-                remedy=f"shorten the chain: at most {MAX_BASES} files, each once",
-            )
-        seen.append(path.resolve())
-        content = _read(path)
-        base = content.pop("base", None)
-        chain.append(content)
-        if base is None:
-            break
-        if not isinstance(base, str):
-            raise InputError("RECIPE", f"base must be text, got {base!r}", where=str(path))
-        path = find_recipe(base, relative_to=path)
-    chain[0].setdefault("name", seen[0].stem)
-    chain[0].setdefault("description", "")  # a base's text describes the base
-    merged: dict[str, Any] = {}
-    for content in reversed(chain):
-        merged = _merge(merged, _flat(content))
-    return apply_overrides(merged, overrides)
+    options = {"name": path.stem, "description": ""} | _with_bases(path)
+    return apply_overrides(options, overrides)
 
 
-def apply_overrides(
-    options: dict[str, Any], overrides: str | Sequence[str] | Mapping[str, Any]
-) -> dict[str, Any]:
+def apply_overrides(options: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
     """Return nested `options` with dotted ones set: ``{"a.b": 1}``, or ``"a.b=1"``, one or many."""
-    options = _flat(options)
     # another strategy drops the options of the one before, so it comes first
-    pairs = sorted(_pairs(overrides), key=lambda pair: pair[0] != ["selection", "strategy"])
-    for path, value in pairs:
-        if path[:2] == ["selection", "options"]:
-            del path[1]
-            if len(path) == 1:
-                strategy = options.get("selection", {}).get("strategy", "uniform_steps")
-                value = {**value, "strategy": strategy} if isinstance(value, dict) else value
-        for part in reversed(path):
+    for key, value in sorted(_pairs(overrides), key=lambda pair: pair[0] != "selection.strategy"):
+        for part in reversed(key.split(".")):
             value = {part: value}
-        options = _merge(options, _flat(value))
+        options = _merge(options, value)
     return options
 
 
@@ -131,29 +77,38 @@ def find_recipe(name_or_path: str | Path, *, relative_to: Path | None = None) ->
     if (path / "manifest.json").is_file():
         raise InputError("RECIPE", f"{text} is a dataset, not a recipe", remedy=f"{train}{text}")
     if path.is_file():
-        remedy = f"gear-offline convert {text} data/{path.stem}, then {train}data/{path.stem}"
-        if path.suffix not in (".hdf5", ".h5"):
-            remedy = f"a recipe's name ends with .yaml; if it is data: {remedy}"
+        remedy = "a recipe's name ends with .yaml; if it is data: "
+        remedy += f"gear-offline convert {text} data/{path.stem}, then {train}data/{path.stem}"
         raise InputError("RECIPE", f"{text} is not a recipe", remedy=remedy)
     guess = nearest(path.stem, list(shipped))
-    hint = f"did you mean {guess!r}? " if guess else ""
-    raise InputError(
-        "RECIPE",
-        f"no recipe {text!r}" + (" and no run there" if path.is_dir() else ""),
-        where=str(relative_to or ""),
-        remedy=f"{hint}`gear-offline recipes ls` lists them",
-    )
+    what = f"no recipe {text!r}" + (" and no run there" if path.is_dir() else "")
+    remedy = (f"did you mean {guess!r}? " if guess else "") + "`gear-offline recipes ls` lists them"
+    raise InputError("RECIPE", what, str(relative_to or ""), remedy)
+
+
+def _with_bases(path: Path, depth: int = 0) -> dict[str, Any]:
+    """Return the options in a recipe file, laid over those of its base."""
+    content = _read(path)
+    base = content.pop("base", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise InputError("RECIPE", f"base must be text, got {base!r}", where=str(path))
+    if depth == MAX_BASES:
+        what = f"bases go round, or deeper than {MAX_BASES} files"
+        raise InputError("RECIPE", what, str(path), "shorten the chain")
+    below = _with_bases(find_recipe(base, relative_to=path), depth + 1)
+    about_base = ("name", "description")
+    return _merge({k: v for k, v in below.items() if k not in about_base}, content)
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the mapping in a recipe file, its base not yet applied."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_BYTES + 1).decode("utf-8")
-    except OSError as error:
-        raise InputError("RECIPE", f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise InputError("RECIPE", "not UTF-8 text", str(path), "save it as UTF-8") from None
+        text = read_regular(path, most=MAX_BYTES).decode()
+    except (OSError, ValueError) as error:
+        remedy = "a recipe is a small file of UTF-8 text"
+        raise InputError("RECIPE", f"cannot be read: {error}", str(path), remedy) from error
     content = parse_yaml(text, where=str(path))
     if not isinstance(content, dict):
         remedy = "`gear-offline recipes cp paper` gives one to start from"
@@ -161,24 +116,18 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _pairs(
-    overrides: str | Sequence[str] | Mapping[str, Any],
-) -> Iterator[tuple[list[str], Any]]:
-    """Yield the path and the value of each override."""
+def _pairs(overrides: Overrides) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted option and the value of each override."""
     if isinstance(overrides, Mapping):
-        pairs = [(key, _plain(value)) for key, value in overrides.items()]
-    else:
-        pairs = []
-        for text in [overrides] if isinstance(overrides, str) else overrides:
-            key, equals, value = text.partition("=")
-            if not equals or not key.strip():
-                remedy = "write options as key=value, e.g. train.steps=3000"
-                raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
-            pairs.append((key.strip(), parse_yaml(value, where=f"override {key.strip()}")))
-    for key, value in pairs:
-        if not all(path := key.split(".")):
-            raise InputError("RECIPE", f"{key!r} is not an option", remedy="e.g. train.steps")
-        yield path, value
+        for key, value in overrides.items():
+            yield key, _plain(value)
+        return
+    for text in [overrides] if isinstance(overrides, str) else overrides:
+        key, equals, value = map(str.strip, text.partition("="))
+        if not equals or not all(key.split(".")):
+            remedy = "write options as key=value, e.g. train.steps=3000"
+            raise InputError("RECIPE", f"{text!r} is not an override", remedy=remedy)
+        yield key, parse_yaml(value, where=f"override {key}")
 
 
 def _plain(value: Any) -> Any:
@@ -192,16 +141,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `content` with a selection's options next to its strategy, so that they merge."""
-    section = content.get("selection")
-    if not isinstance(section, dict) or not isinstance(section.get("options", {}), dict):
-        return content
-    rest = {key: value for key, value in section.items() if key != "options"}
-    return {**content, "selection": {**section.get("options", {}), **rest}}
-
-
-def _merge(below: Any, top: Any) -> dict[str, Any]:
+def _merge(below: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with the options of `top` laid over it, section by section.
 
     Options of a strategy mean nothing to another one: they go when another is named.

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from gear_offline.config.sections import TaskSettings
 from gear_offline.errors import InputError
 
-MOST_SHOWN = 5
-# What people write who come from other programs; none of these is near the name it has here.
+# What people write who come from other programs, where it is not near the name here.
 ALIASES = {
-    **dict.fromkeys(("lr", "learning-rate"), "optimizer.learning_rate"),
-    **dict.fromkeys(("batch", "bs", "batchsize"), "loader.batch_size"),
-    **dict.fromkeys(
-        ("K", "context", "context_len", "seq_len", "sequence_length"), "loader.context_length"
-    ),
-    **dict.fromkeys(("steps", "epochs", "max_steps", "iterations"), "train.steps"),
-    **dict.fromkeys(("env", "env_id", "env_name", "environment"), "evaluate.environment"),
-    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), "model.layers"),
-    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "model.heads"),
-    **dict.fromkeys(("embed_dim", "n_embd", "hidden_dim", "d_model"), "model.hidden_size"),
-    **dict.fromkeys(("warmup", "num_warmup_steps"), "optimizer.warmup_steps"),
-    **dict.fromkeys(("clip", "grad_clip", "max_grad_norm"), "optimizer.clip_norm"),
-    **dict.fromkeys(("discount",), "loader.gamma"),
-    **dict.fromkeys(("dataset",), "data.path"),
-    **dict.fromkeys(("strategy", "sampler"), "selection.strategy"),
-    **dict.fromkeys(("device",), "train.device"),
-    **dict.fromkeys(("threads",), "train.threads"),
+    alias: option
+    for option, aliases in {
+        "optimizer.learning_rate": "lr",
+        "optimizer.warmup_steps": "warmup",
+        "optimizer.clip_norm": "clip grad_clip max_grad_norm",
+        "loader.batch_size": "batch bs",
+        "loader.context_length": "K context seq_len sequence_length",
+        "loader.gamma": "discount",
+        "train.steps": "epochs max_steps iterations",
+        "evaluate.environment": "env env_id env_name",
+        "model.hidden_size": "embed_dim n_embd hidden_dim d_model",
+        "data.path": "dataset",
+        "selection.strategy": "sampler",
+    }.items()
+    for alias in aliases.split()
 }
 _WORDS = {
     "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
     "a valid tuple": "a list, as in [1, 2]",
     "a valid dictionary": "a section of `key: value` lines",
 }
@@ -43,10 +39,7 @@ _WORDS = {
 
 def recipe_error(model: type[BaseModel], error: ValidationError, *, where: str) -> InputError:
     """Return the one error that tells all that pydantic says of a recipe."""
-    problems = error.errors(include_url=False)
-    lines = [_line(model, problem) for problem in problems[:MOST_SHOWN]]
-    if len(problems) > MOST_SHOWN:
-        lines.append(f"and {len(problems) - MOST_SHOWN:,} more")
+    lines = [_line(model, problem) for problem in error.errors(include_url=False)]
     return InputError("RECIPE", "; ".join(lines), where=where)
 
 
@@ -59,68 +52,47 @@ def nearest(name: str, known: Sequence[str], *, cutoff: float = 0.7) -> str | No
 def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every option of `model` as a dotted path, in the order of definition."""
     for name, field in model.model_fields.items():
-        section = section_model(field.annotation)
+        section = section_of(field.annotation)
         if section is None:
             yield prefix + name
         else:
             yield from dotted_fields(section, f"{prefix}{name}.")
 
 
-def section_model(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section that an option is (``X`` or ``X | None``), if it is one."""
     candidates = (annotation, *get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
-def section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that an option is, or that the entries of its mapping or list are."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next(filter(None, map(section_in, get_args(annotation))), None)
-
-
 def guess_option(model: type[BaseModel], path: Sequence[str]) -> str | None:
     """Return the option that `path`, which `model` lacks, was probably meant to be."""
-    options = list(dotted_fields(model))
-    leaf, sections = path[-1], list(model.model_fields)
-    if leaf in ALIASES and (len(path) == 1 or (len(path) == 2 and path[0] in sections)):
+    leaf, options = path[-1], list(dotted_fields(model))
+    if leaf in ALIASES and len(path) <= 2:
         return ALIASES[leaf]
-    dotted = ".".join(path)
-    if len(path) > 1 and (close := nearest(dotted, options)):
+    if len(path) > 1 and (close := nearest(".".join(path), options)):
         return close
-    here, prefix = model, ""
-    for part in path[:-1]:  # entries of a mapping have names that no section knows
-        field = here.model_fields.get(part)
-        here = (field and section_in(field.annotation)) or here
-        prefix += f"{part}."
-    if close := nearest(leaf, list(here.model_fields)):
-        return prefix + close
-    same = [option for option in options if option.rpartition(".")[2] == leaf]
-    leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
+    of_a_task = nearest(leaf, list(TaskSettings.model_fields))
+    if of_a_task and list(path[:2]) == ["data", "tasks"]:
+        return ".".join([*path[:-1], of_a_task])
+    # of several options of one name the one that stands highest
+    highest = sorted(options, key=lambda option: option.count("."))
+    leaves = {option.rpartition(".")[2]: option for option in reversed(highest)}
     close = nearest(leaf, list(leaves))
-    return min(same, key=lambda option: option.count("."), default=leaves[close] if close else None)
+    return leaves[close] if close else None
 
 
 def _line(model: type[BaseModel], problem: Any) -> str:
-    path = [str(part) for part in problem["loc"]]
-    got = problem["input"]
+    path, got = [str(part) for part in problem["loc"]], problem["input"]
     if problem["type"] == "extra_forbidden":
         while isinstance(got, dict) and len(got) == 1:  # trian: {steps: 5}, as trian.steps=5
             path, got = [*path, *map(str, got)], next(iter(got.values()))
         guess = guess_option(model, path)
         hint = f"did you mean {guess!r}?" if guess else "`recipes validate` prints all there are"
         return f"unknown option {'.'.join(path)!r}, {hint}"
-    dotted, message = ".".join(path), problem["msg"].removeprefix("Value error, ")
-    if not dotted:
-        return str(message)
-    if not message.startswith("Input should be "):
-        return f"{dotted} {message}" if message.startswith("must be ") else f"{dotted}: {message}"
-    wanted = message.removeprefix("Input should be ").partition(" or instance of ")[0]
-    shown = {None: "null", True: "true", False: "false"}.get(got) if _is_plain(got) else repr(got)
-    shown = shown if len(str(shown)) <= 60 else f"{str(shown)[:57]}..."
-    return f"{dotted} must be {_WORDS.get(wanted, wanted)}, got {shown}"
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether YAML and Python write `value` differently."""
-    return value is None or isinstance(value, bool)
+    message = problem["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
+    for theirs, ours in _WORDS.items():
+        message = message.replace(theirs, ours)
+    if problem["type"] not in ("value_error", "missing"):  # these two say what they got
+        message += f", got {json.dumps(got, default=repr, ensure_ascii=False)[:60]}"
+    return f"{'.'.join(path)}: {message}" if path else message

@@ -7,19 +7,13 @@ Everything is checked when a recipe is built: all that is wrong becomes one `Inp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from gear_offline.config.files import (
-    RecipeEntry,
-    apply_overrides,
-    copy_recipe,
-    list_recipes,
-    read_merged,
-)
+from gear_offline.config.files import Overrides, apply_overrides, read_merged
 from gear_offline.config.problems import recipe_error
 from gear_offline.config.sections import (
     DataSettings,
@@ -30,16 +24,11 @@ from gear_offline.config.sections import (
     OptimizerSettings,
     Section,
     Seed,
-    Selection,
     SelectionSettings,
     TrainSettings,
 )
 from gear_offline.config.strict_yaml import dump_yaml
 from gear_offline.core.text import count_text
-
-__all__ = ["Recipe", "RecipeEntry", "copy_recipe", "list_recipes", "load_recipe"]
-
-Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
 class Recipe(Section):
@@ -53,7 +42,7 @@ class Recipe(Section):
     """Seed of the model's weights, of dropout and of the selection."""
     data: DataSettings = DataSettings()
     loader: LoaderSettings = LoaderSettings()
-    selection: Selection = SelectionSettings()
+    selection: SelectionSettings = SelectionSettings()
     model: ModelSettings = ModelSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     train: TrainSettings = TrainSettings()
@@ -72,52 +61,39 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Self:
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise ValueError("; ".join(problems))
         return self
 
-    def _problems(self) -> Sequence[str]:
-        model, loader, train, evaluate = self.model, self.loader, self.train, self.evaluate
-        problems = []
+    def _problems(self) -> Iterator[str]:
+        model, loader, train = self.model, self.loader, self.train
         if model.hidden_size % model.heads:
-            problems.append(
+            yield (
                 f"model.hidden_size must be a multiple of model.heads ({model.heads}), got "
                 f"{model.hidden_size}: try {-(-model.hidden_size // model.heads) * model.heads}"
             )
         if loader.batch_size % train.accumulate:
-            problems.append(
+            yield (
                 f"train.accumulate must divide loader.batch_size ({loader.batch_size}), "
                 f"got {train.accumulate}"
             )
         if train.deterministic and train.compile == "on":
-            problems.append(
+            yield (
                 "train.compile=on and train.deterministic exclude each other: compiled kernels are "
                 "chosen by timing them, use train.compile=auto"
             )
         if model.max_timestep is not None and model.max_timestep < loader.context_length:
-            problems.append(
+            yield (
                 f"model.max_timestep must be at least loader.context_length "
                 f"({loader.context_length}), got {model.max_timestep}: raise it to the longest "
                 "episode, or null for that of the data"
             )
-        if evaluate.targets == ():
-            problems.append(
-                "evaluate.targets must name at least one return: null takes targets from the data, "
-                "evaluate.episodes=0 turns evaluation off"
-            )
         for leaf in ("environment", "reference", "targets") if self.data.tasks else ():
-            if getattr(evaluate, leaf) is not None:
-                problems.append(
+            if getattr(self.evaluate, leaf) is not None:
+                yield (
                     f"evaluate.{leaf} and data.tasks exclude each other: "
                     f"say {leaf} in each task, as data.tasks.NAME.{leaf}"
                 )
-        return problems
-
-    @property
-    def warmup_steps(self) -> int:
-        """The warm-up's steps, ``auto`` resolved."""
-        return self.optimizer.warmup(self.train.steps)
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], *, where: str = "recipe") -> Recipe:

@@ -7,33 +7,18 @@ is checked in `gear_offline.config.recipe`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     model_validator,
 )
 
 from gear_offline.config.strict_yaml import whole_number
 from gear_offline.errors import InputError
-
-
-def matching(pattern: str, words: str) -> Callable[[str], str]:
-    """Return the check of a text that must match a pattern, told in words."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"must be {words}, got {text[:60]!r}")
-        return text
-
-    return check
 
 
 def one_as_list(value: Any) -> Any:
@@ -45,21 +30,16 @@ Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
 Positive = Annotated[Whole, Field(ge=1, lt=1 << 62)]
 Count = Annotated[Whole, Field(ge=0, lt=1 << 62)]
 Seed = Annotated[Whole, Field(ge=0, lt=1 << 63)]
-Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Name = Annotated[
-    str,
-    AfterValidator(
-        matching(
-            r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "letters, digits, '.', '_' and '-', at most 100"
-        )
-    ),
-]
-Device = Annotated[
-    str, AfterValidator(matching(r"auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:N"))
-]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
-Targets = Annotated[tuple[float, ...] | None, BeforeValidator(one_as_list)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Targets = Annotated[
+    Annotated[tuple[float, ...], Field(min_length=1, strict=False)] | None,
+    BeforeValidator(one_as_list),
+]
 
 
 class Section(BaseModel):
@@ -92,7 +72,7 @@ class CollectSettings(Section):
     """In place of a quality: parts and their shares of the steps."""
     steps: Positive = 10_000
     """Steps to record; the last episode is recorded to its end."""
-    action_noise: Annotated[float, Field(ge=0.0)] = 0.0
+    action_noise: NotNegative = 0.0
     """Gaussian noise on the policy's actions, in half ranges of the action."""
     train_steps: Positive | None = None
     """Steps of making the policy; an iteration of ARS is finished; null: the maker's own limit."""
@@ -102,25 +82,18 @@ class CollectSettings(Section):
     """Seed of the environments and of the policy's making."""
 
 
-def with_options(value: Any) -> Any:
-    """Take what stands next to a strategy as its options."""
-    if not isinstance(value, dict) or not isinstance(value.get("options", {}), dict):
-        return value
-    named = {key: value[key] for key in ("strategy", "options") if key in value}
-    options = {key: option for key, option in value.items() if key not in named}
-    return {**named, "options": {**named.get("options", {}), **options}}
-
-
 class SelectionSettings(Section):
-    """Which segments make up a batch."""
+    """Which segments make up a batch; the options of a strategy stand next to its name."""
+
+    model_config = ConfigDict(extra="allow")
 
     strategy: Text = "uniform_steps"
     """Name of a selection strategy."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """The strategy's own options; they may stand next to its name as well."""
 
-
-Selection = Annotated[SelectionSettings, BeforeValidator(with_options)]
+    @property
+    def options(self) -> dict[str, Any]:
+        """The strategy's own options, which it checks itself."""
+        return dict(self.model_extra or {})
 
 
 class TaskSettings(Section):
@@ -132,25 +105,23 @@ class TaskSettings(Section):
     """What to convert into `path` when it does not exist, as data.source."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist."""
-    weight: Annotated[float, Field(ge=0.0)] = 1.0
+    weight: NotNegative = 1.0
     """Share of the segments, in proportion to the other tasks' weights."""
     returns_scale: PositiveFloat | None = None
     """Its returns-to-go are divided by this; null: loader.returns_scale."""
-    selection: Selection | None = None
+    selection: SelectionSettings | None = None
     """Which of its segments; null: as the recipe's selection."""
     environment: Text | None = None
     """As evaluate.environment, of this task."""
     reference: Text | None = None
     """As evaluate.reference, of this task."""
-    targets: Targets = Field(default=None, strict=False)
+    targets: Targets = None
     """As evaluate.targets, of this task."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.source is not None and self.collect is not None:
             raise ValueError("source and collect exclude each other: keep one")
-        if self.targets == ():
-            raise ValueError("targets names no return: null takes them from the data")
         return self
 
 
@@ -159,7 +130,7 @@ class SchedulePoint(Section):
 
     step: Count
     """Step of the training."""
-    weights: dict[Name, Annotated[float, Field(ge=0.0)]]
+    weights: dict[Name, NotNegative]
     """Of every task."""
 
 
@@ -168,6 +139,9 @@ def without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {name: task for name, task in value.items() if task is not None}
+
+
+Tasks = Annotated[dict[Name, TaskSettings], Field(min_length=1), BeforeValidator(without_nulls)]
 
 
 class DataSettings(Section):
@@ -179,9 +153,9 @@ class DataSettings(Section):
     """What to convert into `path` when it does not exist: a file, d4rl:NAME or minari:ID."""
     collect: CollectSettings | None = None
     """What to record and convert into `path` when it does not exist, instead of `source`."""
-    tasks: Annotated[dict[Name, TaskSettings] | None, BeforeValidator(without_nulls)] = None
+    tasks: Tasks | None = None
     """In place of path, source and collect: several tasks by name, for one model."""
-    schedule: tuple[SchedulePoint, ...] | None = Field(default=None, strict=False)
+    schedule: Annotated[tuple[SchedulePoint, ...], Field(min_length=1, strict=False)] | None = None
     """In place of the tasks' weights: weights that change over the steps."""
 
     @model_validator(mode="after")
@@ -196,41 +170,18 @@ class DataSettings(Section):
                 raise ValueError("schedule needs tasks")
             return self
         if single:
-            example = next(iter(self.tasks), "NAME")
-            raise ValueError(
-                f"{single[0]} and tasks exclude each other: write data.tasks.{example}.{single[0]}"
-            )
-        _check_tasks(self.tasks)
-        if self.schedule is not None:
-            _check_schedule(self.schedule, list(self.tasks))
-        elif not any(task.weight for task in self.tasks.values()):
+            what = f"write data.tasks.NAME.{single[0]}"
+            raise ValueError(f"{single[0]} and tasks exclude each other: {what}")
+        steps = [point.step for point in self.schedule or ()]
+        if steps != sorted(set(steps)):
+            raise ValueError(f"the steps of schedule must rise, got {steps}")
+        for number, point in enumerate(self.schedule or ()):
+            if set(point.weights) != set(self.tasks) or not any(point.weights.values()):
+                every = f"every task once ({', '.join(self.tasks)}), and not be all zero"
+                raise ValueError(f"schedule.{number}.weights must name {every}")
+        if self.schedule is None and not any(task.weight for task in self.tasks.values()):
             raise ValueError("the weights of the tasks are all zero: give one a positive weight")
         return self
-
-
-def _check_tasks(tasks: dict[str, TaskSettings]) -> None:
-    if not tasks:
-        raise ValueError("tasks names no task: null is for one dataset")
-    first: dict[str, str] = {}
-    for name, task in tasks.items():
-        other = first.setdefault(task.path, name)
-        if tasks[other].collect != task.collect:
-            raise ValueError(f"tasks.{name}.path is that of {other}, made of something else")
-
-
-def _check_schedule(schedule: tuple[SchedulePoint, ...], names: list[str]) -> None:
-    if not schedule:
-        raise ValueError("schedule has no points: null takes the tasks' weights")
-    steps = [point.step for point in schedule]
-    if steps != sorted(set(steps)):
-        raise ValueError(f"the steps of schedule must rise, got {steps}")
-    for number, point in enumerate(schedule):
-        if set(point.weights) != set(names):
-            raise ValueError(
-                f"schedule.{number}.weights must name every task once ({', '.join(names)})"
-            )
-        if not any(point.weights.values()):
-            raise ValueError(f"schedule.{number}.weights are all zero")
 
 
 class LoaderSettings(Section):
@@ -292,7 +243,7 @@ class OptimizerSettings(Section):
 
     learning_rate: PositiveFloat = 1e-4
     """Learning rate after the warm-up."""
-    weight_decay: Annotated[float, Field(ge=0.0)] = 1e-4
+    weight_decay: NotNegative = 1e-4
     """Decoupled weight decay of all parameters."""
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), strict=False)
     """Averaging factors of the first and second moment."""
@@ -356,7 +307,7 @@ class EvaluateSettings(Section):
     """Gymnasium id; null: the one that the dataset names, no evaluation if it names none."""
     reference: Text | None = None
     """D4RL name whose reference scores normalise returns; null: the dataset's own."""
-    targets: Targets = Field(default=None, strict=False)
+    targets: Targets = None
     """Returns to ask for; null: the best return in the data and the mean one."""
     episodes: Count = 100
     """Episodes for each target; 0: no evaluation while training."""

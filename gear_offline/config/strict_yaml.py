@@ -25,25 +25,16 @@ def parse_yaml(text: str, *, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        if mark := error.problem_mark or error.context_mark:
-            where += f" line {mark.line + 1}, column {mark.column + 1}"
-        what = ", ".join(part for part in (error.context, error.problem) if part)
+        what, mark = f"{error.context or ''} {error.problem}", error.problem_mark
+        place = f"{where} line {mark.line + 1}, column {mark.column + 1}" if mark else where
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        what = " ".join(str(error).split())[:200]
-    remedy = "write plain `key: value` YAML, indented by spaces"
-    raise InputError("RECIPE", what or "not YAML", where, remedy)
+        what, place = " ".join(str(error).split())[:200], where
+    raise InputError("RECIPE", what, place, "write plain `key: value` YAML, indented by spaces")
 
 
 def dump_yaml(value: Any) -> str:
     """Return `value` (dicts, lists, scalars) as YAML that `parse_yaml` reads back equal."""
-    return yaml.dump(
-        value,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=False,
-        width=99,
-        allow_unicode=True,
-    )
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=99, allow_unicode=True)
 
 
 def whole_number(value: Any) -> Any:
@@ -60,11 +51,8 @@ def whole_number(value: Any) -> Any:
 
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent):  # what a few of them stand for fills all memory
-            mark: Any = event.start_mark
-            problem = "anchors and aliases are not allowed"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+        if isinstance(self.peek_event(), yaml.AliasEvent):  # type: ignore[no-untyped-call]
+            raise ValueError("anchors and aliases are not allowed")  # a few can fill all memory
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
@@ -73,10 +61,9 @@ class _Loader(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in mapping:
-                problem = f"the key {key!r} is " + (
-                    "given twice" if isinstance(key, str) else "no name"
-                )
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+                problem = "given twice" if isinstance(key, str) else "no name"
+                line = key_node.start_mark.line + 1
+                raise ValueError(f"line {line}: the key {key!r} is {problem}")
             mapping[key] = self.construct_object(value_node, deep=deep)
         return mapping
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.config.sections import TaskSettings
-from gear_offline.errors import InputError
 
 
 def tasks_in(recipe: Recipe) -> Mapping[str, TaskSettings]:
@@ -15,18 +13,9 @@ def tasks_in(recipe: Recipe) -> Mapping[str, TaskSettings]:
     return recipe.data.tasks or {}
 
 
-def named(recipe: Recipe, name: str) -> TaskSettings:
-    """Return the task `name` of a recipe."""
-    tasks = tasks_in(recipe)
-    if name not in tasks:
-        remedy = f"tasks: {', '.join(tasks)}" if tasks else "the recipe has one dataset only"
-        raise InputError("RECIPE", f"no task {name!r}", where=recipe.name, remedy=remedy)
-    return tasks[name]
-
-
 def task_recipe(recipe: Recipe, name: str) -> Recipe:
     """Return the recipe of one task alone, with what the tasks share."""
-    task = named(recipe, name)
+    task = tasks_in(recipe)[name]
     data = {"path": task.path, "source": task.source, "collect": task.collect}
     evaluate = {key: getattr(task, key) for key in ("environment", "reference", "targets")}
     scale = task.returns_scale or recipe.loader.returns_scale
@@ -52,11 +41,6 @@ def named_environments(recipe: Recipe) -> tuple[str, ...]:
     collected = [recipe.data.collect, *(task.collect for task in tasks_in(recipe).values())]
     names = [settings.environment for settings in collected if settings is not None]
     return tuple(dict.fromkeys((*environments_of(recipe), *names)))
-
-
-def missing_data(recipe: Recipe) -> list[str]:
-    """Return the paths of the tasks' datasets that do not exist."""
-    return [task.path for task in tasks_in(recipe).values() if not Path(task.path).exists()]
 
 
 def data_key(recipe: Recipe) -> str:

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.tasks import missing_data
 from gear_offline.dataset.dataset import Dataset, open_dataset
 from gear_offline.dataset.schema import ColumnSpec, EpisodeIndex, TableSpec
 from gear_offline.distributed.sharding import shard_weights
@@ -127,7 +126,8 @@ def _open(recipe: Recipe) -> tuple[TableData, str]:
     path, tasks = recipe.data.path, recipe.data.tasks
     if path is not None and Path(path).exists():
         return open_dataset(path, verify=False), f"dataset {path}"
-    missing = path or ", ".join(missing_data(recipe))
+    paths = [path] if path else [task.path for task in (tasks or {}).values()]
+    missing = ", ".join(place for place in paths if not Path(place).exists())
     if tasks and not missing:
         source = open_tasks(recipe, lambda one: open_dataset(str(one.data.path), verify=False))
         return source, f"datasets of {len(tasks)} tasks: {', '.join(tasks)}"
