@@ -68,13 +68,12 @@ class Progress(Closing):
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
-        self._began = self._printed = self._changed = time.monotonic()
         if not self._quiet and sys.stderr.isatty():
             console = Console(stderr=True)
-            options = {"refresh_per_second": DRAWS_PER_SECOND, "redirect_stdout": False}
-            self._live = Live(self, console=console, **options)  # type: ignore[arg-type]
+            self._live = Live(
+                self, console=console, refresh_per_second=DRAWS_PER_SECOND, redirect_stdout=False
+            )
             self._live.start()
-        self._open = True
         return self
 
     def update(self, done: int, **facts: str) -> None:
@@ -114,15 +113,12 @@ class Progress(Closing):
         """Leave the line as it stands; elsewhere say what was done in which time."""
         if self._live is not None:
             self._live.stop()
-            self._live = None
-        elif self._open and not self._quiet:
+        elif not self._quiet:
             seconds = time.monotonic() - self._began
             facts = [f"{name} {value}" for name, value in self._facts.items()]
             amount = self._text(self._done - self._before)
             say("  ".join([f"{self._description}: {amount} in {seconds:.1f} s", *facts]))
-        self._open = False
-
-    _open = False
+        self._live, self._quiet = None, True
 
     def _text(self, units: int) -> str:
         if self._unit == "bytes":

@@ -18,7 +18,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -51,19 +50,7 @@ class Caller:
 class Worker(Closing):
     """A process that does jobs; a context manager.
 
-    Parameters
-    ----------
-    threads
-        Of torch and the numerical libraries in it; None leaves that to them.
-
-    Attributes
-    ----------
-    connection
-        For `multiprocessing.connection.wait`: readable when `receive` does not have to wait.
-    busy
-        Whether a job was started and its result has not been received.
-    pid
-        Of the process.
+    `threads` are those of torch and the numerical libraries in it; None leaves that to them.
     """
 
     def __init__(self, *, threads: int | None = 1) -> None:
@@ -71,10 +58,11 @@ class Worker(Closing):
         variables = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         if threads is not None:
             variables["OMP_NUM_THREADS"] = str(threads)
+        # readable, for `multiprocessing.connection.wait`, when `receive` does not have to wait
         self.connection, other = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         arguments = [str(other.fileno()), str(os.getpid())]
-        try:
+        with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gear_offline.workers", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -84,14 +72,8 @@ class Worker(Closing):
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
-        except OSError as error:
-            self.connection.close()
-            self._output.close()
-            what = f"a worker process cannot be started: {error.strerror or error}"
-            raise GearError(LOST, what, remedy="use fewer workers") from error
-        finally:
-            other.close()
-        self.pid, self.busy = self._process.pid, False
+        self.pid = self._process.pid
+        self.busy = False  # whether a job was started and its result has not been received
 
     def start(self, function: str, *arguments: Any) -> None:
         """Begin a job: ``module:function``, called with a `Caller` and `arguments`."""
@@ -146,26 +128,11 @@ class Worker(Closing):
         return GearError(LOST, f"a worker process has ended ({how})", remedy=remedy)
 
 
-@dataclass(frozen=True)
-class JobEnd:
-    """How a job of `run_jobs` ended: its place in the list and its value or error."""
-
-    job: int
-    value: Any = None
-    error: GearError | None = None
-
-    def result(self) -> Any:
-        """Return the value or raise the error."""
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
 class WorkerPool(Closing):
     """Up to `workers` processes, started when there is work, that do job after job."""
 
-    def __init__(self, workers: int, *, threads: int | None = 1) -> None:
-        self._most, self._threads = workers, threads
+    def __init__(self, workers: int) -> None:
+        self._most = workers
         self._idle: list[Worker] = []
 
     def run(
@@ -173,30 +140,44 @@ class WorkerPool(Closing):
         function: str,
         jobs: Iterable[Sequence[Any]],
         *,
-        on_message: Callable[[int, Any], None] = lambda job, message: None,
-    ) -> Iterator[JobEnd]:
-        """As `run_jobs`."""
+        on_message: Callable[[Any], None] = lambda message: None,
+    ) -> Iterator[Any]:
+        """Yield the values of jobs in their order; the first error that comes is raised.
+
+        Parameters
+        ----------
+        function
+            ``module:function``.
+        jobs
+            The arguments of each, read as workers become free.
+        on_message
+            Is called with what a job sends while it works.
+        """
         waiting = enumerate(jobs)
         running: dict[Any, tuple[Worker, int]] = {}
+        early: dict[int, Any] = {}  # values that jobs before theirs are waited for
+        expected = 0
         try:
             while True:
                 while len(running) < self._most and (item := next(waiting, None)) is not None:
-                    worker = self._idle.pop() if self._idle else Worker(threads=self._threads)
-                    running[worker.connection] = worker, item[0]
-                    worker.start(function, *item[1])
+                    number, arguments = item
+                    worker = self._idle.pop() if self._idle else Worker()
+                    running[worker.connection] = worker, number
+                    worker.start(function, *arguments)
                 if not running:
                     return
                 for connection in wait(list(running)):
-                    worker, job = running[connection]
-                    end = _end_of(worker, job, on_message)
-                    if end is None:
+                    worker, number = running[connection]
+                    value = worker.receive()
+                    if worker.busy:
+                        on_message(value)
                         continue
                     del running[connection]
-                    if end.error is None or end.error.code != LOST:
-                        self._idle.append(worker)
-                    else:
-                        worker.close()
-                    yield end
+                    self._idle.append(worker)
+                    early[number] = value
+                while expected in early:
+                    yield early.pop(expected)
+                    expected += 1
         finally:
             for worker, _ in running.values():  # nobody waits for what they do
                 worker.close()
@@ -206,41 +187,6 @@ class WorkerPool(Closing):
         for worker in self._idle:
             worker.close()
         self._idle.clear()
-
-
-def _end_of(worker: Worker, job: int, on_message: Callable[[int, Any], None]) -> JobEnd | None:
-    """Receive from a worker; None if it was a message before the end."""
-    try:
-        value = worker.receive()
-    except GearError as error:
-        return JobEnd(job, error=error)
-    if worker.busy:
-        on_message(job, value)
-        return None
-    return JobEnd(job, value)
-
-
-def run_jobs(
-    function: str,
-    jobs: Iterable[Sequence[Any]],
-    *,
-    workers: int,
-    threads: int | None = 1,
-    on_message: Callable[[int, Any], None] = lambda job, message: None,
-) -> Iterator[JobEnd]:
-    """Do jobs in up to `workers` processes; yield how each ended as it ends.
-
-    Parameters
-    ----------
-    function
-        ``module:function``.
-    jobs
-        The arguments of each, read as workers become free.
-    on_message
-        Is called with what a job sends while it works.
-    """
-    with WorkerPool(workers, threads=threads) as pool:
-        yield from pool.run(function, jobs, on_message=on_message)
 
 
 def _serve(connection: Connection[Any, Any]) -> None:

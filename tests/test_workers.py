@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gear_offline.errors import GearError, InputError
-from gear_offline.workers import Worker, run_jobs
+from gear_offline.workers import Worker, WorkerPool
 
 JOBS = "tests.worker_jobs"
 
@@ -121,23 +121,21 @@ def test_a_worker_dies_with_its_caller_and_ctrl_c_does_not_reach_it() -> None:
     assert is_gone(pid)
 
 
-def test_jobs_run_side_by_side_and_tell_how_they_ended() -> None:
-    told: list[tuple[int, Any]] = []
-    jobs = [(n,) for n in range(5)]
-    ends = run_jobs(
-        f"{JOBS}:count_down", jobs, workers=2, on_message=lambda *message: told.append(message)
-    )
-    assert sorted(end.job for end in ends if end.result() == "lift-off") == [0, 1, 2, 3, 4]
-    assert sorted(told) == [(job, n) for job in range(5) for n in range(1, job + 1)]
+def test_a_pool_gives_values_in_the_order_of_the_jobs() -> None:
+    told: list[int] = []
+    with WorkerPool(2) as pool:
+        counted = pool.run(f"{JOBS}:count_down", [(n,) for n in range(5)], on_message=told.append)
+        assert list(counted) == ["lift-off"] * 5
+        assert sorted(told) == [1, 1, 1, 1, 2, 2, 2, 3, 3, 4]
+        late = [("0.3", 1), ("0", 2), ("0", 3)]
+        assert list(pool.run(f"{JOBS}:wait", late)) == [1, 2, 3]
 
 
-def test_jobs_that_fail_or_lose_their_worker_leave_the_others() -> None:
-    jobs = [("kill",), ("input",), ("exit",), ("input",)]
-    ends = {end.job: end for end in run_jobs(f"{JOBS}:fail", jobs, workers=1)}
-    codes = [ends[job].error.code for job in range(4)]  # type: ignore[union-attr]
-    assert codes == ["WORKER_LOST", "COLUMN", "WORKER_LOST", "COLUMN"]
-    with pytest.raises(InputError):
-        ends[1].result()
+@pytest.mark.parametrize(("how", "code"), [("input", "COLUMN"), ("kill", "WORKER_LOST")])
+def test_a_job_that_fails_ends_the_others(how: str, code: str) -> None:
+    with WorkerPool(2) as pool, pytest.raises(GearError) as caught:
+        list(pool.run(f"{JOBS}:fail", [(how,)] * 3))
+    assert caught.value.code == code
 
 
 def test_workers_of_jobs_are_closed_when_nobody_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,13 +147,8 @@ def test_workers_of_jobs_are_closed_when_nobody_reads_on(monkeypatch: pytest.Mon
         start(worker, *arguments)
 
     monkeypatch.setattr(Worker, "start", remember)
-    ends: Any = run_jobs(f"{JOBS}:add", ((n,) for n in iter(int, 1)), workers=2)  # endless
-    assert next(ends).value == 0
-    ends.close()
+    with WorkerPool(2) as pool:
+        values: Any = pool.run(f"{JOBS}:add", ((n,) for n in iter(int, 1)))  # endless
+        assert next(values) == 0
+        values.close()
     assert len(set(started)) == 2 and all(map(is_gone, started))
-
-
-def test_what_cannot_be_started_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(GearError, match="cannot be started"):
-        Worker()

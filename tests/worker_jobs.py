@@ -23,6 +23,11 @@ def count_down(caller: Caller, start: int) -> str:
     return "lift-off"
 
 
+def wait(caller: Caller, seconds: str, value: int) -> int:
+    time.sleep(float(seconds))
+    return value
+
+
 def echo(caller: Caller) -> int:
     """Send back what comes, twice, until None comes."""
     answered = 0

@@ -258,13 +258,7 @@ class Crew(Closing):
             yield from map(here, plans)
             return
         arguments = ((*self._where, plan) for plan in plans)
-        early: dict[int, Any] = {}
-        expected = 0
-        for end in self._pool.run(f"{__name__}:{job.__name__}", arguments):
-            early[end.job] = end.result()
-            while expected in early:
-                yield early.pop(expected)
-                expected += 1
+        yield from self._pool.run(f"{__name__}:{job.__name__}", arguments)
 
     def close(self) -> None:
         """End the workers."""

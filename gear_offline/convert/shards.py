@@ -33,7 +33,7 @@ from gear_offline.dataset.statistics import Each, Moments
 from gear_offline.errors import GearError, InputError
 from gear_offline.sources import open_source
 from gear_offline.sources.base import Source, changed_error
-from gear_offline.workers import Caller, run_jobs
+from gear_offline.workers import Caller, WorkerPool
 
 PIECE_BYTES = 4 << 20  # a piece has about this many bytes, or one storage chunk if that is more
 PIECES = 3  # read and not yet written or counted
@@ -273,14 +273,8 @@ def write_in_processes(
 ) -> list[Shard]:
     """Write several shards at once, each in a process that opens the source itself."""
     given = [(opening, job, settings, folder) for job in jobs]
-    ends = run_jobs(
-        "gear_offline.convert.shards:write_shard",
-        given,
-        workers=min(workers, len(jobs)),
-        on_message=lambda job, done: advance(done),
-    )
-    shards = {end.job: end.result() for end in ends}
-    return [shards[number] for number in range(len(jobs))]
+    with WorkerPool(workers) as pool:
+        return list(pool.run(f"{__name__}:write_shard", given, on_message=advance))
 
 
 def write_shard(
