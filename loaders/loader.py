@@ -303,7 +303,9 @@ class GearLoader(Closing, Iterator[Batch]):
             learns=learns,
             task_bounds=self._task_bounds,
             windows=windows,
-            names=None if engine.draws else BlockNames(self.rows.segments, self.rows.block_steps),
+            names=None
+            if engine.draws
+            else BlockNames(self.rows.segments, self.rows.block_steps, self.world),
         )
 
     def model_inputs(self) -> Iterator[dict[str, Tensor]]:

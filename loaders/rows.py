@@ -387,7 +387,10 @@ def _need_rows(table: Table) -> None:
 
 
 def _among(each: GroupAddresses, local: BoolArray) -> GroupAddresses:
-    """Return the addresses of all episodes of a dataset, 0 of those that the table lacks."""
-    addresses = np.zeros(len(local), np.int64)
+    """Return addresses for all episodes of a dataset; those that the table lacks get another's.
+
+    Only segments that nobody has named yet read there, while a captured step is rehearsed.
+    """
+    addresses = np.full(len(local), each.addresses[0])
     addresses[local] = each.addresses
     return replace(each, addresses=addresses)

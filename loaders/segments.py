@@ -123,7 +123,7 @@ class ShardedSegments:
         padding: Padding,
         first_row: int,
     ) -> None:
-        self._stream, self._rank, self._share = stream, world.rank, share
+        self._stream, self._world, self._share = stream, world, share
         self._exchange, self._ring, self._padding = exchange, ring, padding
         self._first_row = first_row
         self._blocks_ahead = 1 if stream.selection.loss_sampler is None else 0
@@ -155,7 +155,7 @@ class ShardedSegments:
 
     def slots_at(self, step: int) -> Int64Array:
         homes = self._share.nodes[self._stream.draw(step, 1).episodes]
-        slots: Int64Array = self._assigner.assign(homes)[0][0, self._rank]
+        slots: Int64Array = self._assigner.assign(homes)[0][0, self._world.rank]
         return slots
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class ShardedSegments:
 
         The rows that lay in the same part of the ring are read when `event` has come.
         """
-        ring, rank = self._ring, self._rank
+        ring, rank = self._ring, self._world.rank
         drawn = self._stream.draw(first_step, steps)
         homes = self._share.nodes[drawn.episodes]
         slots, moves = self._assigner.assign(homes)
@@ -217,7 +217,7 @@ class ShardedSegments:
             at_node = home == node
             owners[at_node] = members[moved[1][at_node] % len(members)]
         if event is not None:
-            event.synchronize()
+            self._world.wait_for_gpu(event)
         self._exchange.post(
             number,
             Reads(

@@ -14,6 +14,7 @@ from gear_offline.kernels.gather import Padding, Windows
 from gear_offline.loaders.batch import Batch, split_steps
 
 if TYPE_CHECKING:
+    from gear_offline.distributed.world import World
     from gear_offline.kernels.gather_gpu import GpuGather, StaticFill
     from gear_offline.loaders.segments import OwnSegments, ShardedSegments
 
@@ -151,8 +152,10 @@ class BlockNames:
     that before the last has been read when an event has come that was recorded a block ago.
     """
 
-    def __init__(self, segments: OwnSegments | ShardedSegments, block_steps: int) -> None:
-        self._segments, self._block_steps = segments, block_steps
+    def __init__(
+        self, segments: OwnSegments | ShardedSegments, block_steps: int, world: World
+    ) -> None:
+        self._segments, self._block_steps, self._world = segments, block_steps, world
         self.ring = 2 * block_steps
         self._first = self._end = -1
         self._before: Any = None
@@ -164,9 +167,9 @@ class BlockNames:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(fill.counter.device))
         if step != self._end:
-            event.synchronize()  # the entries of any step may be written
+            self._world.wait_for_gpu(event)  # the entries of any step may be written
         elif self._before is not None:
-            self._before.synchronize()
+            self._world.wait_for_gpu(self._before)
         self._before = event
         self._segments.release(event)
         fill.name(step, *self._segments.take(step, self._block_steps))

@@ -269,7 +269,7 @@ class TrainSettings(Section):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bfloat16 autocast on CUDA devices that have it, float32 elsewhere."""
     graph: Literal["auto", "on", "off"] = "auto"
-    """On CUDA: the whole step as one CUDA graph; auto: where possible, on one node."""
+    """On CUDA: the whole step as one CUDA graph; auto: where possible."""
     compile: Literal["auto", "on", "off"] = "auto"
     """On CUDA: torch.compile; auto: for runs of 20,000 steps or more."""
     weights: Literal["fp32", "bf16"] = "fp32"

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gear_offline.core.text import show_error
 from gear_offline.distributed import INTERFACE_VARIABLE
 from gear_offline.errors import GearError, InputError
 
@@ -36,6 +38,7 @@ __all__ = ["World", "data_world", "joined_world", "open_world"]
 T = TypeVar("T")
 TIMEOUT_SECONDS = 600.0  # longer than an evaluation between two steps
 JOIN_PAUSE_SECONDS = 0.002
+POLL_SECONDS = 100e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,6 +148,30 @@ class World:
     def guard(self, doing: str) -> AbstractContextManager[None]:
         """Return `peers` for a collective call of this world's ranks."""
         return nullcontext() if self.size == 1 else peers(doing)
+
+    def wait_for_gpu(self, event: Any) -> None:
+        """Return when the GPU has come to `event`.
+
+        NCCL's watchdog does not see the collectives of a CUDA graph: a GPU whose peers are gone
+        waits in its kernel without end.  After `timeout` seconds the process ends with code 1 and
+        ``RANK_LOST`` on stderr.  It cannot raise an error: neither the graph nor the process group
+        can be closed while the GPU waits.
+        """
+        if self.size == 1:
+            event.synchronize()
+            return
+        deadline = time.monotonic() + self.timeout
+        while not event.query():
+            if time.monotonic() > deadline:
+                show_error(
+                    "RANK_LOST",
+                    "another rank is gone or too slow, while the GPU added up gradients: waited "
+                    f"{self.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
+                    "with --resume",
+                )
+                sys.stderr.flush()
+                os._exit(1)
+            time.sleep(POLL_SECONDS)
 
     def sum_into(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place, wherever it lies."""

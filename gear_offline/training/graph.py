@@ -47,8 +47,6 @@ def why_not_captured(
     reason = ""
     if device.type != "cuda":
         reason = "CUDA graphs need a GPU"
-    elif world.node_count > 1 and train.graph == "auto":
-        reason = "several nodes exchange gradients"  # nobody has run that yet
     elif world.size > 1 and sharded:
         reason = "graphs of several ranks need replicas"
     elif world.size > 1 and learns:

@@ -1,4 +1,4 @@
-"""Several ranks inside a captured step: gradients added up, and a watchdog over their peers.
+"""Several ranks inside a captured step: their gradients are added up.
 
 DistributedDataParallel keeps bookkeeping on the host between its buckets, which a CUDA graph would
 not repeat.  Here all gradients are one run of memory that one all-reduce adds up after the backward
@@ -12,9 +12,6 @@ parameters: 35.30 ms a step, 35.37 with buckets of 50 MiB, 35.76 of 25 MiB, 36.3
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -23,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gear_offline.core.text import show_error
 from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 
@@ -31,7 +27,6 @@ if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
 
 LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bits too
-POLL_SECONDS = 100e-6
 
 
 class RankGradients:
@@ -98,27 +93,3 @@ class RankGradients:
                 remedy="use train.graph=off",
             )
         return gradient
-
-
-def wait_for_steps(world: World) -> None:
-    """Return when the GPU has done what it was given.
-
-    NCCL's watchdog does not see the collectives of a CUDA graph: a GPU whose peers are gone waits
-    in its kernel without end, and so would the host at its next look at a loss.  After
-    `World.timeout` seconds the process ends with code 1 and ``RANK_LOST`` on stderr.  It cannot
-    raise an error: neither the graph nor the process group can be closed while the GPU waits.
-    """
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    deadline = time.monotonic() + world.timeout
-    while not event.query():  # type: ignore[no-untyped-call]
-        if time.monotonic() > deadline:
-            show_error(
-                "RANK_LOST",
-                "another rank is gone or too slow, while the GPU added up gradients: waited "
-                f"{world.timeout:g} s; torchrun --max-restarts goes on from the last checkpoint "
-                "with --resume",
-            )
-            sys.stderr.flush()
-            os._exit(1)
-        time.sleep(POLL_SECONDS)

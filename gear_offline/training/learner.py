@@ -37,7 +37,6 @@ from gear_offline.tables.shared import SharedTables
 from gear_offline.training.cost import Meter, is_compiled
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, why_not_captured
-from gear_offline.training.graph_ranks import wait_for_steps
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
@@ -271,7 +270,9 @@ class Learner:
 
     def _check(self) -> None:
         if self._captured is not None and self.world.size > 1:
-            wait_for_steps(self.world)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self.world.wait_for_gpu(event)
         rows = self._window[: self._filled]
         if self.device.type == "cpu":
             rows = rows[-1:]  # those before were checked in their own step
