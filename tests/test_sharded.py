@@ -174,6 +174,9 @@ class Event:
     def query(self) -> bool:
         return self.recorded
 
+    def synchronize(self) -> None:
+        assert self.recorded
+
 
 def test_a_captured_step_reads_rows_of_other_nodes(
     dataset: Dataset, text: Any, monkeypatch: pytest.MonkeyPatch
