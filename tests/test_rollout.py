@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gear_offline.errors import GearError, InputError
+from gear_offline.evaluation import rollout
 from gear_offline.evaluation.environments import probe
 from gear_offline.evaluation.rollout import ActingPolicy, Environments, Episodes, play_episodes
 from tests.evaluation_support import Constant, Remembering
@@ -54,14 +55,23 @@ def one_by_one(
     return returns, lengths
 
 
-@pytest.mark.parametrize(("environments", "processes"), [(1, 1), (3, 1), (20, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("environments", "processes", "groups_from"),
+    [(1, 1, 128), (3, 1, 128), (20, 1, 128), (5, 2, 128), (5, 1, 2), (5, 2, 2), (5, 3, 2)],
+)
 @pytest.mark.parametrize(
     ("environment_id", "discrete"),
     [("Pendulum-v1", False), ("CartPole-v1", True), ("InvertedPendulum-v5", False)],
 )
 def test_batch_of_environments_gives_the_episodes_of_a_plain_loop(
-    environment_id: str, discrete: bool, environments: int, processes: int
+    environment_id: str,
+    discrete: bool,
+    environments: int,
+    processes: int,
+    groups_from: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rollout, "SLOTS_FOR_GROUPS", groups_from)
     facts = probe(environment_id)
     assert facts.discrete is discrete
     weights = np.random.default_rng(3).normal(size=(facts.state_size + 2, facts.action_size))

@@ -128,7 +128,8 @@ def evaluate_tasks(
     for task, reference in zip(tasks, scores, strict=True):
         count = min(task.environments, task.episodes) * len(task.targets)
         if processes is None:
-            wanted = processes_for(task.episodes * len(task.targets), probe(task.environment))
+            episodes = task.episodes * len(task.targets)
+            wanted = processes_for(episodes, count, probe(task.environment))
         else:
             wanted = processes
         with Environments(task.environment, count, processes=wanted) as environments:

@@ -4,10 +4,11 @@ The list is fixed before the first step: each entry has its own seed and target 
 entry is played to its end exactly once.  So short episodes cannot crowd out long ones, which is
 what happens when a vector environment resets itself and the first N finished episodes count.
 
-The policy sees all environments as one batch, in this process; they step in worker processes, or
-here where there is little to do.  Which slot plays which episode does not depend on the workers,
-so neither do the returns.  Gymnasium's vector environments reset themselves, without seeds, and
-send one message an environment; here it is one a worker.
+Environments step in worker processes, or here where there is little to do; the policy acts in this
+one.  Many slots form two groups: while one steps, the policy acts for the other, so that no worker
+waits (a core that has slept steps MuJoCo 1.4 times as slowly).  What goes to and fro lies in memory
+that all share.  Which slot plays which episode, and who acts together, does not depend on the
+workers, so neither do the returns.
 
 Shape legend: E environments (slots), m of them that act, n episodes, S state size, A action size.
 """
@@ -15,8 +16,10 @@ Shape legend: E environments (slots), m of them that act, n episodes, S state si
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import cycle
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,8 +41,9 @@ from gear_offline.workers import Caller, Worker
 FALLBACK_MAX_STEPS = 10_000  # for environments that are registered without a time limit
 # A worker takes a second to start: as long as MuJoCo's Hopper takes for 10,000 to 30,000 steps.
 STEPS_FOR_WORKERS = 40_000
-# Observations (m, *shape), rewards (m,) float64, terminated (m,), truncated (m,).
-Transitions = tuple[npt.NDArray[Any], Float64Array, BoolArray, BoolArray]
+SLOTS_OF_A_WORKER = 4  # a message takes as long as a fifth of a step
+SLOTS_FOR_GROUPS = 128  # fewer keep a policy on a GPU too little busy
+IDLE, STEP, RESET = range(3)  # what a slot is to do
 
 
 class ActingPolicy(Protocol):
@@ -73,119 +77,134 @@ class Episodes:
 
 
 class Environments(Closing):
-    """`count` environments of one kind that step together; a context manager.
+    """`count` environments of one kind in groups that step together; a context manager.
 
     The slots are dealt out to `processes` workers; 1: they step in this process, as do
     environments that only this process knows.
+
+    Attributes
+    ----------
+    slots
+        (count,) records: what each slot is `todo` (RESET with `seed`, or STEP with `action`), and
+        what came of it: `observation`, `reward`, `terminated`, `truncated`.
+    groups
+        The numbers of the slots of each group.
     """
 
     def __init__(self, environment_id: str, count: int, *, processes: int = 1) -> None:
-        self._stack = ExitStack()
         known = known_of(environment_id)
         processes = min(processes, count) if known is not None else 1
+        split = 2 if count >= SLOTS_FOR_GROUPS else 1
+        self.groups = np.array_split(np.arange(count), split)
+        self._workers: list[Worker] = []
         with ExitStack() as stack:
             local = count if processes == 1 else 1  # one to look at
-            self._slots = stack.enter_context(_Slots(environment_id, local))
-            self._workers = [
-                stack.enter_context(Worker()) for _ in range(processes if processes > 1 else 0)
-            ]
-            for first, worker in enumerate(self._workers):
-                slots = len(range(first, count, processes))
-                worker.start(f"{__name__}:step_in_worker", known, environment_id, slots)
+            self._made = [_made(environment_id, stack) for _ in range(local)]
+            self.facts = describe(self._made[0], environment_id)
+            record = _record(self.facts)
+            if processes == 1:
+                self.slots = np.zeros(count, record)
+            else:
+                file = stack.enter_context(NamedTemporaryFile(prefix="gear-slots-"))
+                self.slots = np.memmap(file.name, record, "w+", shape=(count,))
+                for first in range(processes):
+                    worker = stack.enter_context(Worker())
+                    own = [group[group % processes == first] for group in self.groups]
+                    worker.start(
+                        f"{__name__}:step_in_worker", known, environment_id, file.name, count, own
+                    )
+                    self._workers.append(worker)
             self._stack = stack.pop_all()
-        self.facts, self.count = self._slots.facts, count
 
-    def reset(self, slots: Int64Array, seeds: Sequence[int]) -> npt.NDArray[Any]:
-        """Begin an episode in each of `slots` (m,); return its first observations (m, *shape)."""
+    def send(self, group: int) -> None:
+        """Have the slots of a group do what is `todo`; returns before it is done."""
+        for worker in self._workers_of(group):
+            worker.send(group)
+
+    def receive(self, group: int) -> None:
+        """Return when the slots of a group that was sent have done it."""
+        for worker in self._workers_of(group):
+            worker.receive()
         if not self._workers:
-            return self._slots.reset(slots, seeds)
-        parts = self._in_workers("reset", slots, np.asarray(seeds, np.int64))
-        observations = np.empty((len(slots), *parts[0][1].shape[1:]), parts[0][1].dtype)
-        for rows, part in parts:
-            observations[rows] = part
-        return observations
+            numbers = self.groups[group]
+            _work([self._made[n] for n in numbers], self.slots, numbers, self.facts)
 
-    def step(self, slots: Int64Array, actions: npt.NDArray[Any]) -> Transitions:
-        """Step `slots` (m,) with usable `actions` (m, A) or (m,)."""
+    def _workers_of(self, group: int) -> list[Worker]:
         if not self._workers:
-            return self._slots.step(slots, actions)
-        parts = self._in_workers("step", slots, actions)
-        first = parts[0][1]
-        whole = tuple(np.empty((len(slots), *a.shape[1:]), a.dtype) for a in first)
-        for rows, part in parts:
-            for array, values in zip(whole, part, strict=True):
-                array[rows] = values
-        return whole  # type: ignore[return-value]
-
-    def _in_workers(self, method: str, slots: Int64Array, values: npt.NDArray[Any]) -> list[Any]:
-        """Have each worker do its slots' share; return (rows of `slots`, answer) pairs."""
-        count = len(self._workers)
-        shares = [np.flatnonzero(slots % count == number) for number in range(count)]
-        busy = [
-            (worker, rows) for worker, rows in zip(self._workers, shares, strict=True) if rows.size
-        ]
-        for worker, rows in busy:
-            worker.send((method, slots[rows] // count, values[rows]))
-        return [(rows, worker.receive()) for worker, rows in busy]
+            return []
+        slots = self.groups[group]
+        busy = slots[self.slots["todo"][slots] != IDLE]
+        return [self._workers[number] for number in np.unique(busy % len(self._workers))]
 
     def close(self) -> None:
         self._stack.close()
 
 
-class _Slots(Closing):
-    """Environments of this process, stepped one after the other."""
-
-    def __init__(self, environment_id: str, count: int) -> None:
-        self._made: list[Any] = []
-        try:
-            for _ in range(count):
-                self._made.append(make_environment(environment_id))
-            self.facts = describe(self._made[0], environment_id)
-        except BaseException:
-            self.close()
-            raise
-        # Frames stay bytes; all else is float64, as most simulators give it.
-        self._dtype = self.facts.observation_dtype if self.facts.frames else np.dtype(np.float64)
-
-    def reset(self, slots: Sequence[int] | Int64Array, seeds: Any) -> npt.NDArray[Any]:
-        observations = self._empty(len(slots))
-        for row, (slot, seed) in enumerate(zip(slots, seeds, strict=True)):
-            observations[row], _ = self._made[slot].reset(seed=int(seed))
-        return observations
-
-    def step(self, slots: Sequence[int] | Int64Array, actions: npt.NDArray[Any]) -> Transitions:
-        count, shaped = len(slots), self.facts.shaped
-        observations, rewards = self._empty(count), np.zeros(count)
-        terminated, truncated = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-        for row, slot in enumerate(slots):
-            observations[row], rewards[row], terminated[row], truncated[row], _ = self._made[
-                slot
-            ].step(shaped(actions[row]))
-        return observations, rewards, terminated, truncated
-
-    def _empty(self, count: int) -> npt.NDArray[Any]:
-        return np.empty((count, *self.facts.observation_shape), self._dtype)
-
-    def close(self) -> None:
-        for environment in self._made:
-            environment.close()
+def _made(environment_id: str, stack: ExitStack) -> Any:
+    return stack.enter_context(closing(make_environment(environment_id)))
 
 
-def step_in_worker(caller: Caller, known: Known, environment_id: str, count: int) -> None:
+def _record(facts: EnvironmentFacts) -> np.dtype[Any]:
+    # Frames stay bytes; all else is float64, as most simulators give it.
+    seen = facts.observation_dtype if facts.frames else np.dtype(np.float64)
+    action: Any = np.int64 if facts.discrete else (facts.action_dtype, facts.low.size)
+    return np.dtype(
+        [
+            ("todo", np.uint8),
+            ("seed", np.int64),
+            ("action", action),
+            ("observation", seen, facts.observation_shape),
+            ("reward", np.float64),
+            ("terminated", np.bool_),
+            ("truncated", np.bool_),
+        ],
+        align=True,
+    )
+
+
+def _work(
+    environments: Sequence[Any],
+    slots: npt.NDArray[Any],
+    numbers: Int64Array,
+    facts: EnvironmentFacts,
+) -> None:
+    """Do what slots are to do: environment i is that of the slot ``numbers[i]``."""
+    todo, observations, actions = slots["todo"], slots["observation"], slots["action"]
+    for environment, slot in zip(environments, numbers, strict=True):
+        if todo[slot] == RESET:
+            observations[slot], _ = environment.reset(seed=int(slots["seed"][slot]))
+        elif todo[slot] == STEP:
+            # a copy, since an environment may keep it
+            seen, reward, ended, cut, _ = environment.step(facts.shaped(actions[slot].copy()))
+            observations[slot], slots["reward"][slot] = seen, reward
+            slots["terminated"][slot], slots["truncated"][slot] = ended, cut
+
+
+def step_in_worker(
+    caller: Caller,
+    known: Known,
+    environment_id: str,
+    path: str,
+    count: int,
+    groups: Sequence[Int64Array],
+) -> None:
     """Serve `Environments`: a job that ends with its caller."""
     known.learn()
-    with _Slots(environment_id, count) as slots:
+    with ExitStack() as stack:
+        made = [[_made(environment_id, stack) for _ in group] for group in groups]
+        first = next(group[0] for group in made if group)
+        facts = describe(first, environment_id)
+        slots = np.memmap(path, _record(facts), "r+", shape=(count,))
         while True:
-            method, chosen, values = caller.receive()
-            caller.send(
-                slots.reset(chosen, values) if method == "reset" else slots.step(chosen, values)
-            )
+            group = caller.receive()
+            _work(made[group], slots, groups[group], facts)
+            caller.send(None)
 
 
-def processes_for(episodes: int, facts: EnvironmentFacts) -> int:
-    """Return how many processes to play in: all cores, or one where there is little to do."""
+def processes_for(episodes: int, slots: int, facts: EnvironmentFacts) -> int:
+    """Return how many processes to play in: one where there is little to do."""
     steps = episodes * (facts.step_limit or FALLBACK_MAX_STEPS)
-    return usable_cores() if steps >= STEPS_FOR_WORKERS else 1
+    return min(usable_cores(), -(-slots // SLOTS_OF_A_WORKER)) if steps >= STEPS_FOR_WORKERS else 1
 
 
 def play_episodes(
@@ -202,41 +221,48 @@ def play_episodes(
     Episodes are cut after `max_steps`; default: the environment's own limit, or 10,000.
     `on_episode` is told how many episodes have ended, whenever some have.
     """
-    facts, count = environments.facts, len(seeds)
+    facts, slots = environments.facts, environments.slots
     limit = max_steps or facts.step_limit or FALLBACK_MAX_STEPS
-    returns, lengths = np.zeros(count), np.zeros(count, np.int64)
-    terminated = np.zeros(count, np.bool_)
+    returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), np.int64)
+    terminated = np.zeros(len(seeds), np.bool_)
     asked = np.asarray(targets, np.float64)
-    playing = np.full(min(environments.count, count), -1, np.int64)  # slot -> episode; -1: idle
-    observations = np.zeros(0)
-    waiting = iter(range(count))
-    while True:
-        fresh = list(zip(np.flatnonzero(playing < 0), waiting, strict=False))
-        if fresh:
-            slots, begun = np.array(fresh).T
-            playing[slots] = begun
-            first = environments.reset(slots, [seeds[episode] for episode in begun])
-            if not observations.size:
-                observations = np.zeros((playing.size, *first.shape[1:]), first.dtype)
-            observations[slots] = first
-            policy.reset(slots, asked[begun])
-        active = np.flatnonzero(playing >= 0)
-        if not active.size:
-            return Episodes(returns=returns, lengths=lengths, terminated=terminated)
-        seen = observations[active]
-        actions = facts.bounded(_finite(policy.act(seen, active), seen, facts))
-        observations[active], rewards, ended, cut = environments.step(active, actions)
-        if not np.isfinite(rewards).all():
-            raise _broken("a reward", facts)
-        policy.observe_reward(rewards, active)
-        episodes = playing[active]
-        returns[episodes] += rewards
-        lengths[episodes] += 1
-        terminated[episodes] = ended
-        over = ended | cut | (lengths[episodes] >= limit)
-        if over.any():
-            playing[active[over]] = -1
-            on_episode(int(over.sum()))
+    slots["todo"] = IDLE
+    playing = np.full(slots.size, -1, np.int64)  # slot -> episode; -1: none
+    waiting = iter(range(len(seeds)))
+    for group in cycle(range(len(environments.groups))):
+        numbers = environments.groups[group]
+        if slots["todo"][numbers].any():
+            environments.receive(group)
+        begun = numbers[slots["todo"][numbers] == RESET]
+        if begun.size:
+            policy.reset(begun, asked[playing[begun]])
+        stepped = numbers[slots["todo"][numbers] == STEP]
+        if stepped.size:
+            result, episodes = slots[stepped], playing[stepped]
+            if not np.isfinite(result["reward"]).all():
+                raise _broken("a reward", facts)
+            policy.observe_reward(result["reward"], stepped)
+            returns[episodes] += result["reward"]
+            lengths[episodes] += 1
+            terminated[episodes] = result["terminated"]
+            over = result["terminated"] | result["truncated"] | (lengths[episodes] >= limit)
+            if over.any():
+                playing[stepped[over]] = -1
+                on_episode(int(over.sum()))
+        slots["todo"][numbers] = IDLE
+        active = numbers[playing[numbers] >= 0]
+        if active.size:
+            seen = slots["observation"][active]
+            slots["action"][active] = facts.bounded(_finite(policy.act(seen, active), seen, facts))
+            slots["todo"][active] = STEP
+        for slot, episode in zip(numbers[playing[numbers] < 0], waiting, strict=False):
+            playing[slot] = episode
+            slots["seed"][slot], slots["todo"][slot] = seeds[episode], RESET
+        if slots["todo"][numbers].any():
+            environments.send(group)
+        elif not slots["todo"].any():
+            break
+    return Episodes(returns=returns, lengths=lengths, terminated=terminated)
 
 
 def _finite(
