@@ -62,7 +62,7 @@ class Worker(Closing):
         self.connection, other = Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         arguments = [str(other.fileno()), str(os.getpid())]
-        with other:
+        try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "gear_offline.workers", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -72,6 +72,13 @@ class Worker(Closing):
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
+        except OSError as error:
+            self.connection.close()
+            self._output.close()
+            what = f"a worker process cannot be started: {error.strerror or error}"
+            raise GearError(LOST, what, remedy="use fewer workers") from error
+        finally:
+            other.close()
         self.pid = self._process.pid
         self.busy = False  # whether a job was started and its result has not been received
 
