@@ -1,5 +1,24 @@
-"""``python -m gear_offline`` is the command line."""
+"""Where the command line begins: what takes long to load is loaded where Ctrl-C is caught."""
 
-from runpy import run_module
+from __future__ import annotations
 
-run_module("gear_offline.cli", run_name="__main__")
+import sys
+
+INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
+
+
+def main() -> int:
+    """Run the command line; returns the exit code (`sys.exit` is the caller's)."""
+    try:
+        if reconfigure := getattr(sys.stdout, "reconfigure", None):
+            reconfigure(errors="replace")  # a histogram's bars, names of files that are not UTF-8
+        from gear_offline.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED_BY_USER
+
+
+if __name__ == "__main__":
+    sys.exit(main())

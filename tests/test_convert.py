@@ -301,7 +301,7 @@ def test_ctrl_c_while_a_compressed_file_is_read_stops(tmp_path: Path) -> None:
     source = write_hdf5(tmp_path / "a.hdf5", episodes=400, length=500)
     script = (
         "import os, signal, sys, threading\n"
-        "from gear_offline.cli.command import main\n"
+        "from gear_offline.__main__ import main\n"
         "from gear_offline.convert import shards as job\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "before, calls = job._read_rows, []\n"

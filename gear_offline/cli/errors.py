@@ -24,14 +24,11 @@ def tell(error: Exception, debug: bool) -> int:
         else:
             show_error(error.code, error.message)
         return error.exit_code
-    if usage is not None and type(error).__name__ == "NoArgsIsHelpError":
-        print(usage(), file=sys.stderr)
-        return 2
     if usage is not None:
-        message = re.sub(
-            r"Input should be a valid (integer|number).*", _not_a_number, usage().strip()
-        )
-        show_error("USAGE", f"{message.removesuffix('.')}; {_remedy(error, message)}")
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(usage(), file=sys.stderr)
+        else:
+            show_error("USAGE", f"{usage().strip().removesuffix('.')}; {_remedy(error, usage())}")
         return 2
     if isinstance(error, OSError):
         _tell_system_error(error)
@@ -42,10 +39,6 @@ def tell(error: Exception, debug: bool) -> int:
     else:
         show_error("INTERNAL", f"{type(error).__name__}: {error}; run again with --debug")
     return 1
-
-
-def _not_a_number(match: re.Match[str]) -> str:
-    return "not a whole number" if match[1] == "integer" else "not a number"
 
 
 def _remedy(error: Exception, message: str) -> str:

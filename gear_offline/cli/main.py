@@ -18,28 +18,25 @@ from typer import Argument, Option
 
 import gear_offline
 from gear_offline.cli.errors import tell
-from gear_offline.cli.plan import plan
-from gear_offline.cli.strategies import strategies
-from gear_offline.cli.sweep import sweep
 from gear_offline.cli.values import (
+    Axes,
+    Count,
+    Environment,
+    Exact,
     Json,
+    Names,
+    Numbers,
     Overrides,
     Overwrite,
     Quiet,
     RecipeName,
+    Shares,
+    Size,
     examples,
-    parse_count,
-    parse_list,
-    parse_numbers,
-    parse_shares,
-    parse_size,
-    print_json,
+    show,
 )
+from gear_offline.errors import InputError
 
-__all__ = ["main"]
-
-ABOUT = "Offline-RL datasets as GEAR shards, and Decision Transformers trained from them."
-COUNT = "COUNT"  # read by `parse_count`, which takes 1e5 too
 RECIPE_GROUPS = {
     "First runs": ("smoke", "cartpole", "demo"),
     "Your own data": ("paper",),
@@ -55,7 +52,6 @@ RECIPE_GROUPS = {
 
 app = typer.Typer(
     name="gear-offline",
-    help=ABOUT,
     no_args_is_help=True,
     epilog=examples("recipes ls", "train smoke", "evaluate runs/smoke-s0", "help train"),
     pretty_exceptions_enable=False,
@@ -63,6 +59,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
+
+
+def command(panel: str, *lines: str) -> Any:
+    """Return the decorator of a command in a group of the overview, with its examples."""
+    return app.command(rich_help_panel=panel, epilog=examples(*lines))
 
 
 def _version(asked: bool) -> None:
@@ -81,31 +82,21 @@ def root(
     """Offline-RL datasets as GEAR shards, and Decision Transformers trained from them."""
 
 
-@app.command(
-    rich_help_panel="Data",
-    epilog=examples(
-        "convert mine.hdf5 data/mine",
-        "convert d4rl:hopper-medium-v2 data/hopper",
-        "convert mine.hdf5 data/mine --columns observations=obs,actions",
-    ),
+@command(
+    "Data",
+    "convert mine.hdf5 data/mine",
+    "convert d4rl:hopper-medium-v2 data/hopper",
+    "convert mine.hdf5 data/mine --columns observations=obs,actions",
 )
 def convert(
-    source: str = Argument(
-        ..., help="HDF5 file or a folder of them, Minari or GEAR directory, d4rl:NAME, minari:ID."
-    ),
-    out: Path = Argument(..., help="Directory of GEAR shards to make."),
-    shard_size: str = Option("256MiB", help="Target bytes of a shard."),
+    source: str = Argument(help="HDF5 file or folder, Minari directory, d4rl:NAME, minari:ID."),
+    out: Path = Argument(help="Directory of GEAR shards to make."),
+    shard_size: int = Size("256MiB", help="Target bytes of a shard."),
     workers: int = Option(1, min=1, help="Processes that write shards."),
-    columns: str | None = Option(
-        None, help="Columns to keep, comma-separated, NEW=OLD renames; default all."
-    ),
-    discrete: str | None = Option(
-        None, help="Float columns of whole numbers to store as integers, e.g. actions."
-    ),
+    columns: Any = Names(None, help="Columns to keep, NEW=OLD renames; default all."),
+    discrete: Any = Names(None, help="Float columns to store as integers, e.g. actions."),
     rule: str | None = Option(None, help="Episode boundary rule, if the detected one is wrong."),
-    environment: str | None = Option(
-        None, "--environment", "--env", help="Gymnasium id, if not in the file."
-    ),
+    environment: str | None = Environment(help="Gymnasium id, if not in the file."),
     reference: str | None = Option(None, help="D4RL name whose reference scores apply."),
     allow_nonfinite: bool = Option(False, "--allow-nonfinite", help="Accept NaN and Inf values."),
     overwrite: Overwrite = False,
@@ -120,10 +111,10 @@ def convert(
         source,
         out,
         rule=rule,
-        shard_bytes=parse_size(shard_size),
+        shard_bytes=shard_size,
         workers=workers,
-        columns=parse_list(columns, "observations,actions"),
-        discrete=parse_list(discrete, "actions") or (),
+        columns=columns,
+        discrete=discrete or (),
         allow_nonfinite=allow_nonfinite,
         overwrite=overwrite,
         environment=environment,
@@ -135,18 +126,11 @@ def convert(
     print(out)
 
 
-@app.command(
-    rich_help_panel="Data",
-    epilog=examples(
-        "inspect data/mine", "inspect data/mine --full", "inspect data/mine --no-verify --json"
-    ),
-)
+@command("Data", "inspect data/mine", "inspect data/mine --no-verify --json")
 def inspect(
-    dataset: Path = Argument(..., help="Directory of GEAR shards."),
+    dataset: Path = Argument(help="Directory of GEAR shards."),
     verify: bool = Option(True, help="Check the digest of every block, or of the manifest alone."),
-    full: bool = Option(
-        False, "--full", help="Also histograms, and what the source says of itself."
-    ),
+    full: bool = Option(False, "--full", help="Also histograms, and what the source says."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -155,44 +139,26 @@ def inspect(
     from gear_offline.dataset.inspect import print_inspection
 
     document = run(dataset, verify=verify, quiet=quiet or as_json)
-    if as_json:
-        print_json(document)
-    else:
-        print_inspection(document, full=full)
+    show(document, as_json, lambda: print_inspection(document, full=full))
 
 
-@app.command(
-    rich_help_panel="Data",
-    epilog=examples(
-        "collect Pendulum-v1 pendulum.hdf5",
-        "collect Hopper-v5 hopper.hdf5 --policy ars --quality mixed",
-    ),
+@command(
+    "Data",
+    "collect Pendulum-v1 pendulum.hdf5",
+    "collect Hopper-v5 hopper.hdf5 --policy ars --quality mixed",
 )
 def collect(
-    environment: str = Argument(..., help="Gymnasium id, e.g. Hopper-v5."),
-    out: Path = Argument(..., help="HDF5 file to write, in D4RL's layout."),
-    policy: str = Option(
-        "random",
-        help="random; ars (linear, trained on the spot); sb3:PPO or sbx:TQC; a policy file.",
-    ),
-    quality: str | None = Option(
-        None, help="With ars: expert, medium, replay, medium-expert or mixed."
-    ),
-    mix: str | None = Option(
-        None, help="Parts and shares instead of a quality: replay=1,level:0.5=1,expert=2."
-    ),
-    steps: str = Option("100000", metavar=COUNT, help="Record at least so many steps."),
-    exact: bool = Option(
-        False, "--exact", help="Cut the last episode at --steps, as D4RL's files."
-    ),
+    environment: str = Argument(help="Gymnasium id, e.g. Hopper-v5."),
+    out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
+    policy: str = Option("random", help="random; ars; sb3:PPO or sbx:TQC; a policy file."),
+    quality: str | None = Option(None, help="expert, medium, replay, medium-expert or mixed."),
+    mix: Any = Shares(None, help="Instead of a quality: replay=1,level:0.5=1,expert=2."),
+    steps: int = Count("100000", help="Record at least so many steps."),
+    exact: bool = Option(False, "--exact", help="Cut the last episode at --steps, as D4RL does."),
     action_noise: float = Option(0.0, min=0, help="Gaussian noise, in half ranges of the action."),
     seed: int = Option(0, help="Random seed."),
-    train_steps: str | None = Option(
-        None, metavar=COUNT, help="Environment steps of training the policy."
-    ),
-    gate: float | None = Option(
-        None, help="Mean return that the best policy must reach, else no file."
-    ),
+    train_steps: int | None = Count(None, help="Environment steps of training the policy."),
+    gate: float | None = Option(None, help="Mean return the policy must reach, else no file."),
     save_policy: Path | None = Option(None, help="With ars: write the best policy here."),
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -206,36 +172,35 @@ def collect(
         out,
         policy=policy,
         quality=quality,
-        mix=parse_shares(mix),
-        steps=parse_count(steps, "--steps") or 0,
+        mix=mix,
+        steps=steps,
         exact_steps=exact,
         action_noise=action_noise,
         seed=seed,
-        train_steps=parse_count(train_steps, "--train-steps"),
+        train_steps=train_steps,
         gate=gate,
         save_policy=save_policy,
         overwrite=overwrite,
         quiet=quiet,
     )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print(report.path)
+    show(report.to_json(), as_json, lambda: print(report.path))
 
 
-@app.command(rich_help_panel="Data", epilog=examples("export data/mine mine.hdf5"))
+@command("Data", "export data/mine mine.hdf5")
 def export(
-    dataset: Path = Argument(..., help="Directory of GEAR shards."),
-    out: Path = Argument(..., help="HDF5 file to write, in D4RL's layout."),
-    columns: str | None = Option(None, help="Columns to keep, comma-separated; default all."),
+    dataset: Path = Argument(help="Directory of GEAR shards."),
+    out: Path = Argument(help="HDF5 file to write, in D4RL's layout."),
+    columns: Any = Names(None, help="Columns to keep; default all."),
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a dataset as one HDF5 file in D4RL's layout."""
     from gear_offline.export import export_hdf5
 
-    picked = parse_list(columns, "observations,actions")
-    print(export_hdf5(dataset, out, columns=picked, overwrite=overwrite, quiet=quiet))
+    print(export_hdf5(dataset, out, columns=columns, overwrite=overwrite, quiet=quiet))
+
+
+app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
 
 
 @recipes_app.command("ls", epilog=examples("recipes ls", "recipes ls --json"))
@@ -247,25 +212,14 @@ def recipes_ls(as_json: Json = False) -> None:
 
     from gear_offline.config.files import recipe_descriptions
 
-    entries = recipe_descriptions()
-    groups = {title: [n for n in names if n in entries] for title, names in RECIPE_GROUPS.items()}
-    if as_json:
-        print_json(
-            [
-                {"name": name, "description": entries[name], "group": title}
-                for title, names in groups.items()
-                for name in names
-            ]
-        )
-        return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it is for")
-    for title, names in groups.items():
+    descriptions = recipe_descriptions()
+    rows = [{"name": name, "description": text} for name, text in descriptions.items()]
+    table = Table("recipe", "what it is for", box=box.SIMPLE_HEAD, pad_edge=False)
+    for title, names in RECIPE_GROUPS.items():
         table.add_row(f"[bold]{title}[/]")
         for name in names:
-            table.add_row(f"  {name}", entries[name], end_section=name == names[-1])
-    Console().print(table)
+            table.add_row(f"  {name}", descriptions[name], end_section=name == names[-1])
+    show(rows, as_json, lambda: Console().print(table))
 
 
 @recipes_app.command("show", epilog=examples("recipes show hopper-medium"))
@@ -276,11 +230,9 @@ def recipes_show(recipe: RecipeName) -> None:
     print(find_recipe(recipe).read_text("utf-8"), end="")
 
 
-@recipes_app.command(
-    "cp", epilog=examples("recipes cp hopper-medium", "recipes cp hopper-medium mine.yaml")
-)
+@recipes_app.command("cp", epilog=examples("recipes cp paper", "recipes cp paper mine.yaml"))
 def recipes_cp(
-    name: str = Argument(..., metavar="RECIPE", help="Name from `recipes ls`."),
+    name: str = Argument(metavar="RECIPE", help="Name from `recipes ls`."),
     target: Path = Argument(Path("."), help="File or directory to write."),
 ) -> None:
     """Copy a recipe to a file of your own."""
@@ -289,10 +241,7 @@ def recipes_cp(
     print(copy_recipe(name, target))
 
 
-@recipes_app.command(
-    "validate",
-    epilog=examples("recipes validate smoke", "recipes validate mine.yaml train.steps=1e4"),
-)
+@recipes_app.command("validate", epilog=examples("recipes validate mine.yaml train.steps=1e4"))
 def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Check a recipe and print it with every default filled in."""
     from gear_offline.config.recipe import load_recipe
@@ -304,24 +253,16 @@ def recipes_validate(recipe: RecipeName, overrides: Overrides = None) -> None:
     print(whole.to_yaml(), end="")
 
 
-app.add_typer(recipes_app, name="recipes", rich_help_panel="Train")
-
-
-@app.command(
-    rich_help_panel="Train",
-    epilog=examples(
-        "train smoke",
-        "train hopper-medium train.steps=20000",
-        "train paper data.path=data/mine train.steps=2000",
-        "train runs/hopper-medium-s0 --resume",
-    ),
+@command(
+    "Train",
+    "train smoke",
+    "train paper data.path=data/mine train.steps=2000",
+    "train runs/hopper-medium-s0 --resume",
 )
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    out: Path | None = Option(
-        None, metavar="RUN", help="Run directory; default runs/NAME-sSEED, or the resumed run."
-    ),
+    out: Path | None = Option(None, metavar="RUN", help="Run directory; default runs/NAME-sSEED."),
     resume: bool = Option(False, "--resume", help="Continue from the last checkpoint."),
     quiet: Quiet = False,
 ) -> None:
@@ -333,15 +274,11 @@ def train(
     whole = load_recipe(recipe, overrides or ())
     rising = whole.optimizer.warmup(whole.train.steps)
     warmup = f", the first {rising:,} of them warm-up" if rising else ""
-    say(
-        f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}",
-        quiet=quiet or not is_first,
-    )
+    message = f"{whole.name}: {whole.train.steps:,} steps{warmup}; seed {whole.seed}"
+    say(message, quiet=quiet or not is_first)
     from gear_offline.evaluation.environments import import_module_of
-    from gear_offline.runs.checks import check_recipe
     from gear_offline.runs.directory import run_in
 
-    check_recipe(whole, where=recipe)
     if resume:  # a run's own recipe imports no module of an environment, what is typed here does
         for override in overrides or ():
             key, _, value = override.partition("=")
@@ -356,38 +293,30 @@ def train(
         print(path)
 
 
-@app.command(
-    rich_help_panel="Train",
-    epilog=examples(
-        "evaluate runs/smoke-s0",
-        "evaluate runs/hopper-medium-s0 --targets 3600,1800 --episodes 100",
-        "evaluate runs/hopper-medium-s0 --checkpoint best --json",
-    ),
+@command(
+    "Train",
+    "evaluate runs/smoke-s0",
+    "evaluate runs/hopper-medium-s0 --targets 3600,1800 --episodes 100",
 )
 def evaluate(
-    run: Path = Argument(..., metavar="RUN", help="Run directory or checkpoint."),
-    targets: str | None = Option(
-        None, help="Target returns, comma-separated; default the recipe's."
-    ),
-    episodes: str | None = Option(None, metavar=COUNT, help="Episodes per target."),
-    environment: str | None = Option(None, "--environment", "--env", help="Gymnasium id."),
+    run: Path = Argument(metavar="RUN", help="Run directory or checkpoint."),
+    targets: Any = Numbers(None, help="Target returns, comma-separated; default the recipe's."),
+    episodes: int | None = Count(None, help="Episodes per target."),
+    environment: str | None = Environment(help="Gymnasium id."),
     checkpoint: str | None = Option(None, help="last, best or a step number; default last."),
     seed: int | None = Option(None, help="Seed of the first episode."),
     device: str = Option("auto", help="auto, cpu or cuda."),
-    out: Path | None = Option(
-        None, help="File for the result; default evaluation.json of the run."
-    ),
+    out: Path | None = Option(None, help="File for the result; default evaluation.json there."),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Play episodes with a trained policy at several target returns, and score it."""
-    asked, count = parse_numbers(targets), parse_count(episodes, "--episodes")
     from gear_offline.runs.evaluate import evaluate as play
 
     report = play(
         run,
-        targets=asked,
-        episodes=count,
+        targets=targets,
+        episodes=episodes,
         environment=environment,
         checkpoint=checkpoint,
         seed=seed,
@@ -395,50 +324,138 @@ def evaluate(
         out=out,
         quiet=quiet,
     )
-    if as_json:
-        print_json(report.to_json())
-    else:
-        report.print()
+    show(report.to_json(), as_json, report.print)
 
 
-app.command(
-    rich_help_panel="Compare",
-    epilog=examples(
-        "sweep smoke --seeds 3",
-        "sweep smoke --seeds 3,5,7 optimizer.learning_rate=1e-4,3e-4",
-    ),
-)(sweep)
-app.command(
-    rich_help_panel="Compare",
-    epilog=examples(
-        "strategies smoke",
-        "strategies hopper-medium --strategies top_percent,top_k:k=50",
-        "strategies hopper-medium --train --seeds 5",
-    ),
-)(strategies)
+@command("Compare", "sweep smoke --seeds 3", "sweep smoke optimizer.learning_rate=1e-4,3e-4")
+def sweep(
+    recipe: RecipeName,
+    overrides: Axes = None,
+    seeds: str | None = Option(None, help="Number of seeds from 0 on (8), or a list (3,5,7)."),
+    out: Path | None = Option(None, help="Sweep directory; default runs/NAME-sweep."),
+    parallel: int | None = Option(None, min=1, help="Runs at a time; default: as many as pay off."),
+    exact: Exact = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe with several seeds and settings; the same command again goes on."""
+    from gear_offline.sweep.trials import make_trials, parse_options, parse_seeds
+
+    options = parse_options(overrides or ())
+    numbers = None if seeds is None else parse_seeds(seeds)
+    make_trials(recipe, options, numbers)  # a typo is told before torch is loaded
+
+    from gear_offline.sweep.report import print_sweep
+    from gear_offline.sweep.run import sweep as run_sweep
+
+    result = run_sweep(
+        recipe, options, seeds=numbers, out=out, parallel=parallel, exact=exact, quiet=quiet
+    )
+    if not (quiet or as_json):
+        print_sweep(result)
+    show(result.to_json(), as_json, lambda: print(result.path))
+    if not result.is_complete:
+        raise typer.Exit(1)
 
 
-@app.command(rich_help_panel="Machines", epilog=examples("doctor", "doctor --json"))
+@command(
+    "Compare",
+    "strategies smoke",
+    "strategies hopper-medium --strategies top_percent,top_k:k=50",
+    "strategies hopper-medium --train --seeds 5",
+)
+def strategies(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    strategies: str | None = Option(None, help="uniform_steps,top_k:k=50 or such; or a YAML file."),
+    train: bool = Option(False, "--train", help="Train each as well, and compare the returns."),
+    seeds: int | None = Option(None, help="Runs of each strategy, with --train; default 3."),
+    parallel: int | None = Option(None, min=1, help="Runs at a time, with --train."),
+    exact: Exact = False,
+    everything: bool = Option(False, "--all", help="Print all columns."),
+    out: Path | None = Option(None, help="Folder of page and runs; default runs/NAME-strategies."),
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare sampling strategies: what they draw and, with --train, what is learnt from it."""
+    if not train and (seeds is not None or parallel is not None or exact):
+        what = "--seeds, --parallel and --exact are for --train"
+        raise InputError("USAGE", what, remedy="add --train")
+    from gear_offline.config.recipe import load_recipe
+
+    whole = load_recipe(recipe, overrides or ())
+    from gear_offline.analysis.page import print_comparison
+    from gear_offline.analysis.strategies import compare_strategies
+
+    folder = out or Path("runs") / f"{whole.name}-strategies"
+    comparison = compare_strategies(
+        whole,
+        strategies,
+        train=train,
+        seeds=3 if seeds is None else seeds,
+        out=folder,
+        parallel=parallel,
+        exact=exact,
+        quiet=quiet,
+    )
+    if not as_json:
+        print_comparison(comparison, everything=everything)
+    show(comparison.to_json(), as_json, lambda: print(folder / "strategies.html"))
+
+
+@command("Machines", "doctor", "doctor --json")
 def doctor(as_json: Json = False) -> None:
     """Show what is installed, what is missing, and what each feature will use."""
     from gear_offline.doctor import diagnose, print_diagnosis
 
     diagnosis = diagnose()
-    if as_json:
-        print_json(diagnosis)
-    else:
-        print_diagnosis(diagnosis)
+    show(diagnosis, as_json, lambda: print_diagnosis(diagnosis))
     if not diagnosis["healthy"]:
         raise typer.Exit(1)
 
 
-app.command(
-    rich_help_panel="Machines",
-    epilog=examples(
-        "plan hopper-medium --gpus 4",
-        "plan dt_1b --nodes 8 --gpus 8 --data 10TB",
+@command("Machines", "plan hopper-medium --gpus 4", "plan dt_1b --nodes 8 --gpus 8 --data 10TB")
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    nodes: int = Option(1, min=1, max=65_536, help="Nodes."),
+    gpus: int = Option(1, min=1, max=64, help="GPUs per node."),
+    nic_gbps: float = Option(400.0, min=0.001, help="Gigabits/s of one network card."),
+    nics: int | None = Option(None, min=1, help="Network cards per node; default one per GPU."),
+    hardware: str = Option("h200", help="Measured machine, or a YAML file of the same form."),
+    host_memory: int | None = Size(None, help="Memory of a node, e.g. 2TB; default as measured."),
+    disk_rate: int | None = Size(None, help="Bytes/s of a node's storage, e.g. 20GB."),
+    data: int | None = Size(None, help="Assume a dataset of this size in memory, e.g. 100TB."),
+    columns: str | None = Option(
+        None, help="Data that do not exist yet: observations=uint8[84,84],actions=int64,..."
     ),
-)(plan)
+    episode_length: int | None = Count(None, help="With --columns: steps of an episode."),
+    as_json: Json = False,
+) -> None:
+    """Predict memory, tiers, traffic and times of a recipe on a cluster."""
+    from gear_offline.config.recipe import load_recipe
+
+    whole = load_recipe(recipe, overrides or ())
+    if episode_length is not None and columns is None:
+        what = "--episode-length is for --columns; a dataset has its own episodes"
+        raise InputError("USAGE", what, remedy="add --columns, or leave it out")
+    from gear_offline.planning.hardware import Cluster, load_hardware
+    from gear_offline.planning.plan import plan as run
+    from gear_offline.planning.text import print_plan
+    from gear_offline.planning.workload import make_workload
+
+    cluster = Cluster(
+        nodes=nodes,
+        gpus=gpus,
+        hardware=load_hardware(hardware),
+        nic_bits=nic_gbps * 1e9,
+        nics=gpus if nics is None else nics,
+        host_memory=host_memory,
+        disk_rate=disk_rate,
+    )
+    workload = make_workload(whole, data_bytes=data, columns=columns, episode_length=episode_length)
+    document = run(whole, workload, cluster)
+    show(document, as_json, lambda: print_plan(document))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -450,7 +467,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments = [*arguments[1:], "--help"]
     try:
         result: Any = app(args=arguments, prog_name="gear-offline", standalone_mode=False)
-        sys.stdout.flush()  # here its errors can still be told
+        print(end="", flush=True)  # here its errors can still be told
         if result == 130:  # typer's answer to Ctrl-C
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0

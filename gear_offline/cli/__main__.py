@@ -1,7 +1,0 @@
-"""Runs the command line."""
-
-import sys
-
-from gear_offline.cli.command import main
-
-sys.exit(main())
