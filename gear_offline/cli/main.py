@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ app = typer.Typer(
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, copy and check recipes.")
 
 
-def command(panel: str, *lines: str) -> Any:
+def command(panel: str, *lines: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return the decorator of a command in a group of the overview, with its examples."""
     return app.command(rich_help_panel=panel, epilog=examples(*lines))
 
