@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 INTERRUPTED_BY_USER = 130  # 128 + SIGINT, as shells count
 
@@ -12,9 +13,7 @@ def main() -> int:
     try:
         if reconfigure := getattr(sys.stdout, "reconfigure", None):
             reconfigure(errors="replace")  # a histogram's bars, names of files that are not UTF-8
-        from gear_offline.cli.main import main as run
-
-        return run()
+        return int(import_module("gear_offline.cli.main").main())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED_BY_USER
