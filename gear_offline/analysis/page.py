@@ -25,7 +25,7 @@ from rich.markup import escape
 from gear_offline.analysis.compare import Comparison, Difference, Outcome
 from gear_offline.analysis.sampling import Data, Draws
 from gear_offline.core.files import write_file, writing
-from gear_offline.core.text import count_text, printable, remedies_once
+from gear_offline.core.text import count_text, printable
 from gear_offline.runs.plots import BLUE, FAINT, GREY, INK, ORANGE, dress, short, thousands
 from gear_offline.sweep.report import print_table
 
@@ -105,8 +105,7 @@ def problems(comparison: Comparison) -> list[str]:
     """Return a line on each strategy that could not run and each run that failed."""
     lines = [f"{one.label}: {one.error}" for one in comparison.strategies if one.error is not None]
     failures = [failure for outcome in comparison.outcomes for failure in outcome.failures]
-    errors = remedies_once(error for _, error in failures)
-    return lines + [f"{run}: {error}" for (run, _), error in zip(failures, errors, strict=True)]
+    return lines + [f"{run}: {error}" for run, error in failures]
 
 
 def print_comparison(

@@ -46,11 +46,8 @@ def check_available(nbytes: int) -> None:
     """Refuse what would not fit: a machine that runs out of shared memory kills processes."""
     available = available_bytes()
     if nbytes + RESERVE_BYTES > available:
-        raise GearError(
-            "MEMORY",
-            f"{size_text(nbytes)} of host memory are needed, {size_text(available)} are available",
-            remedy="free memory, use fewer columns, or keep the data on disk",
-        )
+        what = f"{size_text(nbytes)} of host memory needed, {size_text(available)} available"
+        raise GearError("MEMORY", what, "", "free memory, use fewer columns, or keep data on disk")
 
 
 def most_open(most: int) -> int:

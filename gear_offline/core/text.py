@@ -1,9 +1,8 @@
-"""How things are written for people: counts with their noun, bytes with a unit, errors of many."""
+"""How things are written for people: counts with their noun, bytes with a unit, lines of errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 MOST_CHARACTERS = 900  # of the line of an error
@@ -20,16 +19,6 @@ def size_text(count: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{count} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
-
-
-def remedies_once(errors: Iterable[str]) -> list[str]:
-    """Return errors, as ``str`` of a `GearError`, without a remedy that one before them has."""
-    shown, remedies = [], set()
-    for error in errors:
-        what, _, remedy = error.partition("; ")
-        shown.append(what if remedy in remedies else error)
-        remedies.add(remedy)
-    return shown
 
 
 def printable(text: str) -> str:

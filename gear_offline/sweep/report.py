@@ -19,7 +19,7 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from gear_offline.core.files import write_file
-from gear_offline.core.text import count_text, printable, remedies_once
+from gear_offline.core.text import count_text, printable
 from gear_offline.runs.plots import short
 from gear_offline.sweep.directory import SweepDirectory
 from gear_offline.sweep.results import TrialResult
@@ -147,9 +147,8 @@ def _markdown_table(table: Table) -> str:
 
 
 def _errors(trials: Sequence[TrialResult]) -> dict[str, str]:
-    """Return what ended the trials that failed, by name; a remedy of several is said once."""
-    failed = {one.trial.name: str(one.error) for one in trials if one.status == "failed"}
-    return dict(zip(failed, remedies_once(failed.values()), strict=True))
+    """Return what ended the trials that failed, by name."""
+    return {one.trial.name: str(one.error) for one in trials if one.status == "failed"}
 
 
 def _runs_table(trials: Sequence[TrialResult]) -> str:
