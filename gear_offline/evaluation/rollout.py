@@ -15,6 +15,7 @@ Shape legend: E environments (slots), m of them that act, n episodes, S state si
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -105,8 +106,10 @@ class Environments(Closing):
             if processes == 1:
                 self.slots = np.zeros(count, record)
             else:
-                file = stack.enter_context(NamedTemporaryFile(prefix="gear-slots-"))
-                self.slots = np.memmap(file.name, record, "w+", shape=(count,))
+                memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # no disk behind it
+                file = stack.enter_context(NamedTemporaryFile(prefix="gear-slots-", dir=memory))
+                shared = np.memmap(file.name, record, "w+", shape=(count,))
+                self.slots = shared.view(np.ndarray)  # a memmap is slow to index
                 for first in range(processes):
                     worker = stack.enter_context(Worker())
                     own = [group[group % processes == first] for group in self.groups]
@@ -194,7 +197,7 @@ def step_in_worker(
         made = [[_made(environment_id, stack) for _ in group] for group in groups]
         first = next(group[0] for group in made if group)
         facts = describe(first, environment_id)
-        slots = np.memmap(path, _record(facts), "r+", shape=(count,))
+        slots = np.memmap(path, _record(facts), "r+", shape=(count,)).view(np.ndarray)
         while True:
             group = caller.receive()
             _work(made[group], slots, groups[group], facts)
