@@ -10,6 +10,7 @@ from pathlib import Path
 from gear_offline.errors import GearError, InputError, UnavailableError
 
 ROOT = Path(__file__).parents[1]
+ROOMS = ("gear_offline", "models", "loaders", "kernels")
 
 
 def test_an_error_is_one_line_with_code_place_and_remedy() -> None:
@@ -30,21 +31,18 @@ def test_kinds_are_also_the_builtin_kinds() -> None:
 def codes_in_source() -> tuple[set[str], set[str]]:
     """Return what is the first argument of an error, and every text that could be a code."""
     raised, texts = set(), set()
-    for folder in ("gear_offline", "models", "loaders", "kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant):
-                    texts.add(str(node.value))
-                name = node.func if isinstance(node, ast.Call) and node.args else None
-                is_error = isinstance(name, ast.Name) and re.search("(Error|Interrupted)$", name.id)
-                if isinstance(node, ast.Call) and is_error:
-                    raised.add(str(getattr(node.args[0], "value", "")))
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Constant):
+            texts.add(str(node.value))
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args
+        if is_call and re.search("(Error|Interrupted)$", node.func.id):
+            raised.add(str(getattr(node.args[0], "value", "")))
     return {code for code in raised if re.fullmatch(r"[A-Z_]+", code)}, texts
 
 
 def test_the_page_has_the_codes_that_the_source_has() -> None:
-    pages = [ROOT / "docs" / "reference" / "errors.md"]
-    page = next(path for path in pages if path.exists()).read_text()
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     listed = set(re.findall(r"(?m)^\| `([A-Z_]+)` \|", page))
     raised, texts = codes_in_source()
     assert raised - listed == set() and listed - texts == set()

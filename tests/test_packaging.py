@@ -16,14 +16,10 @@ SHIPPED = {".py", ".c", ".cu", ".cuh", ".yaml", ".csv", ".typed"}
 
 
 def shipped_files(folder: str) -> list[Path]:
-    links = {f"gear_offline/{name}" for name in FOLDERS}
-    return [
-        path.relative_to(ROOT)
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in SHIPPED
-        and "/".join(path.relative_to(ROOT).parts[:2]) not in links
-        and "__pycache__" not in path.parts
-    ]
+    paths = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*")]
+    links = [Path("gear_offline", name) for name in FOLDERS]
+    shipped = [path for path in paths if path.suffix in SHIPPED and "__pycache__" not in path.parts]
+    return [path for path in shipped if not any(path.is_relative_to(link) for link in links)]
 
 
 def installed_name(path: Path) -> str:

@@ -26,6 +26,8 @@ def work(*, quiet: bool = False) -> None:
 
 
 def test_in_a_file_lines_come_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
+    work(quiet=True)
+    assert capfd.readouterr() == ("", "")
     work()
     said = capfd.readouterr()
     assert said.out == ""
@@ -61,11 +63,6 @@ def test_a_pause_does_not_count_for_the_rate(
         clock[0] = 16.0
         progress.update(100)
     assert capfd.readouterr().err.splitlines()[0].endswith("0:00:10 left  10 steps/s")
-
-
-def test_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    work(quiet=True)
-    assert capfd.readouterr() == ("", "")
 
 
 def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:

@@ -28,10 +28,6 @@ def loader(folder: Path, **options: Any) -> Any:
     return DOOR.GearLoader(folder, **{"batch_size": 4, "context_length": 3} | options, device="cpu")
 
 
-def episodes() -> list[dict[str, Any]]:
-    return [{"obs": np.zeros((3, 2)), "actions": np.zeros((3, 1)), "rewards": np.zeros(3)}]
-
-
 def set_steps() -> None:
     recipe: Any = go.load_recipe("smoke")
     recipe.train.steps = 5
@@ -54,15 +50,16 @@ MISTAKES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: DOOR.open_dataset("hopper-medium-v2"), "gear-offline convert d4rl:hopper-medium-v2"),
     (lambda d: DOOR.normalized_score("hopper-medium-v2", 1.0), "normalized_score(1.0, "),
     (lambda d: set_steps(), "recipe.replace("),
-    (lambda d: DOOR.from_episodes(episodes()), "no column is named observations"),
+    (lambda d: DOOR.from_episodes([{"obs": np.zeros((3, 2))}]), "no column is named observations"),
     (lambda d: DOOR.load_recipe(d), "is a dataset, not a recipe"),
     (lambda d: DOOR.evaluate(d), "this is a dataset, not a run"),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(MISTAKES)))
-def test_a_mistake_is_told_with_its_remedy(number: int, folder: Path) -> None:
-    mistake, remedy = MISTAKES[number]
+@pytest.mark.parametrize(("mistake", "remedy"), MISTAKES, ids=[remedy for _, remedy in MISTAKES])
+def test_a_mistake_is_told_with_its_remedy(
+    mistake: Callable[[Path], object], remedy: str, folder: Path
+) -> None:
     with pytest.raises((go.GearError, TypeError, AttributeError, KeyError, UserWarning)) as caught:
         mistake(folder)
     assert remedy in str(caught.value) and "\n" not in str(caught.value)

@@ -17,7 +17,7 @@ from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.tables.shared import SharedMemory
-from tests.support import make_dataset
+from tests.support import failing_code, make_dataset
 from tests.test_evaluate import write_run
 from tests.training_support import tiny_recipe
 
@@ -46,21 +46,11 @@ except GearError as error:
 """
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user: run as root")
 def test_another_user_cannot_reach_a_shared_table() -> None:
     block = SharedMemory.create(1 << 16)
-    found = python(ATTACH_AS_NOBODY, json.dumps(asdict(block.handle())))
+    command = [sys.executable, "-c", ATTACH_AS_NOBODY, json.dumps(asdict(block.handle()))]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = found.stdout.splitlines()
     assert lines[:2] == ["EACCES", "EACCES"], found.stderr
     assert lines[2].startswith("MEMORY") and "Permission denied" in lines[2]
@@ -69,34 +59,16 @@ def test_another_user_cannot_reach_a_shared_table() -> None:
 def test_two_jobs_of_one_user_have_tables_of_their_own() -> None:
     """Blocks have no names that could clash: both jobs ask for the same one."""
     first, second = (SharedMemory.create(1 << 16, name="gear-table") for _ in range(2))
-    assert first.handle() != second.handle()
     assert first.handle().inode != second.handle().inode
-    assert not [
-        entry for entry in os.scandir("/dev/shm") if entry.is_file() and "gear" in entry.name
-    ]
-
-
-TRUNCATE = """
-import os, sys
-from pathlib import Path
-from gear_offline.dataset.dataset import open_dataset
-from gear_offline.errors import InputError
-dataset = open_dataset(sys.argv[1])
-shard = Path(sys.argv[1]) / dataset.manifest.shards[0].name
-rows = dataset.stream(0, "observations", chunk_bytes=64)
-next(rows)
-os.truncate(shard, 100)
-try:
-    list(rows)
-except InputError as error:
-    print(error.code)
-"""
+    assert not [entry for entry in os.listdir("/dev/shm") if "gear" in entry]
 
 
 def test_a_file_cut_short_under_a_reader(tmp_path: Path) -> None:
-    path = make_dataset(tmp_path, [500, 500]).path
-    found = python(TRUNCATE, str(path))
-    assert (found.returncode, found.stdout.strip()) == (0, "DATASET_DAMAGED"), found.stderr
+    dataset = make_dataset(tmp_path, [500, 500])
+    rows = dataset.stream(0, "observations", chunk_bytes=64)
+    next(rows)
+    os.truncate(dataset.path / dataset.manifest.shards[0].name, 100)
+    assert failing_code(lambda: list(rows)) == "DATASET_DAMAGED"
 
 
 def test_a_file_names_no_module_to_import(
