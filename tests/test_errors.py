@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 from gear_offline.errors import GearError, InputError, UnavailableError
 
@@ -35,9 +36,10 @@ def codes_in_source() -> tuple[set[str], set[str]]:
     for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(node, ast.Constant):
             texts.add(str(node.value))
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args
-        if is_call and re.search("(Error|Interrupted)$", node.func.id):
-            raised.add(str(getattr(node.args[0], "value", "")))
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        call: Any = node if is_call else None
+        if call and call.args and re.search("(Error|Interrupted)$", call.func.id):
+            raised.add(str(getattr(call.args[0], "value", "")))
     return {code for code in raised if re.fullmatch(r"[A-Z_]+", code)}, texts
 
 
