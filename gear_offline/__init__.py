@@ -49,38 +49,28 @@ else:
 
     del collect, convert, sweep
 
-_HOMES = {
-    "Batch": "gear_offline.loaders.batch",
-    "ColumnSpec": "gear_offline.dataset.schema",
-    "Dataset": "gear_offline.dataset.dataset",
-    "DecisionTransformer": "gear_offline.models.decision_transformer",
-    "EpisodeIndex": "gear_offline.dataset.schema",
-    "GearError": "gear_offline.errors",
-    "GearLoader": "gear_offline.loaders.loader",
-    "InputError": "gear_offline.errors",
-    "TableSpec": "gear_offline.dataset.schema",
-    "UnavailableError": "gear_offline.errors",
-    "build_model": "gear_offline.models.decision_transformer",
-    "collect": "gear_offline.collect.collection",
-    "compare_strategies": "gear_offline.analysis.strategies",
-    "convert": "gear_offline.convert.conversion",
-    "evaluate": "gear_offline.runs.evaluate",
-    "export_hdf5": "gear_offline.export",
-    "from_arrays": "gear_offline.sources",
-    "from_episodes": "gear_offline.sources",
-    "inspect": "gear_offline.dataset.inspect",
-    "join_sources": "gear_offline.sources",
-    "load_policy": "gear_offline.training.policies",
-    "load_recipe": "gear_offline.config.recipe",
-    "make_sampler": "gear_offline.sampling",
-    "normalized_score": "gear_offline.dataset.scores",
-    "open_dataset": "gear_offline.dataset.dataset",
-    "open_source": "gear_offline.sources",
-    "pick_episodes": "gear_offline.sources",
-    "reference_scores": "gear_offline.dataset.scores",
-    "sweep": "gear_offline.sweep.run",
-    "train": "gear_offline.runs.loop",
+_MODULES = {
+    "analysis.strategies": "compare_strategies",
+    "collect.collection": "collect",
+    "config.recipe": "load_recipe",
+    "convert.conversion": "convert",
+    "dataset.dataset": "Dataset open_dataset",
+    "dataset.inspect": "inspect",
+    "dataset.schema": "ColumnSpec EpisodeIndex TableSpec",
+    "dataset.scores": "normalized_score reference_scores",
+    "errors": "GearError InputError UnavailableError",
+    "export": "export_hdf5",
+    "loaders.batch": "Batch",
+    "loaders.loader": "GearLoader",
+    "models.decision_transformer": "DecisionTransformer build_model",
+    "runs.evaluate": "evaluate",
+    "runs.loop": "train",
+    "sampling": "make_sampler",
+    "sources": "from_arrays from_episodes join_sources open_source pick_episodes",
+    "sweep.run": "sweep",
+    "training.policies": "load_policy",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOMES), "__version__"]
 
@@ -89,7 +79,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module  # slow to load
 
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(f"gear_offline.{_HOMES[name]}"), name)
     elif name == "__version__":
         value = _version()
     else:

@@ -83,12 +83,12 @@ class CollectSettings(Section):
 
 
 class SelectionSettings(Section):
-    """Which segments make up a batch; the options of a strategy stand next to its name."""
+    """Which segments make up a batch."""
 
     model_config = ConfigDict(extra="allow")
 
     strategy: Text = "uniform_steps"
-    """Name of a selection strategy."""
+    """Name of a selection strategy, whose own options stand next to it."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from gear_offline.errors import InputError
 MAX_BYTES = 256 << 10
 _FLOAT = r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _GROUPED = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)+")
-_EXACT = 1 << 53  # every whole number up to here is a float64
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
@@ -42,9 +41,8 @@ def whole_number(value: Any) -> Any:
 
     In YAML 1.2 the one is a float and the other text, so whoever wants an integer asks here.
     """
-    if type(value) is float and value.is_integer() and abs(value) <= _EXACT:
-        return int(value)
-    if isinstance(value, str) and _GROUPED.fullmatch(value):
+    is_whole = type(value) is float and value.is_integer() and abs(value) <= 1 << 53  # exact
+    if is_whole or (isinstance(value, str) and _GROUPED.fullmatch(value)):
         return int(value)
     return value
 
