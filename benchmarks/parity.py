@@ -144,9 +144,9 @@ def make_model(dataset: Dataset, settings: Settings, seed: int) -> DecisionTrans
 
 
 def as_released(model: DecisionTransformer) -> DecisionTransformerModel:
-    twin = DecisionTransformerModel(model.config)
-    twin.load_state_dict(model.state_dict())
-    return twin
+    released = DecisionTransformerModel(model.config)
+    released.load_state_dict(model.state_dict())
+    return released
 
 
 def learner(
@@ -185,16 +185,16 @@ def run(
         parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
     # the same numbers of the same class on both sides: what differs is how they were learned
-    judge = DecisionTransformerModel(model.config)
-    judge.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
-    judge.eval()
+    reference = DecisionTransformerModel(model.config)
+    reference.to(torch.device(device))  # type: ignore[arg-type, unused-ignore]
+    reference.eval()
     curve: list[tuple[int, float]] = []
     seconds, every = 0.0, max(1, settings.steps // PROBES)
     for step in range(settings.steps + 1):
         if step % every == 0 or step == settings.steps:
-            judge.load_state_dict(model.state_dict())
+            reference.load_state_dict(model.state_dict())
             with torch.no_grad():
-                curve.append((step, float(released_loss(judge, probe))))
+                curve.append((step, float(released_loss(reference, probe))))
         if step == settings.steps:
             break
         started = time.perf_counter()

@@ -34,13 +34,13 @@ def make(**changes: Any) -> DecisionTransformer:
     return build_model(**(options | changes))
 
 
-def released_twin(model: DecisionTransformer) -> DecisionTransformerModel:
+def released_model(model: DecisionTransformer) -> DecisionTransformerModel:
     """The released class with the same weights, in evaluation mode."""
     config = DecisionTransformerConfig.from_dict(model.config.to_dict())
-    twin = DecisionTransformerModel(config)
-    twin.load_state_dict(model.state_dict(), strict=True)
-    twin.eval()
-    return twin
+    released = DecisionTransformerModel(config)
+    released.load_state_dict(model.state_dict(), strict=True)
+    released.eval()
+    return released
 
 
 def inputs(steps: int = STEPS, *, seed: int = 1) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tests.model_support import (
     largest_difference,
     make,
     mask,
-    released_twin,
+    released_model,
 )
 
 
@@ -25,7 +25,7 @@ from tests.model_support import (
 )
 def test_gradients_equal_those_of_the_released_class(kind: str, padding: str) -> None:
     ours = make(dropout=0.0)
-    theirs = released_twin(ours)
+    theirs = released_model(ours)
     batch = inputs() | {"attention_mask": mask(kind)}
     valid = batch["attention_mask"].bool()
     found = ours(**batch, padding=padding, only_actions=True).action_preds
@@ -49,7 +49,7 @@ def test_loss_of_a_batch_takes_the_masked_actions() -> None:
 
     model = make().eval()
     valid = Batch.attention_mask.bool()
-    expected = released_twin(model)(**Batch().model_inputs()).action_preds
+    expected = released_model(model)(**Batch().model_inputs()).action_preds
     error = torch.mean((expected[valid] - Batch.actions[valid]) ** 2)
     assert torch.allclose(model.loss(Batch()), error, rtol=0, atol=TOLERANCE)
 

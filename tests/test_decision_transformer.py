@@ -36,7 +36,7 @@ from tests.model_support import (
     largest_difference,
     make,
     mask,
-    released_twin,
+    released_model,
 )
 
 
@@ -94,7 +94,7 @@ def test_outputs_equal_the_released_class_on_valid_steps(kind: str, attention: A
     valid = batch["attention_mask"].bool()
     given_batch = {k: v for k, v in batch.items() if kind != "none" or k != "attention_mask"}
     with torch.no_grad():
-        expected = released_twin(ours)(**given_batch)
+        expected = released_model(ours)(**given_batch)
         found = ours(**given_batch)
         actions_only = ours(**given_batch, only_actions=True)
     for name in ("state_preds", "action_preds", "return_preds"):
@@ -121,7 +121,7 @@ def test_right_padding_needs_no_mask(
     batch["attention_mask"] = mask("right", steps)
     valid = batch["attention_mask"].bool()
     with torch.no_grad():
-        expected = released_twin(ours)(**batch)
+        expected = released_model(ours)(**batch)
         found = ours(**batch, padding="right")
         batch["states"][~valid] = 1e3  # what lies in the padding must not matter
         batch["actions"][~valid] = -10.0
@@ -153,7 +153,7 @@ def test_dtype_of_the_attention_mask_does_not_matter(dtype: torch.dtype) -> None
 
 def test_hidden_states_and_attentions_are_those_of_the_released_class() -> None:
     ours = make().eval()
-    theirs = released_twin(ours)
+    theirs = released_model(ours)
     theirs.set_attn_implementation("eager")
     batch = inputs()
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_hidden_states_are_chosen_by_number(chosen: Any) -> None:
         found = ours(**inputs(), output_hidden_states=chosen).hidden_states
         if chosen is not True and version("transformers") < "5.23":
             pytest.skip("the released class gives all of them")
-        released = released_twin(ours)(**inputs(), output_hidden_states=chosen).hidden_states
+        released = released_model(ours)(**inputs(), output_hidden_states=chosen).hidden_states
     assert [part is None for part in found] == [part is None for part in released]
     pairs = zip(found, every, strict=True)
     assert all(one is None or torch.equal(one, other) for one, other in pairs)
@@ -251,7 +251,7 @@ def test_discrete_actions_are_one_hot_vectors_for_the_released_class() -> None:
     vectors = torch.nn.functional.one_hot(numbers, ACTIONS).float()
     with torch.no_grad():
         found = model(**(batch | {"actions": numbers})).action_preds
-        expected = released_twin(model)(**(batch | {"actions": vectors})).action_preds
+        expected = released_model(model)(**(batch | {"actions": vectors})).action_preds
         as_vectors = model(**(batch | {"actions": vectors})).action_preds
     assert float((found - expected).abs().max()) <= TOLERANCE
     assert float((as_vectors - expected).abs().max()) <= TOLERANCE

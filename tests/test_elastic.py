@@ -61,14 +61,14 @@ def short_blocks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["uniform_steps", "shuffled_epochs"])
-def law(request: pytest.FixtureRequest) -> str:
+def strategy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def expected(dataset: Dataset, law: str) -> list[str]:
+def expected(dataset: Dataset, strategy: str) -> list[str]:
     """The digest of each step from one process."""
-    loader = GearLoader(dataset, selection=law, **OPTIONS)
+    loader = GearLoader(dataset, selection=strategy, **OPTIONS)
     found = [global_digest([range(BATCH)], [row_digests(next(loader))]) for _ in range(STEPS)]
     assert len(set(found)) == STEPS
     return found
@@ -111,7 +111,7 @@ def private_table(opener: RowOpener, share: Any, ring: Any) -> Any:
 )
 @given(data=st.data())
 def test_the_stream_is_that_of_one_process(
-    dataset: Dataset, law: str, expected: list[str], data: st.DataObject
+    dataset: Dataset, strategy: str, expected: list[str], data: st.DataObject
 ) -> None:
     """World sizes change after any step; each goes on from the state that the last one left."""
     changes = data.draw(st.lists(st.integers(1, STEPS - 1), max_size=3, unique=True).map(sorted))
@@ -121,7 +121,7 @@ def test_the_stream_is_that_of_one_process(
         sharding = data.draw(st.sampled_from(sorted(PLACES)))
         nodes = data.draw(st.sampled_from(PLACES[sharding]))
         with ExitStack() as stack:
-            ranks = open_ranks(dataset, nodes, sharding, selection=law, **OPTIONS)
+            ranks = open_ranks(dataset, nodes, sharding, selection=strategy, **OPTIONS)
             for loader in ranks:
                 stack.callback(loader.close)
                 if state is not None:
@@ -137,9 +137,11 @@ def test_the_stream_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("sharding", sorted(PLACES))
-def test_every_world_size(dataset: Dataset, law: str, expected: list[str], sharding: str) -> None:
+def test_every_world_size(
+    dataset: Dataset, strategy: str, expected: list[str], sharding: str
+) -> None:
     for nodes in PLACES[sharding]:
-        ranks = open_ranks(dataset, nodes, sharding, selection=law, **OPTIONS)
+        ranks = open_ranks(dataset, nodes, sharding, selection=strategy, **OPTIONS)
         for step in range(5):  # more than a block
             slots = [loader.slots_at(step) for loader in ranks]
             found = global_digest(slots, [row_digests(next(loader)) for loader in ranks])

@@ -152,11 +152,11 @@ def test_the_released_class_takes_the_features_as_states(tmp_path: Path) -> None
     expected = model(**given).action_preds
     ours = {n: t for n, t in model.state_dict().items() if not n.startswith("frame_encoder.")}
     config = type(model.config).from_dict(model.config.to_dict())
-    twin = DecisionTransformerModel(config).eval()
-    twin.load_state_dict(ours, strict=True)
+    released = DecisionTransformerModel(config).eval()
+    released.load_state_dict(ours, strict=True)
     features = model.features(given["states"])
     one_hot = nn.functional.one_hot(given["actions"], 6).float()
-    found = twin(**(given | {"states": features, "actions": one_hot})).action_preds
+    found = released(**(given | {"states": features, "actions": one_hot})).action_preds
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model(**(given | {"states": features})).action_preds, expected)
 

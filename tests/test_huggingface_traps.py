@@ -27,7 +27,7 @@ from gear_offline.loaders.loader import GearLoader
 from gear_offline.models.decision_transformer import DecisionTransformer, beyond_tanh, build_model
 from gear_offline.models.policy import Policy
 from gear_offline.training.checkpoint import config_text
-from tests.model_support import TOLERANCE, released_twin
+from tests.model_support import TOLERANCE, released_model
 from tests.support import hopper_columns, make_dataset
 
 LENGTHS = (12, 3, 7, 5)
@@ -171,7 +171,7 @@ def test_sides_of_padding_give_one_loss(dataset: Dataset) -> None:
     right, left = (padded_batch(make_loader(dataset, padding=side)) for side in ("right", "left"))
     assert torch.equal(right.segments, left.segments)
     assert torch.allclose(model.loss(right), model.loss(left), rtol=0, atol=TOLERANCE)
-    theirs = released_twin(model)(**left.model_inputs()).action_preds
+    theirs = released_model(model)(**left.model_inputs()).action_preds
     real = left.attention_mask.bool()
     error = torch.mean((theirs[real] - left.actions[real]) ** 2)
     assert torch.allclose(model.loss(right), error, rtol=0, atol=TOLERANCE)
@@ -219,9 +219,9 @@ def test_position_table_is_one_constant_and_does_not_limit_the_window(dataset: D
     assert model.config.n_positions == 1 < CONTEXT
     inputs = next(make_loader(dataset)).model_inputs()
     expected = model(**inputs).action_preds
-    twin = released_twin(model)
+    released = released_model(model)
     real = inputs["attention_mask"].bool()
-    assert torch.allclose(twin(**inputs).action_preds[real], expected[real], atol=TOLERANCE)
+    assert torch.allclose(released(**inputs).action_preds[real], expected[real], atol=TOLERANCE)
     later = inputs | {"timesteps": inputs["timesteps"] + 1}
     assert not torch.allclose(model(**later).action_preds, expected)
 
@@ -230,7 +230,7 @@ def test_misspelled_inputs_are_refused(dataset: Dataset) -> None:
     """The released class takes any keyword and ignores it."""
     inputs: dict[str, Tensor] = next(make_loader(dataset)).model_inputs()
     inputs["attention_masks"] = inputs.pop("attention_mask")
-    released_twin(make_model())(**inputs)
+    released_model(make_model())(**inputs)
     with pytest.raises(TypeError, match="attention_masks"):
         make_model()(**inputs)
 

@@ -48,18 +48,18 @@ def test_fills(kernels: ThreadedKernels, name: str, padding: Padding) -> None:
     kernels.launched.clear()
     for width, rewards, batch in SHAPES:
         table = table_of(width, rewards)
-        law, twin = (make_sampler(name, facts(LENGTHS)) for _ in range(2))
+        sampler, reference = (make_sampler(name, facts(LENGTHS)) for _ in range(2))
         gather = cpu_gather(table, context_length=SPAN, padding=padding)
         with on_cpu(kernels):
-            engine = gpu_gather(table, law, seed=9, padding=padding, rank_batch=batch,
+            engine = gpu_gather(table, sampler, seed=9, padding=padding, rank_batch=batch,
                                   context_length=SPAN)  # fmt: skip
-            drawn = twin.sample(9, 2**33 - 1, 2, batch)
+            drawn = reference.sample(9, 2**33 - 1, 2, batch)
             assert bits(engine.draw_and_gather(2**33 - 1, 2)) == bits(gather.gather(drawn))
             fill = engine.static(chances=name == "prioritized")
             fill.set_step(2**32 - 1)
             for step in range(2**32 - 1, 2**32 + 1):
                 fill.enqueue()
-                drawn = twin.sample(9, step, 1, batch)[0]
+                drawn = reference.sample(9, step, 1, batch)[0]
                 assert int(fill.counter) == step + 1, "the last block has counted, once"
                 assert bits(fill.windows) == bits(gather.gather(drawn))
                 if fill.chances is not None:
@@ -93,12 +93,12 @@ def test_long_windows_odd_widths_and_leads(
         columns["actions"] = columns["actions"][:, :2]
         options["frame_stack"] = 3
     table = build_table(MemoryTable(columns, LENGTHS), context_length=SPAN, **options)
-    law = make_sampler("uniform_steps", facts(LENGTHS))
+    sampler = make_sampler("uniform_steps", facts(LENGTHS))
     gather = cpu_gather(table, context_length=SPAN, padding=padding)
     with on_cpu(kernels):
-        engine = gpu_gather(table, law, seed=9, padding=padding, rank_batch=30,
+        engine = gpu_gather(table, sampler, seed=9, padding=padding, rank_batch=30,
                               context_length=SPAN)  # fmt: skip
-        drawn = law.sample(9, 5, 2, 30)
+        drawn = sampler.sample(9, 5, 2, 30)
         assert bits(engine.draw_and_gather(5, 2)) == bits(gather.gather(drawn))
     pieces = engine._job["group"]["pieces"][0, : len(table.groups)]
     assert (pieces.max() > 3) == (kind == "wide")
@@ -111,9 +111,9 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
     """Masses, sums and draws after updates with many repeated names, refused ones among them."""
     lengths = np.array([1 + (7 * e) % 29 for e in range(episodes)], dtype=np.int64)
     generator = np.random.default_rng(count)
-    law, twin = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
+    sampler, reference = prioritized(lengths, alpha=0.7), prioritized(lengths, alpha=0.7)
     with on_cpu(kernels) as device:
-        tree = law.on_device(device)
+        tree = sampler.on_device(device)
         for turn in range(3):
             chosen = generator.integers(0, episodes, size=count)
             names = np.stack([chosen, generator.integers(0, lengths[chosen])], 1)
@@ -127,15 +127,15 @@ def test_updates(kernels: ThreadedKernels, count: int, episodes: int) -> None:
                 tree.update_from_host(names, losses)
                 tree.update_from_host(names, bad)  # and the next one is not refused for it
             tree.update_from_host(names, losses)
-            twin.update(names, losses)
+            reference.update(names, losses)
             assert (tree.updates, tree.refused) == (turn + 1, 2 * (turn + 1))
-            assert np.array_equal(law.masses, twin.masses)
+            assert np.array_equal(sampler.masses, reference.masses)
             sums = [level.clone() for level in tree._levels]
             tree.add_up()
             assert all(torch.equal(a, b) for a, b in zip(sums, tree._levels, strict=True))
-        select = DeviceSelect(law.gpu, law.index.offsets, device=device, global_batch=500)
+        select = DeviceSelect(sampler.gpu, sampler.index.offsets, device=device, global_batch=500)
         found = select.segments(seed=3, first_step=1, steps=2)
-    expected = twin.sample(3, 1, 2, 500)
+    expected = reference.sample(3, 1, 2, 500)
     assert np.array_equal(found.episodes, expected.episodes)
     assert np.array_equal(found.starts, expected.starts)
     assert found.probability.tobytes() == expected.probability.tobytes()

@@ -1,7 +1,7 @@
 """What selections and windows may look at: nothing that comes later, but for returns.
 
 A selection sees the lengths of episodes and, if it asks, whether they were terminated and their
-returns; a law that learns sees the losses of batches before.  Position t of a window holds what
+returns; a sampler that learns sees the losses of batches before.  Position t of a window holds what
 happened at step t, and its return-to-go.  So a table whose later steps are replaced, with the same
 returns, gives the same segments, and the same values wherever a window shows earlier steps.
 """
@@ -53,7 +53,7 @@ def table_of(values: dict[str, Any]) -> Table:
     return build_table(MemoryTable(values, LENGTHS), context_length=SPAN)
 
 
-def law_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> Any:
+def sampler_of(values: dict[str, Any], name: str, options: dict[str, Any]) -> Any:
     index = table_of(values).episodes
     ends = np.cumsum(LENGTHS)
     returns = np.array([part.sum() for part in np.split(values["rewards"], ends[:-1])])
@@ -71,13 +71,13 @@ def test_later_steps_change_nothing_before_them(
     shown: list[Any] = []
     for replaced in (False, True):
         values = columns(replaced=replaced)
-        table, law = table_of(values), law_of(values, name, options)
-        padding: Padding = law.padding or "right"
+        table, sampler = table_of(values), sampler_of(values, name, options)
+        padding: Padding = sampler.padding or "right"
         if engine:
             with on_cpu(library):
                 made = gpu_gather(
                     table,
-                    law,
+                    sampler,
                     seed=3,
                     rank_batch=BATCH,
                     context_length=SPAN,
@@ -86,9 +86,9 @@ def test_later_steps_change_nothing_before_them(
                 if made.draws:
                     windows = made.draw_and_gather(11, STEPS)
                 else:
-                    windows = made.gather(law.sample(3, 11, STEPS, BATCH))
+                    windows = made.gather(sampler.sample(3, 11, STEPS, BATCH))
         else:
-            drawn = law.sample(3, 11, STEPS, BATCH)
+            drawn = sampler.sample(3, 11, STEPS, BATCH)
             gather = cpu_gather(table, context_length=SPAN, padding=padding)
             windows = gather.gather(drawn)
         shown.append({**windows.tensors(), "names": windows.segments,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gear_offline.errors import InputError
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.models.policy import Policy
-from tests.model_support import ACTIONS, STATES, make, released_twin
+from tests.model_support import ACTIONS, STATES, make, released_model
 
 MEAN = np.linspace(-1.0, 1.0, STATES)
 STD = np.linspace(0.5, 2.0, STATES)
@@ -34,7 +34,7 @@ class PlainActor:
     """One environment, the released class, history in lists, no padding: the paper's loop."""
 
     def __init__(self, model: DecisionTransformer, target: float, *, scale: float = 10.0) -> None:
-        self.model, self.scale, self.returns = released_twin(model), scale, [target / scale]
+        self.model, self.scale, self.returns = released_model(model), scale, [target / scale]
         self.limit = int(model.config.max_ep_len)
         self.states: list[Any] = []
         self.actions: list[Any] = []

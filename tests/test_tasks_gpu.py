@@ -48,21 +48,26 @@ def test_batches_are_the_cpus(
     scheduled: bool,
 ) -> None:
     joint = join(parts)
-    law: Any = "uniform_steps"
+    selection: Any = "uniform_steps"
     if weights is not None:
-        laws = ["uniform_steps", "return_weighted", "uniform_episodes"]
-        law = mix_tasks(
+        strategies = ["uniform_steps", "return_weighted", "uniform_episodes"]
+        selection = mix_tasks(
             [
                 TaskPart(
                     name=task.name,
                     sampler=make_sampler(name, task.dataset),
                     weight=weight,
                 )
-                for task, name, weight in zip(joint.tasks, laws, weights, strict=True)
+                for task, name, weight in zip(joint.tasks, strategies, weights, strict=True)
             ],
             Schedule([0, 9], [[1.0, 0.0, 0.5], [0.2, 1.0, 0.0]]) if scheduled else None,
         )
-    options: dict[str, Any] = {"batch_size": 33, "context_length": 8, "seed": 5, "selection": law}
+    options: dict[str, Any] = {
+        "batch_size": 33,
+        "context_length": 8,
+        "seed": 5,
+        "selection": selection,
+    }
     gpu = GearLoader(joint, device="cuda", engine="on", placement=placement, **options)
     cpu = GearLoader(joint, device="cpu", **options)
     assert gpu.engine is not None
