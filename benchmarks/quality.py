@@ -52,7 +52,7 @@ from gear_offline.models.policy import Policy
 from gear_offline.runs.loop import train
 from gear_offline.sweep.run import run_trials
 from gear_offline.sweep.trials import Trial
-from gear_offline.training.policies import load_policy_parts
+from gear_offline.training.policies import load_policy
 
 SOLO_STEPS = {OURS: 3000, RELEASED: 300}  # for the speed of each alone
 
@@ -113,7 +113,7 @@ def judge_ours(path: Path, seed: int, options: argparse.Namespace) -> dict[str, 
     """Judge one of our runs; in a process of its own."""
     torch.set_num_threads(1)
     folder = our_path(path, seed, options)
-    model = load_policy_parts(folder).model
+    model = load_policy(folder, device="cpu").model
     summary = json.loads((folder / "summary.json").read_text())
     found = judge(model, open_dataset(path, verify=False), options)
     return {"seed": seed, "seconds": summary["seconds"], **found}

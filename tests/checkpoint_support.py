@@ -66,6 +66,7 @@ class StandIn(SimpleNamespace):
             world=World(),
             recipe=RECIPE,
             model=model,
+            device=next(model.parameters()).device,
             loader=loader,
             state_mean=None,
             state_std=None,

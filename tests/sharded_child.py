@@ -139,7 +139,7 @@ def train(recipe: str, out: Path, *options: str) -> None:
     dist.barrier()  # the first rank returns when everything is on the disk
     if learner.world.is_first:
         saved = load_file(list_checkpoints(out / "checkpoints")[-1][1] / "model.safetensors")
-        acting = learner.policy().model.state_dict()
+        acting = learner.acting.model.state_dict()
         assert acting.keys() == saved.keys()
         assert all(torch.equal(acting[name].cpu(), tensor) for name, tensor in saved.items())
         print("acts like the whole model")

@@ -27,8 +27,8 @@ from gear_offline.evaluation.results import mean_interval, summary_text
 from gear_offline.models.decision_transformer import DecisionTransformer, build_model
 from gear_offline.models.policy import Policy
 from gear_offline.runs.evaluate import evaluate
-from gear_offline.training.checkpoint import Normalisation, SavedState
-from gear_offline.training.checkpoint_folder import find_checkpoint, typed_run
+from gear_offline.training.checkpoint import Normalisation, SavedState, chosen_checkpoint
+from gear_offline.training.checkpoint_folder import find_checkpoint
 from tests.checkpoint_support import save_checkpoint
 from tests.evaluation_support import Constant
 from tests.support import failing_code
@@ -226,7 +226,7 @@ def test_evaluating_a_run_writes_its_results(tmp_path: Path) -> None:
 
 def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny-s0")
-    names = [find_checkpoint(run, which).name for which in ("last", "20", "best", "10")]
+    names = [chosen_checkpoint(run, which).path.name for which in ("last", "20", "best", "10")]
     assert names == ["step-00000020"] * 2 + ["step-00000010"] * 2
     with pytest.raises(InputError) as caught:
         find_checkpoint(run, "15")
@@ -241,33 +241,12 @@ def test_evaluating_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     assert "2 discrete actions" in str(mismatch.value)
 
 
-def test_a_run_is_named_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = tmp_path / "runs" / "one"
-    (home / "checkpoints" / "step-00000010").mkdir(parents=True)
-    for here, given, said in (
-        (tmp_path, "runs/one", "runs/one"),
-        (tmp_path, "runs/one/checkpoints/step-00000010", "runs/one"),
-        (home, ".", "."),
-        (home, "checkpoints/step-00000010", "."),
-        (home / "checkpoints", "step-00000010", str(home)),  # it is not below
-        (tmp_path, str(home), str(home)),
-        (tmp_path, str(home / "checkpoints" / "step-00000010"), str(home)),
-    ):
-        monkeypatch.chdir(here)
-        assert str(typed_run(Path(given), home)) == said
-
-
-def test_a_checkpoint_and_another_name_for_it_contradict(tmp_path: Path) -> None:
+def test_a_checkpoint_leaves_no_choice_of_one(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny-s0")
-    first, second = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
-    assert find_checkpoint(first) == find_checkpoint(first, "best") == first.resolve()
-    assert find_checkpoint(first, 10) == first.resolve()
-    assert find_checkpoint(second, "last") == second.resolve()
-    for which in ("last", "20", "15"):
-        with pytest.raises(InputError):
-            find_checkpoint(first, which)
-    assert failing_code(lambda: evaluate(second, checkpoint="best")) == "USAGE"
-    alone = second.rename(tmp_path / "copied-out")
+    checkpoint = run / "checkpoints" / "step-00000020"
+    assert find_checkpoint(checkpoint) == checkpoint
+    assert failing_code(lambda: evaluate(checkpoint, checkpoint="best")) == "USAGE"
+    alone = checkpoint.rename(tmp_path / "copied-out")
     assert find_checkpoint(alone) == alone
     assert failing_code(lambda: find_checkpoint(alone, "last")) == "USAGE"
 
@@ -283,11 +262,10 @@ def test_no_result_replaces_another_and_paths_are_said_as_they_were_given(
         report = evaluate(place, episodes=1, seed=seed, targets=-300.0)
         assert report.run == "tiny-s0"
         reports.append(report.to_json())
-        home = run if place == run else Path("runs/tiny-s0")
+        home = place if place.name == run.name else run
         said = capfd.readouterr().err
         assert f"written: {home}/evaluation.json, {home}/report.md and" in said
         assert place == run or f" is kept in {home}/evaluation-{seed}.json; report and" in said
-        assert place == run or str(tmp_path) not in said
     names = ("evaluation-1.json", "evaluation-2.json", "evaluation.json")
     assert [json.loads((run / name).read_text()) for name in names] == reports
 

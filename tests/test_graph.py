@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gear_offline.config.recipe import load_recipe
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError, UnavailableError
+from gear_offline.errors import UnavailableError
 from gear_offline.loaders.batch import Batch
 from gear_offline.training.gradients import GradientPass, micro_batches
 from gear_offline.training.graph import WARM_UPS, _own_stream, warm_up, why_not_captured
@@ -210,22 +210,6 @@ def test_shares_of_a_batch_teach_what_all_of_it_does() -> None:
 
     wire.run(work)
     torch.testing.assert_close(losses.mean(), whole)
-
-
-def test_a_gradient_that_is_missing_is_named() -> None:
-    weights = [torch.ones(2).requires_grad_(), torch.ones(3, 4).requires_grad_()]
-
-    def run(_: Batch, *, valid_steps: float, weight: Callable[[], Tensor]) -> Tensor:
-        weights[0].sum().backward()
-        return weight()
-
-    def work(_: int, world: World) -> None:
-        ranks = RankGradients(weights, world=world, divisor=1.0)
-        with pytest.raises(GearError, match=r"1 of shape \(3, 4\) has no gradient") as caught:
-            ranks.exchange(run, batch_of(torch.ones(1, 2)))
-        assert caught.value.code == "MODEL"
-
-    Wire(1).run(work)
 
 
 class FakeEvent:

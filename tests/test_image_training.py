@@ -22,7 +22,7 @@ from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import resolve
 from gear_offline.training.checkpoint_folder import remove_checkpoint
 from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy_parts
+from gear_offline.training.policies import load_policy
 from tests.image_support import ACTIONS, ENVIRONMENT, SIZE, STEP_LIMIT, band_data
 from tests.support import failing_code
 from tests.training_support import tiny_recipe
@@ -58,8 +58,8 @@ def test_what_the_earlier_frame_shows_is_learnt(
     train(recipe, out=tmp_path / "run", quiet=True)
     losses = [r["loss"] for r in read_records(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 0.8 and losses[-1] < 0.1, "a single frame leaves a loss of ln 3"
-    parts = load_policy_parts(tmp_path / "run")
-    assert parts.model.config.frame_encoder == encoder
+    policy = load_policy(tmp_path / "run", device="cpu")
+    assert policy.model.config.frame_encoder == encoder
     played = evaluate(tmp_path / "run", targets=[7.0], episodes=4, quiet=True)
     assert played.mean_return is not None and played.mean_return > STEP_LIMIT - 1
 

@@ -29,10 +29,10 @@ from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import JointDataset
-from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint import chosen_checkpoint
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy_parts, restore_model
+from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import failing_code, hopper_columns, make_dataset
 from tests.task_support import make_discrete, make_learner, make_parts, tasks_recipe
@@ -203,17 +203,18 @@ def test_a_run_is_evaluated_task_by_task(run: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_checkpoint_knows_its_tasks(run: Path) -> None:
-    parts = load_policy_parts(run, "wide")
-    assert (parts.model.config.state_dim, parts.model.config.act_dim) == (5, 3)
-    assert (parts.returns_scale, parts.context_length) == (5.0, 3)
+    policy = load_policy(run, "wide", device="cpu")
+    assert (policy.state_dim, policy.action_dim) == (5, 3)
+    assert (policy.returns_scale, policy.context_length) == (5.0, 3)
     recipe = load_recipe(run)
     dataset = prepare_dataset(recipe, quiet=True)
     assert isinstance(dataset, JointDataset)
     statistics = dataset.tasks[1].dataset.statistics["observations"]
-    np.testing.assert_array_equal(parts.state_mean, statistics.mean)
-    np.testing.assert_array_equal(parts.state_std, statistics.std)
-    assert failing_code(lambda: load_policy_parts(run)) == "RECIPE"
-    assert failing_code(lambda: load_policy_parts(run, "nowhere")) == "RECIPE"
+    task = tasks_of_config(trained_model(chosen_checkpoint(run)).model.config)[1]
+    np.testing.assert_array_equal(task.state_mean, statistics.mean)
+    np.testing.assert_array_equal(task.state_std, statistics.std)
+    assert failing_code(lambda: load_policy(run)) == "RECIPE"
+    assert failing_code(lambda: load_policy(run, "nowhere")) == "RECIPE"
     config = json.loads((run / "checkpoints" / "best" / "config.json").read_text())
     assert [task["name"] for task in config["tasks"]] == ["tiny", "wide"]
 
@@ -242,10 +243,13 @@ def test_one_task_learns_what_a_recipe_without_tasks_learns(tmp_path: Path) -> N
     one = train(Recipe.parse(changed), out=tmp_path / "one", quiet=True)
     for key in ("model", "training", "metrics"):
         assert learnt(one)[key] == learnt(alone)[key], key
-    mine, theirs = load_policy_parts(one), load_policy_parts(alone)
-    np.testing.assert_array_equal(mine.state_mean, theirs.state_mean)
-    assert mine.returns_scale == theirs.returns_scale
-    assert len(tasks_of_config(mine.model.config)) == 0
+    acted = []
+    for run in (one, alone):
+        policy = load_policy(run, device="cpu")
+        policy.reset([0], [3.0])
+        acted.append(policy.act(np.ones((1, policy.state_dim))))
+        assert len(tasks_of_config(policy.model.config)) == 0
+    np.testing.assert_array_equal(*acted)
 
 
 def test_each_task_may_have_a_strategy_of_its_own(tmp_path: Path) -> None:
@@ -322,8 +326,8 @@ def test_a_process_beside_training_plays_the_same(run: Path, tmp_path: Path) -> 
     recipe = load_recipe(run)
     assert environments_of(recipe) == (ENVIRONMENT, WIDE)
     last_checkpoint = run / "checkpoints" / "step-00000020"
-    model = restore_model(read_checkpoint(last_checkpoint, training=False))
-    tasks = tasks_of(recipe, tasks_of_config(model.config))
+    trained = trained_model(chosen_checkpoint(last_checkpoint))
+    tasks = tasks_of(recipe, tasks_of_config(trained.model.config))
     request = PlayRequest(
         checkpoint=str(last_checkpoint),
         run="run",
@@ -355,7 +359,7 @@ def test_tasks_of_frames_share_an_encoder(tmp_path: Path) -> None:
     learner.advance()
     batch = learner.loader.batch_at(0)
     assert batch.states.shape == (6, 4, 2, 36, 36) and batch.states.dtype == torch.uint8
-    policy = learner.policy("two")
+    policy = learner.acting.policy("two")
     policy.reset([0], [1.0])
     assert policy.act(np.zeros((1, 36, 36), np.uint8)).shape == (1,)
     learner.resume_training()

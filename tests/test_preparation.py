@@ -16,7 +16,7 @@ from gear_offline.errors import InputError, UnavailableError
 from gear_offline.runs.loop import train
 from gear_offline.runs.prepare import prepare_one, resolve
 from gear_offline.training.metrics import read_records
-from gear_offline.training.policies import load_policy_parts
+from gear_offline.training.policies import load_policy
 from tests.support import ArraySource, hopper_columns, make_dataset, write_hdf5
 from tests.training_support import (
     ACTION_DIM,
@@ -43,7 +43,7 @@ def test_smoke_as_a_new_user_runs_it(
     assert len(read_records(run / "evaluations.jsonl")) == 2
     assert list((run / "tensorboard").iterdir())
     assert (run / "report.md").is_file()
-    assert load_policy_parts(run).model.config.max_ep_len == 200
+    assert load_policy(run, device="cpu").model.config.max_ep_len == 200
 
     # the same file as a source, and the dataset that is there already
     monkeypatch.setattr("gear_offline.runs.report.write_report", lambda run: run)

@@ -118,6 +118,7 @@ def test_a_short_run_has_a_short_warm_up() -> None:
         ("seed=9223372036854775808", "seed"),
         ("selection=3", "selection: Input should be a section"),
         ("evaluate.targets=[a]", "evaluate.targets.0"),
+        ("evaluate.targets=[1e308]", "evaluate.targets.0"),
         ("evaluate.targets=3600,1800", "a list, as in [1, 2]"),
         ("loader.normalize_states=1", "loader.normalize_states"),
         # a million narrow blocks would fit the memory, and never be made

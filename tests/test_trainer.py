@@ -18,11 +18,11 @@ from gear_offline.config.recipe import Recipe, load_recipe
 from gear_offline.errors import GearError, InputError
 from gear_offline.runs.evaluate import evaluate
 from gear_offline.runs.loop import train
-from gear_offline.training.checkpoint import read_checkpoint
+from gear_offline.training.checkpoint import chosen_checkpoint, read_checkpoint
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.metrics import read_records
 from gear_offline.training.model import resolve_precision
-from gear_offline.training.policies import load_policy, load_policy_parts
+from gear_offline.training.policies import load_policy, trained_model
 from tests.image_support import image_columns
 from tests.support import make_dataset
 from tests.training_support import (
@@ -158,7 +158,7 @@ def test_the_loop_matches_a_plain_one(data: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in found] == [3, 6, 8]
     expected = [np.mean(losses[:3]), np.mean(losses[3:6]), np.mean(losses[6:])]
     np.testing.assert_allclose([r["loss"] for r in found], expected, rtol=1e-5)
-    trained = load_policy_parts(run).model.state_dict()
+    trained = load_policy(run, device="cpu").model.state_dict()
     for name, value in model.state_dict().items():
         if not name.startswith(("predict_state.", "predict_return.", "encoder.wte.")):
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
@@ -227,11 +227,9 @@ def test_discrete_actions_and_raw_states(tmp_path: Path) -> None:
     columns["actions"] = np.arange(12, dtype=np.int64) % 4
     dataset = make_dataset(tmp_path, [5, 7], columns=columns, environment_id=None)
     recipe = tiny_recipe(dataset.path, "train.steps=4", "loader.normalize_states=false")
-    parts = load_policy_parts(train(recipe, out=tmp_path / "run", quiet=True))
-    assert parts.model.discrete
-    assert parts.model.config.act_dim == 4
-    assert parts.state_mean is None
-    assert parts.state_std is None
+    trained = trained_model(chosen_checkpoint(train(recipe, out=tmp_path / "run", quiet=True)))
+    assert trained.model.discrete and trained.model.config.act_dim == 4
+    assert trained.state_mean is None and trained.state_std is None
 
 
 # ---- the parts of a policy, precision, the shipped recipes
@@ -243,15 +241,16 @@ def test_a_policy_is_read_from_run_checkpoint_or_best(whole: Path, data: Path) -
     last = list_checkpoints(whole / "checkpoints")[-1][1]
     statistics = open_dataset(data).statistics["observations"]
     for place in (whole, last, whole / "checkpoints" / "best"):
-        model, mean, std, scale, length, recipe = load_policy_parts(place)
-        assert not model.training
-        assert mean is not None and std is not None
-        np.testing.assert_array_equal(mean, statistics.mean)
-        np.testing.assert_array_equal(std, statistics.std)
-        assert (scale, length, recipe) == (10.0, 3, load_recipe(whole))
+        trained = trained_model(chosen_checkpoint(place))
+        np.testing.assert_array_equal(trained.state_mean, statistics.mean)
+        np.testing.assert_array_equal(trained.state_std, statistics.std)
+        assert trained.recipe == load_recipe(whole)
+        policy = load_policy(place)
+        assert (policy.returns_scale, policy.context_length) == (10.0, 3)
+        assert not policy.model.training
     for place in (data, whole / "plots"):
         with pytest.raises(InputError) as caught:
-            load_policy_parts(place)
+            load_policy(place)
         assert caught.value.code == "RUN_NOT_FOUND"
 
 
@@ -293,7 +292,7 @@ def test_auto_precision_is_float32_on_a_cpu() -> None:
 
 def test_bfloat16_trains_on_a_cpu(data: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(data, "train.precision=bf16", "train.steps=3", "evaluate.episodes=0")
-    model = load_policy_parts(train(recipe, out=tmp_path / "run", quiet=True)).model
+    model = load_policy(train(recipe, out=tmp_path / "run", quiet=True), device="cpu").model
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 

@@ -36,8 +36,10 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
+LARGEST_TARGET = 1e30  # beyond, returns-to-go are infinite in float32
+Target = Annotated[float, Field(gt=-LARGEST_TARGET, lt=LARGEST_TARGET)]
 Targets = Annotated[
-    Annotated[tuple[float, ...], Field(min_length=1, strict=False)] | None,
+    Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None,
     BeforeValidator(one_as_list),
 ]
 

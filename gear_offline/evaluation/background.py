@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,10 @@ from gear_offline.distributed.world import World
 from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import Known, known_of
 from gear_offline.evaluation.evaluate import EvaluationTask, evaluate_tasks
-from gear_offline.evaluation.rollout import ActingPolicy
-from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
+from gear_offline.models.policy import Policy
+from gear_offline.training.checkpoint import read_checkpoint
 from gear_offline.training.metrics import finite
-from gear_offline.training.policies import policy_parts, restore_model, task_policy
+from gear_offline.training.policies import TrainedModel, trained_model
 from gear_offline.training.seeding import torch_threads
 from gear_offline.workers import Caller, Worker
 
@@ -103,25 +103,14 @@ class PlayRequest:
     threads: int  # of torch on the CPU; sums over more differ in last bits
 
 
-def policies_of(
-    checkpoint: Checkpoint, device: str | torch.device
-) -> Callable[[EvaluationTask], ActingPolicy]:
-    """Return what gives the policy of each task of a checkpoint."""
-    recipe = checkpoint.recipe
-    if not recipe.data.tasks:
-        parts = policy_parts(checkpoint)
-        return lambda task: parts.policy(device)
-    model = restore_model(checkpoint)
-    return lambda task: task_policy(model, task.name, recipe, device)
-
-
 def play(
-    policy_of: Callable[[EvaluationTask], ActingPolicy],
-    request: PlayRequest,
-    *,
-    processes: int | None = 1,
+    trained: TrainedModel, request: PlayRequest, *, processes: int | None = 1
 ) -> dict[str, Any]:
     """Play as `request` says; return the document for ``evaluations.jsonl``."""
+
+    def policy_of(task: EvaluationTask) -> Policy:
+        return trained.policy(task.name or None, request.device)
+
     report = evaluate_tasks(policy_of, request.tasks, processes=processes)
     report = replace(report, run=request.run, step=request.step, device=request.device)
     document: dict[str, Any] = finite(report.to_json())
@@ -132,7 +121,7 @@ def play_checkpoint(request: PlayRequest) -> dict[str, Any]:
     """Read the weights of a checkpoint and play them; torch's state is as before afterwards."""
     with torch_threads(request.threads), torch.random.fork_rng(devices=[]):
         checkpoint = read_checkpoint(Path(request.checkpoint), training=False)
-        return play(policies_of(checkpoint, request.device), request)
+        return play(trained_model(checkpoint), request)
 
 
 def play_in_worker(caller: Caller, request: PlayRequest) -> dict[str, Any]:

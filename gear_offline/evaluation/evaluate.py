@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gear_offline.config.recipe import Recipe
-from gear_offline.config.sections import EvaluateSettings, TaskSettings
+from gear_offline.config.sections import LARGEST_TARGET, EvaluateSettings, TaskSettings
 from gear_offline.config.tasks import tasks_in
 from gear_offline.dataset.scores import ReferenceScores, reference_scores
 from gear_offline.errors import InputError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EvaluationTask", "evaluate_policy", "evaluate_tasks"]
 
-LARGEST_TARGET = 1e30  # beyond, returns-to-go are infinite in float32
 FOREIGN = "the environment is not the one that D4RL measured, so the score is indicative only"
 
 

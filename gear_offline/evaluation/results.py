@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from gear_offline.core.files import write_file
 from gear_offline.core.text import count_text
 from gear_offline.core.types import BoolArray, Float64Array, Int64Array
 from gear_offline.dataset.scores import ReferenceScores
-from gear_offline.evaluation.split_table import SplitTable
 
 CONFIDENCE = "two-sided 95 % Student t interval of the mean over episodes"
 BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
@@ -33,24 +35,12 @@ BY_REFERENCE, BY_DATA = "reference scores", "returns of its data"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetResult:
-    """What one asked return led to.
+    """What one asked return led to."""
 
-    Attributes
-    ----------
-    target
-        The asked return, in the environment's units.
-    returns
-        (n,) float64, achieved undiscounted returns.
-    lengths
-        (n,) int64, steps of each episode.
-    terminated
-        (n,) bool; False where a time limit ended the episode.
-    """
-
-    target: float
-    returns: Float64Array
-    lengths: Int64Array
-    terminated: BoolArray
+    target: float  # the asked return, in the environment's units
+    returns: Float64Array  # (n,) achieved undiscounted returns
+    lengths: Int64Array  # (n,) steps of each episode
+    terminated: BoolArray  # (n,) False where a time limit ended the episode
 
     @property
     def mean_return(self) -> float:
@@ -69,31 +59,15 @@ class TargetResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskResult:
-    """The results of all asked returns in one environment.
+    """The results of all asked returns in one environment."""
 
-    Attributes
-    ----------
-    name
-        Of the task; empty for a policy of one.
-    environment
-        Gymnasium id.
-    targets
-        One entry a target, in the order asked.
-    reference
-        Returns that 0 and 100 stand for, or None when none are known.
-    data_returns
-        Of the worst and the best episode of the task's data, where known.
-    seed, environments
-        First reset seed, and environments side by side for each target.
-    """
-
-    name: str
-    environment: str
-    targets: tuple[TargetResult, ...]
-    reference: ReferenceScores | None
-    data_returns: tuple[float, float] | None
-    seed: int
-    environments: int
+    name: str  # of the task; empty for a policy of one
+    environment: str  # Gymnasium id
+    targets: tuple[TargetResult, ...]  # in the order asked
+    reference: ReferenceScores | None  # returns that 0 and 100 stand for, where known
+    data_returns: tuple[float, float] | None  # of the worst and the best episode, where known
+    seed: int  # first reset seed
+    environments: int  # side by side for each target
 
     @property
     def best(self) -> TargetResult:
@@ -168,28 +142,14 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class EvaluationReport:
-    """The results of a policy in its tasks; prints as a table.
+    """The results of a policy in its tasks; prints as a table."""
 
-    Attributes
-    ----------
-    tasks
-        Those that were played; a policy of one task has one, without a name.
-    seconds
-        Wall time.
-    run, step
-        Name of the run and optimiser step of the weights, where known.
-    device
-        Where the policy ran, where known.
-    versions
-        Of the packages that matter, by name.
-    """
-
-    tasks: tuple[TaskResult, ...]
-    seconds: float
-    run: str | None = None
-    step: int | None = None
-    device: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    tasks: tuple[TaskResult, ...]  # a policy of one task has one, without a name
+    seconds: float  # wall time
+    run: str | None = None  # its name, where known
+    step: int | None = None  # of the weights, where known
+    device: str | None = None  # where the policy ran, where known
+    versions: Mapping[str, str] = field(default_factory=dict)  # of packages that matter, by name
 
     @property
     def mean_return(self) -> float | None:
@@ -293,31 +253,26 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _table(report: EvaluationReport, task: TaskResult) -> SplitTable:
-    rows = []
-    for target in task.targets:
-        low, high = target.ci95
-        rows.append(
-            (
-                f"{target.target:,.6g}",
-                f"{target.mean_return:,.1f}",
-                "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
-                "-" if math.isnan(target.std) else f"{target.std:,.1f}",
-                score_text(task.normalized(target.mean_return)),
-                f"{target.lengths.mean():,.0f}",
-                str(target.returns.size),
-            )
-        )
+def _table(report: EvaluationReport, task: TaskResult) -> Table:
     place = f" at step {report.step:,}" if report.step is not None else ""
     name = f"{task.name}: " if task.name else ""
     caption = task.reference.note if task.reference is not None else None
     if task.scale == BY_DATA and task.data_returns is not None:
         worst, best = task.data_returns
         caption = f"score on the {BY_DATA}: 0 is {worst:,.6g}, 100 is {best:,.6g}"
-    headings = ("asked return", "achieved", "95 % interval", "std", "score", "length", "n")
-    return SplitTable(
-        columns=[(heading, [row[index] for row in rows]) for index, heading in enumerate(headings)],
-        title=f"{name}{report.run or 'policy'}{place} in {task.environment}",
-        caption=caption,
-        numbers=True,
-    )
+    title = f"{name}{report.run or 'policy'}{place} in {task.environment}"
+    table = Table(title=escape(title), caption=escape(caption or ""), box=box.SIMPLE_HEAD)
+    for heading in ("asked return", "achieved", "95 % interval", "std", "score", "length", "n"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for target in task.targets:
+        low, high = target.ci95
+        table.add_row(
+            f"{target.target:,.6g}",
+            f"{target.mean_return:,.1f}",
+            "-" if math.isnan(low) else f"{low:,.1f} .. {high:,.1f}",
+            "-" if math.isnan(target.std) else f"{target.std:,.1f}",
+            score_text(task.normalized(target.mean_return)),
+            f"{target.lengths.mean():,.0f}",
+            str(target.returns.size),
+        )
+    return table

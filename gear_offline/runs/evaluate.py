@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,6 @@ from rich.console import Console
 from gear_offline.core.device import resolve_device
 from gear_offline.core.files import check_new_file, write_error
 from gear_offline.errors import GearError, InputError, given_path
-from gear_offline.evaluation.background import policies_of
 from gear_offline.evaluation.environments import import_module_of, say_version
 from gear_offline.evaluation.evaluate import (
     EvaluationTask,
@@ -21,14 +21,13 @@ from gear_offline.evaluation.evaluate import (
     tasks_of,
 )
 from gear_offline.evaluation.results import EvaluationReport, keep_earlier
-from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.models.policy import Policy
 from gear_offline.progress import say
 from gear_offline.runs.report import write_report
-from gear_offline.training.checkpoint import Checkpoint, read_checkpoint
-from gear_offline.training.checkpoint_folder import find_checkpoint, run_of, typed_run
-from gear_offline.training.policies import restore_model
+from gear_offline.training.checkpoint import chosen_checkpoint
+from gear_offline.training.checkpoint_folder import run_of
+from gear_offline.training.policies import TrainedModel, trained_model
 from gear_offline.training.seeding import torch_threads
 
 EPISODES = 10  # where the recipe has 0, which means none while training
@@ -73,12 +72,11 @@ def evaluate(
     run = given_path(run, "RUN_NOT_FOUND", where="run")
     if out is not None:
         check_new_file(Path(out))
-    folder = find_checkpoint(run, checkpoint)
-    weights = read_checkpoint(folder.resolve(), training=False)
-    recipe, where = weights.recipe, resolve_device(device)
+    weights = chosen_checkpoint(run, checkpoint, partial(say, quiet=quiet))
+    trained, where = trained_model(weights), resolve_device(device)
     if environment is not None:
         import_module_of(environment)
-    tasks = _chosen_tasks(weights, environment, targets)
+    tasks = _chosen_tasks(trained, environment, targets)
     tasks = [
         replace(
             task,
@@ -87,22 +85,20 @@ def evaluate(
         )
         for task in tasks
     ]
-    policy_of = policies_of(weights, where)
 
-    def checked(task: EvaluationTask) -> ActingPolicy:
-        policy = policy_of(task)
-        assert isinstance(policy, Policy)
+    def policy_of(task: EvaluationTask) -> Policy:
+        policy = trained.policy(task.name or None, where)
         check_sizes(policy.model, task.environment)
         return policy
 
     for task in tasks:
         say_version(task.environment, quiet=quiet)
-    with torch_threads(recipe.train.threads):
-        report = evaluate_tasks(checked, tasks, quiet=quiet)
-    home = run_of(folder)
+    with torch_threads(trained.recipe.train.threads):
+        report = evaluate_tasks(policy_of, tasks, quiet=quiet)
+    home = run_of(weights.path)
     report = replace(report, run=home.name, step=weights.state.step, device=str(where))
     if out is None:
-        _keep(report, home, typed_run(run, home), quiet)
+        _keep(report, home, run if (run / "checkpoints").is_dir() else home, quiet)
         return report
     try:
         report.write(Path(out))
@@ -113,12 +109,12 @@ def evaluate(
 
 
 def _chosen_tasks(
-    weights: Checkpoint,
+    trained: TrainedModel,
     environment: str | None,
     targets: Sequence[float] | float | None,
 ) -> list[EvaluationTask]:
     """Return the tasks of a run that `environment` means, with `targets` in place of their own."""
-    recipe = weights.recipe
+    recipe = trained.recipe
     if not recipe.data.tasks:
         own = recipe.evaluate
         if environment is None and own.environment is None:
@@ -138,7 +134,7 @@ def _chosen_tasks(
                 reference=own.reference if name == own.environment else None,
             )
         ]
-    known = tasks_of(recipe, tasks_of_config(restore_model(weights).config))
+    known = tasks_of(recipe, tasks_of_config(trained.model.config))
     places = ", ".join(f"{task.name} ({task.environment})" for task in known)
     tasks = [task for task in known if environment in (None, task.name, task.environment)]
     if not tasks:

@@ -27,15 +27,13 @@ from gear_offline.evaluation.background import (
     play_checkpoint,
 )
 from gear_offline.evaluation.environments import known_of
-from gear_offline.evaluation.evaluate import EvaluationTask, tasks_of
+from gear_offline.evaluation.evaluate import tasks_of
 from gear_offline.evaluation.results import summary_text
-from gear_offline.evaluation.rollout import ActingPolicy
 from gear_offline.models.multitask import tasks_of_config
 from gear_offline.progress import Progress
 from gear_offline.training.checkpoint_folder import list_checkpoints
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics
-from gear_offline.training.policies import task_policy
 from gear_offline.training.saving import Saver
 
 
@@ -142,7 +140,8 @@ class RunEvaluations:
             return True
         self._learner.check()
         try:
-            self._play(step, partial(play, self._policy, request, processes=None))
+            acting, device = self._learner.acting, self.plan.device
+            self._play(step, lambda: play(acting.on(device), request, processes=None))
         finally:
             self._learner.resume_training()
         best = self._metrics.best
@@ -173,20 +172,6 @@ class RunEvaluations:
         seconds = time.monotonic() - began
         self.held_seconds += seconds
         self._record(step, document, seconds)
-
-    def _policy(self, task: EvaluationTask) -> ActingPolicy:
-        """Return the learner's policy, or a copy of it where it acts on another device."""
-        learner, device = self._learner, self.plan.device
-        if task.name:
-            return task_policy(learner.acting, task.name, learner.recipe, device)
-        parts, here = learner.policy_parts(), learner.device
-        if here.type == device.type and device.index in (None, here.index):
-            return parts.policy(here)
-        with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
-            model = type(parts.model)(parts.model.config)
-        model.attention = parts.model.attention
-        model.load_state_dict(parts.model.state_dict())
-        return parts._replace(model=model).policy(device)
 
     def _request(self, step: int) -> PlayRequest:
         return PlayRequest(

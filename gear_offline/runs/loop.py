@@ -32,7 +32,7 @@ from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.runs.writer import NullWriter, RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint_folder import sweep
+from gear_offline.training.checkpoint_folder import remove_leftovers
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -127,7 +127,7 @@ def train(
             run.sum_up()
         except OSError as error:  # of the run's own files: the data's errors have codes
             if directory is not None:
-                sweep(directory.checkpoints_path)
+                remove_leftovers(directory.checkpoints_path)
             raise write_error(error, str(path)) from error
     return path
 

@@ -21,7 +21,7 @@ from gear_offline.training.checkpoint_folder import (
     Keep,
     list_checkpoints,
     remove_checkpoint,
-    sweep,
+    remove_leftovers,
 )
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import Metrics, check_records, finite
@@ -96,7 +96,7 @@ class RunWriter(NullWriter):
             check_records(directory.path, step=step)  # it may refuse the run
         self._announce()
         directory.write_recipe(self._recipe)
-        sweep(directory.checkpoints_path)
+        remove_leftovers(directory.checkpoints_path)
         for done, path in list_checkpoints(directory.checkpoints_path):
             if done > step:  # passed over: it would count as saved, and as the newest to keep
                 remove_checkpoint(path)

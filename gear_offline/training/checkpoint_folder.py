@@ -64,7 +64,7 @@ def remove_checkpoint(path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what killed runs left in `folder`: half-written and half-removed checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.startswith((".partial-", ".removed-")):
@@ -72,26 +72,16 @@ def sweep(folder: Path) -> None:
 
 
 def find_checkpoint(run: Path, which: str | int | None = None) -> Path:
-    """Return the checkpoint `which` (``last``, ``best`` or a step number) of `run`.
-
-    ``None`` is the last one, or `run` itself if that is a checkpoint.
-    """
+    """Return the checkpoint ``best`` or of a step of `run`; None: `run` is a checkpoint itself."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         if not (run / STATE).exists():
             raise _no_run(run)
-        chosen = run.resolve()  # one checkpoint; what is wrong with it, its reader says
-        if which is None or chosen.name == _name_of(which):
-            return chosen
-        home = run_of(chosen)
-        if home != chosen and find_checkpoint(home, which) == chosen:
-            return chosen
-        what = f"{run} is one checkpoint, and not known to be {str(which)!r}"
-        remedy = "give the directory of the run, or leave the choice of a checkpoint out"
-        raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+        if which is not None:
+            what, remedy = f"{run} is one checkpoint", "leave the choice of a checkpoint out"
+            raise InputError("USAGE", what, where="checkpoint", remedy=remedy)
+        return run.resolve()
     checkpoints = list_checkpoints(folder)
-    if which in (None, "last") and checkpoints:
-        return checkpoints[-1][1].resolve()
     if which == "best" and (folder / "best").is_dir():
         return (folder / "best").resolve()
     for _, path in checkpoints:
@@ -127,11 +117,3 @@ def _no_run(path: Path) -> InputError:
 def run_of(checkpoint: Path) -> Path:
     """Return the run directory of a checkpoint; a checkpoint that was copied out is its own."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint
-
-
-def typed_run(run: Path, home: Path) -> Path:
-    """Return how to name the run directory `home` to who has named it, or a checkpoint, `run`."""
-    if (run / "checkpoints").is_dir():
-        return run
-    here = Path.cwd()
-    return home if run.is_absolute() or not home.is_relative_to(here) else home.relative_to(here)

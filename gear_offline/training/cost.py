@@ -80,16 +80,9 @@ def memory_bytes(
 ) -> int:
     """Return what training keeps in a GPU's memory, by formula, `CONTEXT_BYTES` not included.
 
-    Parameters
-    ----------
-    segments
-        Of the GPU's share of a batch.
-    half
-        Products are in bfloat16.
-    shards
-        Ranks that the model is sharded over; 1: the GPU has all of it.
-    reshard
-        Of shards: weights are collected for each pass, not kept between them.
+    `segments` are the GPU's share of a batch, `half` says that products are in bfloat16.  A model
+    may be sharded over `shards` ranks, and with `reshard` weights are collected for each pass, not
+    kept between them.
     """
     train, narrow = recipe.train, has_half_gradients(recipe, half=half)
     state = -(-parameters * STATE_BYTES // shards)

@@ -30,22 +30,13 @@ COMPILE: dict[str, Any] = {"combo_kernels": True}
 class GradientPass:
     """The loss of a rank's batch, and its backward pass, which averages over the ranks.
 
-    Parameters
-    ----------
-    model
-        Sharded already where `parallel` says so.
-    compiled
-        Compile: the whole forward and loss of a small model, each block of a deep one.
-    feedback
-        Segments are weighted, and the selection hears of their losses.
-    accumulate
-        Micro-batches that a rank's share is cut into.
-    precision
-        Autocast type; ``None`` for none.
-    fixed_buckets
-        Replicas' gradients are grouped by the order of parameters in every step.  Otherwise the
-        first step of a process groups them so and later ones by the order in which they were
-        ready; with three ranks or more the place in a group decides the order of the sums.
+    A sharded `model` is sharded already.  With `compiled` the whole forward and loss of a small
+    model is compiled, each block of a deep one.  With `feedback` segments are weighted, and the
+    selection hears of their losses.  A rank's share is cut into `accumulate` micro-batches.
+
+    With `fixed_buckets` replicas' gradients are grouped by the order of parameters in every step.
+    Otherwise the first step of a process groups them so and later ones by the order in which they
+    were ready; with three ranks or more the place in a group decides the order of the sums.
     """
 
     def __init__(
@@ -103,13 +94,8 @@ class GradientPass:
     ) -> Tensor:
         """Add the gradients of a batch to the parameters' and return its loss, detached.
 
-        Parameters
-        ----------
-        valid_steps
-            Divisor of the loss in place of the real steps of the global batch.
-        weight
-            Asked after the forward pass for a scalar float32, which loss and gradients are
-            multiplied by.
+        `valid_steps` divides the loss in place of the real steps of the global batch.  `weight`,
+        asked after the forward pass, is a scalar float32 that multiplies loss and gradients.
         """
         valid: Tensor | float | None = valid_steps
         if valid is None and (self._world.size > 1 or self._accumulate > 1):

@@ -17,13 +17,13 @@ from torch import Tensor
 from gear_offline.config.recipe import Recipe
 from gear_offline.distributed.world import World
 from gear_offline.errors import UnavailableError
+from gear_offline.kernels.adamw import Update
 from gear_offline.models.decision_transformer import DecisionTransformer
 from gear_offline.training.gradients import GradientPass
 from gear_offline.training.graph_ranks import RankGradients
 from gear_offline.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from gear_offline.kernels.adamw import Update
     from gear_offline.loaders.feedback import DeviceFeedback
     from gear_offline.loaders.loader import GearLoader
     from gear_offline.loaders.static_batch import StaticBatch
@@ -82,46 +82,32 @@ def start_compilers() -> None:
 class RunPart:
     """One run's part of a captured step: its batch, its update, its losses and norms.
 
-    Parameters
-    ----------
-    optimizer
-        Made with ``captured=True``.
-    batches
-        Made for the step to come.
-    window
-        (n, 2) float32 on the device: loss and gradient norm of each step since the last report.
-    step
-        The step to come.
-    filled
-        Rows of the window that are in use.
-
-    Attributes
-    ----------
-    fill_seconds
-        GPU seconds of making one batch with nothing beside it.
+    `batches` are made for the step to come, `step`.  `window`, (n, 2) float32 on the device, has
+    loss and gradient norm of each step since the last report; `filled` rows of it are in use.
     """
 
     def __init__(
         self, optimizer: Optimizer, batches: StaticBatch, window: Tensor, *, step: int, filled: int
     ) -> None:
+        assert optimizer.on_device is not None, "made with captured=True"
         self.optimizer, self.batches, self._window = optimizer, batches, window
+        self._adamw = optimizer.on_device
         self._row = torch.full((1,), filled, dtype=torch.int64, device=window.device)
         self._index = torch.full((1,), step, dtype=torch.int64, device=window.device)
         self._step = step
-        self.fill_seconds = _time_fill(batches, step)
-
-    def finish(self, loss: Tensor) -> None:
-        """Clip and update by the gradients, note loss and norm, and count."""
-        self.optimizer.finish_on_device(loss, index=self._index, row=self._row, window=self._window)
+        self._fill_seconds = _time_fill(batches, step)
 
     def update(self, loss: Tensor) -> Update:
-        """Return what `finish` would do, to be done together with others."""
-        return self.optimizer.update_on_device(
-            loss, index=self._index, row=self._row, window=self._window
-        )
+        """Return what clips and updates by the gradients, notes loss and norm, and counts."""
+        return Update(self._adamw, loss, self._index, self._row, self._window)
 
-    def rewind(self) -> None:
-        """Make the first batch the next one again; nothing else of a step was done."""
+    def finish(self, loss: Tensor) -> None:
+        """Do what `update` returns by itself."""
+        self._adamw.enqueue(loss, index=self._index, row=self._row, window=self._window)
+
+    def finish_capture(self) -> None:
+        """Make a captured update ready for replays, whose first batch is the next one again."""
+        self._adamw.send_addresses()
         self.batches.set_step(self._step)
 
     def wait_seconds(self) -> float:
@@ -129,7 +115,7 @@ class RunPart:
 
         Of a batch that is fetched a step ahead, what the last step was not in time with.
         """
-        return self.batches.waited_seconds() if self.batches.ahead else self.fill_seconds
+        return self.batches.waited_seconds() if self.batches.ahead else self._fill_seconds
 
     def begin_window(self) -> None:
         """Write the next step's loss and norm to row 0 again."""
@@ -141,22 +127,8 @@ class CapturedStep:
 
     Building it runs some passes; random numbers and the batches' position are put back afterwards,
     so that nothing of them stays.  It is captured on torch's current stream if that is not the
-    default one: graphs that run at once must not share a stream's workspace of cuBLAS.
-
-    Parameters
-    ----------
-    part
-        Of the run.
-    model
-        In training mode, on the batches' device.
-    precision
-        Autocast type, ``None`` for float32.
-    compiled
-        Compile forward and loss.
-    feedback
-        Of the batches, for selections that learn from losses.
-    world
-        The ranks that train together; all build theirs and replay it together.
+    default one: graphs that run at once must not share a stream's workspace of cuBLAS.  All ranks
+    of `world` build theirs and replay it together.
     """
 
     def __init__(
@@ -184,8 +156,7 @@ class CapturedStep:
             torch.cuda.synchronize()
             world.gather(None)  # nobody captures while others still connect
         self.graph = capture(self._run)
-        part.optimizer.finish_capture()
-        part.rewind()
+        part.finish_capture()
 
     def replay(self) -> None:
         """Do the next step; returns at once."""

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gear_offline.distributed.world import World
-from gear_offline.errors import GearError
 
 if TYPE_CHECKING:
     from gear_offline.loaders.batch import Batch
@@ -32,14 +31,8 @@ LINE = 64  # elements: gradients begin at cache lines, for wide loads, in 16 bit
 class RankGradients:
     """Turns gradients of a rank's share into those of the global batch; without the host.
 
-    Parameters
-    ----------
-    parameters
-        Those that gradients belong to, of one type, on one device.
-    world
-        The ranks that train together.
-    divisor
-        Of a rank's loss while it is computed; any positive number, the same on every rank.
+    `parameters` are of one type, on one device.  A rank's loss is divided by `divisor` while it is
+    computed: any positive number, the same on every rank.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, world: World, divisor: float) -> None:
@@ -56,14 +49,8 @@ class RankGradients:
     def exchange(self, gradients: Callable[..., Tensor], batch: Batch) -> Tensor:
         """Give every parameter the gradient of the global batch, and return this rank's loss.
 
-        The mean of the ranks' losses is that of the global batch.
-
-        Parameters
-        ----------
-        gradients
-            `GradientPass` of this rank alone, of parameters without gradients.
-        batch
-            This rank's share.
+        The mean of the ranks' losses is that of the global batch.  `gradients` is the
+        `GradientPass` of this rank alone, of parameters without gradients.
         """
         steps = (batch.attention_mask != 0).sum().float()
         counted: Any = dist.all_reduce(steps, async_op=True)
@@ -75,21 +62,10 @@ class RankGradients:
         loss = gradients(batch, valid_steps=self._divisor, weight=weight)
         # Kept until the end: autograd sums up a gradient on a stream of its choice, and memory that
         # is free again is for the stream that computed it.
-        sources = [self._gradient(number) for number in range(len(self._parameters))]
+        sources = [parameter.grad for parameter in self._parameters]
         torch._foreach_copy_(self._slots, sources)
         work: Any = dist.all_reduce(self._flat, async_op=True)
         work.wait()  # the stream does, not the host
         for parameter, slot in zip(self._parameters, self._slots, strict=True):
             parameter.grad = slot
         return loss * self._size
-
-    def _gradient(self, number: int) -> Tensor:
-        gradient = self._parameters[number].grad
-        if gradient is None:
-            shape = tuple(self._parameters[number].shape)
-            raise GearError(
-                "MODEL",
-                f"parameter {number} of shape {shape} has no gradient",
-                remedy="use train.graph=off",
-            )
-        return gradient

@@ -31,7 +31,6 @@ from gear_offline.loaders.feedback import (
 from gear_offline.loaders.loader import GearLoader
 from gear_offline.loaders.recipes import loader_options, recipe_sampler
 from gear_offline.models.decision_transformer import DecisionTransformer
-from gear_offline.models.policy import Policy
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
 from gear_offline.training.cost import Meter, is_compiled
@@ -40,7 +39,7 @@ from gear_offline.training.graph import CapturedStep, RunPart, start_compilers, 
 from gear_offline.training.model import ModelSizes, make_training_model
 from gear_offline.training.optimizer import Optimizer
 from gear_offline.training.parallel import load_model_tensors, model_tensors
-from gear_offline.training.policies import PolicyParts, task_policy
+from gear_offline.training.policies import TrainedModel, copy_model
 from gear_offline.training.seeding import random_states, restore_random, seed_rank
 
 
@@ -50,36 +49,9 @@ class Learner:
     Call it under the torch seed of the run: building the model draws from torch's generator, and
     so does dropout afterwards.
 
-    Parameters
-    ----------
-    recipe
-        Resolved: see `gear_offline.runs.prepare.resolve`.
-    sizes
-        Of states and actions.
-    dataset
-        Where batches come from.
-    device
-        Where to train.
-    world
-        The ranks that train together; each has a learner, and they call `advance`, `report`,
-        `tensors`, `weights` and `prepare_policy` together.
-    tables
-        That several runs of one process share.
-
-    Attributes
-    ----------
-    step
-        Optimiser steps done.
-    tasks
-        What the model knows of its tasks, of a recipe of several.
-    model, working
-        The parameters, float32, and what steps compute with: the same, or a bfloat16 copy.
-    parallel
-        How the ranks share the model.
-    meter
-        The rate of the model's FLOPs over the steps that were reported.
-    graph_reason
-        Why steps are not captured as a CUDA graph; empty if they are.
+    `recipe` is resolved (`gear_offline.runs.prepare.resolve`).  Each rank of `world` has a learner;
+    they call `advance`, `report`, `tensors`, `weights` and `prepare_policy` together.  Several runs
+    of one process may share `tables`.
     """
 
     def __init__(
@@ -194,7 +166,7 @@ class Learner:
 
     def apply(self, loss: Tensor) -> None:
         """End it: update the weights by the gradients that they have."""
-        if self.optimizer.is_on_device:
+        if self.optimizer.on_device is not None:
             self.optimizer.finish(self.step, loss, self._window, self._filled)
             self._filled += 1
         else:
@@ -327,33 +299,17 @@ class Learner:
         return window / self.world.size
 
     def prepare_policy(self) -> None:
-        """Collect what `policy` needs on the first rank; all ranks together."""
+        """Collect a sharded model on the first rank, for `acting`; all ranks together."""
         if self.parallel.sharded:
-            tensors = self.weights()
+            weights = self.weights()
             if self.world.is_first:
-                with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
-                    self._acting = DecisionTransformer(self.model.config)
-                self._acting.attention = self.model.attention
-                self._acting.load_state_dict(tensors)
+                self._acting = copy_model(self.model, weights)
 
     @property
-    def acting(self) -> DecisionTransformer:
-        """The model as it acts: itself, or what `prepare_policy` has collected."""
-        return self.model if self._acting is None else self._acting
-
-    def policy(self, task: str | None = None) -> Policy:
-        """Return the model as it stands, ready to act; call `resume_training` afterwards.
-
-        Several ranks call `prepare_policy` before.  `task` names one of several tasks.
-        """
-        if task is not None:
-            return task_policy(self.acting, task, self.recipe, self.device)
-        return self.policy_parts().policy(self.device)
-
-    def policy_parts(self) -> PolicyParts:
-        """Return what `policy` is built from, of a recipe of one task."""
-        scales = self.recipe.loader.returns_scale, self.recipe.loader.context_length
-        return PolicyParts(self.acting, self.state_mean, self.state_std, *scales, self.recipe)
+    def acting(self) -> TrainedModel:
+        """The model as it stands, ready to act; call `resume_training` afterwards."""
+        model = self.model if self._acting is None else self._acting
+        return TrainedModel(model, self.recipe, self.state_mean, self.state_std)
 
     def resume_training(self) -> None:
         """Undo what acting changed: dropout is on again."""

@@ -30,10 +30,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each record and the offset of the first byte after its line."""
-    if not os.path.lexists(path):
+    try:
+        with open(open_regular(path, links=False), "rb") as file:
+            content = file.read()
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:  # a link, a directory, a device
+        what = f"it is no file of a run ({os.strerror(error.errno or 0)})"
+        raise _damaged(what, str(path), "it") from error
     offset = 0
-    for number, line in enumerate(_content(path).splitlines(keepends=True), start=1):
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             return
         offset += len(line)
@@ -44,17 +50,6 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             where = f"{path} line {number}"
             raise _damaged("a line is not a record with a step", where, "that line") from error
         yield record, offset
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with open(open_regular(path, links=False), "rb") as file:
-            return file.read()
-    except NotADirectoryError:
-        return b""
-    except OSError as error:  # a link, a directory, a device
-        what = f"it is no file of a run ({os.strerror(error.errno or 0)})"
-        raise _damaged(what, str(path), "it") from error
 
 
 def _damaged(what: str, where: str, cause: str) -> InputError:
@@ -130,16 +125,9 @@ def best_evaluation(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | No
 
 
 class Metrics:
-    """The metrics and evaluations of a run.
+    """The metrics and evaluations of a run, in files of `folder` and TensorBoard's events there.
 
-    Parameters
-    ----------
-    folder
-        Run directory.
-    step
-        Optimiser step the run stands at; later records, left by a killed run, are removed.
-    tensorboard
-        Also write event files to ``folder/tensorboard``.
+    Records after `step`, at which the run stands, were left by a killed run and are removed.
     """
 
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = True) -> None:

@@ -22,55 +22,25 @@ from gear_offline.training.parallel import Parallel, choose_parallel, shard_mode
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What the model needs to know of states and actions.
+    """What the model needs to know of states and actions; of several tasks the widest."""
 
-    Attributes
-    ----------
-    state_dim
-        Numbers in an observation.
-    frame_shape
-        Of an observation that is a frame, (h, w) or (h, w, colours); otherwise empty.
-    action_dim
-        Numbers in an action, or the number of discrete actions.
-    discrete
-        Whether actions are integers.
-    tasks
-        Of a recipe of several tasks; widths above are those of the widest then.
-    """
-
-    state_dim: int
-    action_dim: int
+    state_dim: int  # numbers in an observation
+    action_dim: int  # numbers in an action, or the number of discrete actions
     discrete: bool
-    frame_shape: tuple[int, ...] = ()
-    tasks: tuple[ModelTask, ...] = ()
+    frame_shape: tuple[int, ...] = ()  # of an observation that is one: (h, w) or (h, w, colours)
+    tasks: tuple[ModelTask, ...] = ()  # of a recipe of several
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """A model ready to be trained.
+    """A model ready to be trained."""
 
-    Attributes
-    ----------
-    model
-        The parameters, float32, of which a rank may have shards.
-    working
-        What steps compute with: the model, or a bfloat16 copy.
-    half
-        Products are in bfloat16.
-    autocast
-        Type that is left for autocast; ``None``: none.
-    remark
-        On the types, as a clause to print.
-    parallel
-        How the ranks share the model.
-    """
-
-    model: DecisionTransformer
-    working: DecisionTransformer
-    half: bool
-    autocast: torch.dtype | None
-    remark: str
-    parallel: Parallel
+    model: DecisionTransformer  # the parameters, float32, of which a rank may have shards
+    working: DecisionTransformer  # what steps compute with: the model, or a bfloat16 copy
+    half: bool  # products are in bfloat16
+    autocast: torch.dtype | None  # type that is left for autocast
+    remark: str  # on the types, as a clause to print
+    parallel: Parallel  # how the ranks share the model
 
 
 def recipe_model(recipe: Recipe, sizes: ModelSizes) -> DecisionTransformer:

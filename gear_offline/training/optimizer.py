@@ -2,43 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from gear_offline.config.sections import OptimizerSettings
-from gear_offline.kernels.adamw import DeviceAdamW, Schedule, Update
+from gear_offline.kernels.adamw import DeviceAdamW, Schedule
 from gear_offline.training.parallel import spread, whole
 
 STATE = "optimizer/"  # before the names of the state's tensors
 
 
-def has_cupy() -> bool:
-    """Whether CUDA sources of our own can be compiled."""
-    return importlib.util.find_spec("cupy") is not None
-
-
 class Optimizer:
     """AdamW over all trainable parameters, decayed alike, as the paper's code does.
 
-    Parameters
-    ----------
-    model
-        Parameters without ``requires_grad`` are left out.
-    settings
-        The recipe's ``optimizer`` section.
-    steps
-        Optimiser steps of the run.
-    captured
-        Keep everything on the GPU, for `finish_on_device`.
-    device
-        Of the parameters.
-    working
-        A bfloat16 copy of the model that forward and backward passes run on: gradients are taken
-        from its parameters, and updates go to both.
+    With `captured` everything stays on the GPU, for steps that are captured.  `working` is a
+    bfloat16 copy of the model that forward and backward passes run on: gradients are taken from
+    its parameters, and updates go to both.  `on_device` updates on the GPU without the host;
+    where it is None, steps end with `clip` and `update`.
     """
 
     def __init__(
@@ -61,11 +45,10 @@ class Optimizer:
         self._shadows: list[nn.Parameter] | None = None
         if working is not None:
             self._shadows = [p for p in working.parameters() if p.requires_grad]
-        self._device_adamw: DeviceAdamW | None = None
-        self._places: Tensor | None = None
+        self.on_device: DeviceAdamW | None = None
         on_gpu = device is not None and device.type == "cuda"
-        if captured or (self._shadows is not None and on_gpu and has_cupy()):
-            self._device_adamw = DeviceAdamW(
+        if captured or (self._shadows is not None and on_gpu and find_spec("cupy") is not None):
+            self.on_device = DeviceAdamW(
                 self._parameters,
                 self._schedule,
                 betas=settings.betas,
@@ -99,38 +82,11 @@ class Optimizer:
         """Return the learning rate of step `step`, counted from 0."""
         return self._schedule.rate(step)
 
-    def finish_on_device(self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor) -> None:
-        """Clip and update without the host; see `DeviceAdamW.enqueue`."""
-        assert self._device_adamw is not None, "made with captured=True"
-        self._device_adamw.enqueue(loss, index=index, row=row, window=window)
-
-    def update_on_device(
-        self, loss: Tensor, *, index: Tensor, row: Tensor, window: Tensor
-    ) -> Update:
-        """Return what `finish_on_device` would do, to be done together with others."""
-        assert self._device_adamw is not None, "made with captured=True"
-        return Update(self._device_adamw, loss, index, row, window)
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether steps end with `finish` or `finish_on_device`, not with `clip` and `update`."""
-        return self._device_adamw is not None
-
     def finish(self, step: int, loss: Tensor, window: Tensor, row: int) -> None:
-        """Clip and update by the gradients of step `step`; write row `row` of `window`."""
-        if self._places is None:
-            self._places = torch.zeros(2, 1, dtype=torch.int64, device=window.device)
-            self._next = (-1, -1)
-        if self._next != (step, row):  # else the kernel has counted on
-            self._places[0].fill_(step)
-            self._places[1].fill_(row)
-        self.finish_on_device(loss, index=self._places[0], row=self._places[1], window=window)
-        self._next = (step + 1, row + 1)
-
-    def finish_capture(self) -> None:
-        """Make a captured `finish_on_device` ready for replays."""
-        assert self._device_adamw is not None, "made with captured=True"
-        self._device_adamw.send_addresses()
+        """Clip and update on the GPU by the gradients of `step`; write row `row` of `window`."""
+        assert self.on_device is not None, "else steps end with clip and update"
+        places = [torch.full((1,), place, device=window.device) for place in (step, row)]
+        self.on_device.enqueue(loss, index=places[0], row=places[1], window=window)
 
     def update(self, step: int) -> None:
         """Apply the gradients of step `step`, counted from 0."""
@@ -157,10 +113,10 @@ class Optimizer:
         """
         found = {}
         states: Sequence[Mapping[str, Tensor]]
-        if self._device_adamw is None:
+        if self.on_device is None:
             states = [self._adamw.state[parameter] for parameter in self._parameters]
         else:
-            states = self._device_adamw.states()
+            states = self.on_device.states()
         for name, state in zip(self._names, states, strict=True):
             for kind, value in state.items():
                 found[f"{STATE}{kind}/{name}"] = value
@@ -195,10 +151,10 @@ class Optimizer:
                 state.setdefault(number, {})[kind] = value
         if state and sorted(state) != list(range(len(numbers))):
             raise KeyError("optimizer state of some parameters")
-        if self._device_adamw is not None:
+        if self.on_device is not None:
             if not state:  # of an optimiser before its first step
                 return
-            for number, mine in enumerate(self._device_adamw.states()):
+            for number, mine in enumerate(self.on_device.states()):
                 for kind, tensor in mine.items():
                     tensor.copy_(state[number][kind])
             return

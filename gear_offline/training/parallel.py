@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.text import size_text as _text
@@ -30,17 +38,12 @@ Kind = Literal["alone", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the ranks share the model, and why, as a clause to print.
-
-    Attributes
-    ----------
-    reshard
-        Of shards: a block's weights are freed after its forward pass and collected again for the
-        backward pass.  Otherwise they stay in between.
-    """
+    """How the ranks share the model, and why, as a clause to print."""
 
     kind: Kind
     reason: str = ""
+    # Of shards: a block's weights are freed after its forward pass and collected again for the
+    # backward pass.  Otherwise they stay in between.
     reshard: bool = True
 
     @property
@@ -111,9 +114,6 @@ def shard_model(
     Its products are in `precision`, weights are updated in float32.  Gradients are added up over
     the ranks in float32, with `half_gradients` in `precision`, as those of replicas.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     with world.guard("sharding the model"):
         options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (world.size,))}
         if precision is not None:
@@ -131,8 +131,6 @@ def whole(tensor: Tensor) -> Tensor:
 
     It stays where it is: the host does not wait for a GPU.
     """
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(tensor, DTensor):
         return tensor
     with peers("collecting shards"):
@@ -152,22 +150,11 @@ def collect(tensors: Mapping[str, Tensor], *, wanted: bool) -> dict[str, Tensor]
     return found
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether this rank holds a part of `tensor`."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def spread(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's view of a whole tensor that every rank has, laid out as `like`.
 
     One that is spread already stays as it is.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -180,10 +167,8 @@ def model_tensors(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor]
     Shards are collected in host memory on the ranks that want them; the others get nothing.
     Parameters of a model that is not sharded are not copied.
     """
-    if not is_sharded(model):
+    if not isinstance(model, FSDPModule):
         return model.state_dict() if wanted else {}
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     with peers("collecting the weights"):
         found = get_model_state_dict(model, options=options)
@@ -192,20 +177,9 @@ def model_tensors(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor]
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Take over whole parameters, which every rank has."""
-    if not is_sharded(model):
+    if not isinstance(model, FSDPModule):
         model.load_state_dict(dict(tensors))
         return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     options = StateDictOptions(full_state_dict=True, strict=True)
     with peers("spreading the weights"):
         set_model_state_dict(model, dict(tensors), options=options)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard_model` was called for a model."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)

@@ -2,63 +2,64 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.core.device import resolve_device
 from gear_offline.core.types import Float64Array
-from gear_offline.errors import InputError, given_path
+from gear_offline.errors import given_path
 from gear_offline.models.decision_transformer import (
     DecisionTransformer,
     DecisionTransformerConfig,
 )
 from gear_offline.models.multitask import single_task, task_number, tasks_of_config
 from gear_offline.models.policy import Policy
-from gear_offline.training.checkpoint import (
-    Checkpoint,
-    damaged,
-    newest_checkpoint,
-    read_checkpoint,
-)
-from gear_offline.training.checkpoint_folder import find_checkpoint
+from gear_offline.training.checkpoint import Checkpoint, chosen_checkpoint, damaged
 
-__all__ = ["PolicyParts", "load_policy", "load_policy_parts"]
+__all__ = ["TrainedModel", "load_policy"]
 
 
-class PolicyParts(NamedTuple):
-    """What it takes to act: the model and how its inputs were scaled.
-
-    The statistics are (S,) float64, or None when the states were not normalised.
-    """
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model and how its inputs were scaled: what it takes to act."""
 
     model: DecisionTransformer
-    """Where it was made: on the CPU if it comes from a checkpoint."""
-    state_mean: Float64Array | None
-    """(S,) of the training data."""
-    state_std: Float64Array | None
-    """(S,); the model saw ``(state - mean) / (std + 1e-6)``."""
-    returns_scale: float
-    """Returns-to-go were divided by it."""
-    context_length: int
-    """K, steps of the training windows."""
     recipe: Recipe
-    """Of the run."""
+    state_mean: Float64Array | None = None  # (S,) of the training data; None: not normalised
+    state_std: Float64Array | None = None  # (S,) the model saw (state - mean) / (std + 1e-6)
 
-    def policy(self, device: torch.device | str = "cpu") -> Policy:
-        """Return what acts, on `device`; the model is moved there, into evaluation mode."""
+    def policy(self, task: str | None = None, device: torch.device | str = "cpu") -> Policy:
+        """Return what acts in the task, or in the only one; the model is moved to `device`."""
+        model, scale = self.model, self.recipe.loader.returns_scale
+        mean: npt.ArrayLike | None = self.state_mean
+        std: npt.ArrayLike | None = self.state_std
+        tasks = tasks_of_config(model.config)
+        if tasks or task is not None:
+            name = tasks[0].name if task is None and len(tasks) == 1 else task
+            one = tasks[task_number(model, name)]
+            model, scale = single_task(model, one.name), one.returns_scale
+            mean, std = one.state_mean, one.state_std
         return Policy(
-            self.model,
-            state_mean=self.state_mean,
-            state_std=self.state_std,
-            returns_scale=self.returns_scale,
-            context_length=self.context_length,
+            model,
+            state_mean=mean,
+            state_std=std,
+            returns_scale=scale,
+            context_length=self.recipe.loader.context_length,
             device=device,
         )
+
+    def on(self, device: torch.device | str) -> TrainedModel:
+        """Return this model if it is on `device`, else a copy: it goes on training where it is."""
+        here, device = next(self.model.parameters()).device, torch.device(device)
+        if here.type == device.type and device.index in (None, here.index):
+            return self
+        return replace(self, model=copy_model(self.model, self.model.state_dict()))
 
 
 def load_policy(
@@ -84,7 +85,7 @@ def load_policy(
     Raises
     ------
     InputError
-        ``RUN_NOT_FOUND``, ``RUN_DAMAGED``, ``USAGE`` for a task that the model does not know,
+        ``RUN_NOT_FOUND``, ``RUN_DAMAGED``, ``RECIPE`` for a task that the model does not know,
         ``LOADER_OPTION`` for a device that torch does not know.
     UnavailableError
         ``DEVICE`` if a CUDA device is asked for and there is none.
@@ -93,7 +94,7 @@ def load_policy(
     --------
     `runs/tiny` is what the example of `gear_offline.train` makes.
 
-    >>> import numpy as np
+    >>> import numpy.typing as npt
     >>> import gear_offline as go
     >>> policy = go.load_policy("runs/tiny", device="cpu")
     >>> policy.reset([0, 1], [7.0, 5.0])
@@ -104,54 +105,21 @@ def load_policy(
     [6.0, 4.0]
     """
     where = resolve_device(device)
-    return load_policy_parts(run_or_checkpoint, task).policy(where)
-
-
-def load_policy_parts(run_or_checkpoint: str | Path, task: str | None = None) -> PolicyParts:
-    """Read what it takes to act; the arguments are those of `load_policy`."""
     path = given_path(run_or_checkpoint, "RUN_NOT_FOUND", where="run_or_checkpoint")
-    folder = path / "checkpoints"
-    if not folder.is_dir():
-        return policy_parts(read_checkpoint(find_checkpoint(path), training=False), task)
-    newest = newest_checkpoint(folder, lambda message: None, training=False)
-    if newest is None:
-        what, remedy = "the run has no checkpoint yet", "wait for its first one"
-        raise InputError("RUN_NOT_FOUND", what, where=str(path), remedy=remedy)
-    return policy_parts(newest, task)
+    return trained_model(chosen_checkpoint(path)).policy(task, where)
 
 
-def policy_parts(checkpoint: Checkpoint, task: str | None = None) -> PolicyParts:
-    """Return what it takes to act with a checkpoint that was read."""
-    recipe, model = checkpoint.recipe, restore_model(checkpoint)
-    if task is not None or recipe.data.tasks:
-        return task_parts(model, task, recipe)
-    scales = recipe.loader.returns_scale, recipe.loader.context_length
-    return PolicyParts(model, *checkpoint.state.statistics, *scales, recipe)
+def copy_model(model: DecisionTransformer, weights: Mapping[str, Tensor]) -> DecisionTransformer:
+    """Return a model of the same kind with `weights`, on the CPU, neither sharded nor compiled."""
+    with torch.random.fork_rng(devices=[]):  # weights are drawn before they are set
+        copied = DecisionTransformer(model.config)
+    copied.attention = model.attention
+    copied.load_state_dict(dict(weights))
+    return copied
 
 
-def task_parts(model: DecisionTransformer, name: str | None, recipe: Recipe) -> PolicyParts:
-    """Return what it takes to act in one task; `name` may be None for a model of one."""
-    tasks = tasks_of_config(model.config)
-    task = tasks[task_number(model, tasks[0].name if name is None and len(tasks) == 1 else name)]
-    moments = (task.state_mean, task.state_std)
-    mean, std = (None if value is None else np.array(value) for value in moments)
-    scales = task.returns_scale, recipe.loader.context_length
-    return PolicyParts(single_task(model, task.name), mean, std, *scales, recipe)
-
-
-def task_policy(
-    model: DecisionTransformer, name: str, recipe: Recipe, device: str | torch.device
-) -> Policy:
-    """Return the policy of one task; on the model's device it shares the model's blocks."""
-    parts = task_parts(model, name, recipe)
-    here, there = next(model.parameters()).device, torch.device(device)
-    if here.type != there.type or there.index not in (None, here.index):
-        parts = parts._replace(model=deepcopy(parts.model))  # or the model's blocks would go along
-    return parts.policy(device)
-
-
-def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:
-    """Build the model that a checkpoint holds, in evaluation mode, on the CPU."""
+def trained_model(checkpoint: Checkpoint) -> TrainedModel:
+    """Return the model of a checkpoint, on the CPU; what does not fit together is damaged."""
     weights = checkpoint.weights()
     try:
         layers = checkpoint.config["n_layer"]
@@ -168,5 +136,4 @@ def restore_model(checkpoint: Checkpoint) -> DecisionTransformer:
         model.load_state_dict(weights)
     except Exception as error:  # a library's own checks raise what they like
         raise damaged(checkpoint.path, "the weights do not fit the configuration") from error
-    model.train(False)
-    return model
+    return TrainedModel(model, checkpoint.recipe, *checkpoint.state.statistics)

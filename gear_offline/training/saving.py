@@ -10,7 +10,6 @@ run directory; elsewhere it is collected on the first rank.
 
 from __future__ import annotations
 
-import queue
 import secrets
 import shutil
 import threading
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gear_offline.training.checkpoint import (
     MODEL_PREFIX,
@@ -39,7 +39,7 @@ from gear_offline.training.checkpoint import (
 )
 from gear_offline.training.checkpoint_folder import Keep, checkpoint_name, prune
 from gear_offline.training.learner import Learner
-from gear_offline.training.parallel import collect, is_spread
+from gear_offline.training.parallel import collect
 
 if TYPE_CHECKING:
     from gear_offline.training.sharded import ShardWriter
@@ -52,19 +52,8 @@ STAGED_BYTES = 64 << 20  # of GPU memory that go to the host at once
 class Saver:
     """Saves and prunes the checkpoints of one run; the ranks make it, and call `save`, together.
 
-    Parameters
-    ----------
-    folder
-        Of the run's checkpoints.
-    before
-        Called before a checkpoint takes its name, in the writer's thread: makes metrics durable.
-
-    Attributes
-    ----------
-    stalled_seconds
-        How long `save` has held up training so far.
-    remark
-        How a model that is spread over ranks is saved; empty for others.
+    `before` is called before a checkpoint takes its name, in the writer's thread: it makes metrics
+    durable.
     """
 
     def __init__(
@@ -72,10 +61,12 @@ class Saver:
     ) -> None:
         self._learner, self._folder, self._before = learner, folder, before
         self._world = learner.world
-        self._worker = _Worker()
+        self._thread: threading.Thread | None = None  # that does what was begun last
+        self._error: BaseException | None = None
         self._writing: int | None = None  # the step that is written, or was last
         self._shards: ShardWriter | None = None
-        self.stalled_seconds, self.remark = 0.0, ""
+        self.stalled_seconds = 0.0  # how long `save` has held up training so far
+        self.remark = ""  # how a model that is spread over ranks is saved
         if learner.parallel.sharded:
             from gear_offline.training import sharded  # 1 s, for torch.distributed
 
@@ -115,7 +106,7 @@ class Saver:
             training = collect(training, wanted=self._world.is_first)
             kinds["model"] = learner.weights()
         else:
-            moments = {name: tensor for name, tensor in training.items() if is_spread(tensor)}
+            moments = {n: t for n, t in training.items() if isinstance(t, DTensor)}
             training = {n: t for n, t in training.items() if n not in moments}
             everything = named(MODEL_PREFIX, learner.model.state_dict())
             everything |= named(TRAINING_PREFIX, moments)
@@ -124,9 +115,9 @@ class Saver:
             kinds["training"] = training
         elif self._shards is None:
             return
-        ready = _snapshot(kinds)
+        ready = _snapshot(kinds, learner.device)
         state, config = self._state(seconds), config_text(learner.model)
-        self._worker.submit(partial(self._write, place, ready, state, config, keep))
+        self._begin_work(partial(self._write, place, ready, state, config, keep))
 
     def _state(self, seconds: float) -> SavedState:
         learner, statistics = self._learner, None
@@ -166,20 +157,41 @@ class Saver:
     def prune(self, keep: Keep) -> None:
         """Remove what need not stay, after what is being written; does not wait."""
         if self._world.is_first:
-            self._worker.submit(partial(prune, self._folder, keep))
+            self._begin_work(partial(prune, self._folder, keep))
+
+    def _begin_work(self, work: Callable[[], None]) -> None:
+        """Have a thread do `work` after what was begun before; the first error ends it all."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                if self._error is None:
+                    work()
+            except BaseException as error:
+                self._error = error
+
+        self.check()
+        # A daemon: a second Ctrl-C ends the process at once, as it ends everything else.
+        self._thread = threading.Thread(target=run, name="gear-saver", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
         """Raise the writer's error, if there was one; costs nothing."""
-        self._worker.check()
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> None:
         """Return when everything is on the disk; raises the writer's error."""
-        self._worker.wait()
+        self.close()
+        self.check()
 
     def close(self, *, finish: bool = True) -> None:
-        """End the thread, after its work if `finish`; errors stay with `check`."""
-        if finish:
-            self._worker.close()
+        """Wait for the writer's work if `finish`; errors stay with `check`."""
+        if finish and self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
 def restore(learner: Learner, folder: Path, say: Callable[[str], None]) -> float:
@@ -228,27 +240,26 @@ def _tensors_of(checkpoint: Checkpoint | None, *, whole: bool) -> dict[str, Tens
     return tensors | named(MODEL_PREFIX, checkpoint.weights()) if whole else tensors
 
 
-def _snapshot(kinds: Kinds) -> Callable[[], Kinds]:
+def _snapshot(kinds: Kinds, device: torch.device) -> Callable[[], Kinds]:
     """Copy tensors as they are; return what gives the copies in host memory, for another thread.
 
     On the CPU they are cloned.  On a GPU the copies are enqueued behind the steps so far, and the
     host goes on: to GPU memory where there is room, else to page-locked host memory.
     """
-    tensors = [tensor for kind in kinds.values() for tensor in kind.values()]
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    has_room = all(_has_room(device, tensors) for device in devices)
+    event: Any = None
+    has_room = True
+    if device.type == "cuda":
+        has_room = _has_room(device, [t for kind in kinds.values() for t in kind.values()])
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copies = {
         kind: {name: _copy(tensor.detach(), has_room) for name, tensor in content.items()}
         for kind, content in kinds.items()
     }
-    events = []
-    for device in devices:
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    if event is not None:
         event.record(torch.cuda.current_stream(device))
-        events.append(event)
 
     def ready() -> Kinds:
-        for event in events:
+        if event is not None:
             event.synchronize()
         return {kind: _on_host(copies.pop(kind)) for kind in kinds}
 
@@ -257,7 +268,7 @@ def _snapshot(kinds: Kinds) -> Callable[[], Kinds]:
 
 def _has_room(device: torch.device, tensors: list[Tensor]) -> bool:
     """Return whether copies leave half of the memory that is free on `device`."""
-    wanted = sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+    wanted = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
     free = torch.cuda.mem_get_info(device)[0]
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return wanted <= ROOM_SHARE * (free + kept)
@@ -294,49 +305,3 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-class _Worker:
-    """A thread that does what it is given, in order; the first error ends it.
-
-    It is a daemon: a second Ctrl-C ends the process at once, as it ends everything else.
-    """
-
-    def __init__(self) -> None:
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have `work` done after what was submitted before."""
-        self.check()
-        self._work.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gear-saver", daemon=True)
-            self._thread.start()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def wait(self) -> None:
-        self._work.join()
-        self.check()
-
-    def close(self) -> None:
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._work.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                if self._error is None:
-                    work()
-            except BaseException as error:
-                self._error = error
-            finally:
-                del work  # it may hold a copy of the model
-                self._work.task_done()
-        self._work.task_done()

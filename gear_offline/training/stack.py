@@ -66,21 +66,13 @@ def check_stackable(
 
 
 class Stack:
-    """Learners that advance together.
+    """Learners that advance together: after as many steps each, of recipes with one `stack_key`.
 
     Build and use it with torch's random numbers and stream set to the group's own.
-
-    Parameters
-    ----------
-    learners
-        After as many steps each, of recipes with one `stack_key`.  What cannot be stacked is
-        `UnavailableError` (``UNAVAILABLE``).
     """
 
     def __init__(self, learners: Sequence[Learner]) -> None:
         first = learners[0]
-        for learner in learners:
-            check_stackable(learner.recipe, learns=learner.loader.loss_sampler is not None)
         self.learners = list(learners)
         self._batches: list[Batch] = []
         self._left: set[int] = set()
@@ -161,13 +153,6 @@ class CapturedStack:
     The batches are branches of the graph, each made on a stream of its own, and lie one after
     another in memory.  Those of the following step are made beside the update, which needs none;
     large ones that come from host memory travel beside the whole step.
-
-    Parameters
-    ----------
-    learners
-        Whose steps are captured.
-    gradients
-        Gives every parameter its gradient, and returns the losses, (N,).
     """
 
     def __init__(
@@ -187,8 +172,7 @@ class CapturedStack:
         warm_up(self._rehearse, self._device)
         self._graph = capture(self._run)
         for part in self._parts:
-            part.optimizer.finish_capture()
-            part.rewind()
+            part.finish_capture()
         self._make_early()
 
     def replay(self) -> None:
