@@ -214,7 +214,7 @@ def _fixed_batch(learner: Learner) -> Iterator[Callable[[], object] | None]:
         learner.optimizer.zero_gradients()
         captured.part.begin_window()
         captured.graph = capture(captured._run)
-        learner.optimizer.on_device.send_addresses()
+        captured.part.finish_capture()
         yield captured.replay
     finally:
         batches.begin = filled  # type: ignore[method-assign]

@@ -262,6 +262,8 @@ def _table(report: EvaluationReport, task: TaskResult) -> Table:
         caption = f"score on the {BY_DATA}: 0 is {worst:,.6g}, 100 is {best:,.6g}"
     title = f"{name}{report.run or 'policy'}{place} in {task.environment}"
     table = Table(title=escape(title), caption=escape(caption or ""), box=box.SIMPLE_HEAD)
+    table.show_edge = table.pad_edge = False
+    table.padding = (0, 1, 0, 0)
     for heading in ("asked return", "achieved", "95 % interval", "std", "score", "length", "n"):
         table.add_column(heading, justify="right", overflow="fold")
     for target in task.targets:

@@ -62,7 +62,7 @@ class RankGradients:
         loss = gradients(batch, valid_steps=self._divisor, weight=weight)
         # Kept until the end: autograd sums up a gradient on a stream of its choice, and memory that
         # is free again is for the stream that computed it.
-        sources = [parameter.grad for parameter in self._parameters]
+        sources: list[Any] = [parameter.grad for parameter in self._parameters]
         torch._foreach_copy_(self._slots, sources)
         work: Any = dist.all_reduce(self._flat, async_op=True)
         work.wait()  # the stream does, not the host
