@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from gear_offline.distributed.world import World, joined_world
 from gear_offline.errors import InputError, UnavailableError
 from gear_offline.kernels.gather import Padding
 from gear_offline.progress import say
-from gear_offline.sampling import Sampler, make_sampler
+from gear_offline.sampling import Sampler, make_sampler, parse_strategy
 from gear_offline.tables.joint import TableData
 
 Mode = Literal["auto", "on", "off"]
@@ -207,26 +206,14 @@ def choose_sampler(
 
 
 def _named(selection: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return strategy and options of ``"top_percent:percent=10"`` or of a recipe's section."""
+    """Return the strategy and options of a text or of a recipe's section."""
     if isinstance(selection, str):
-        name, _, rest = selection.partition(":")
-        pairs = [part.partition("=") for part in rest.split(",") if rest]
-        if not all(equals for _, equals, _ in pairs):
-            raise bad_option("selection", selection, "NAME or NAME:OPTION=VALUE,OPTION=VALUE")
-        return name, {key.strip(): _value(text) for key, _, text in pairs}
+        return parse_strategy(selection)
     given = dict(selection)
     name, options = given.pop("strategy", None), given.pop("options", given)
     if not isinstance(name, str) or not isinstance(options, Mapping):
         raise bad_option("selection", selection, "{'strategy': NAME, OPTION: VALUE}")
     return name, dict(options)
-
-
-def _value(text: str) -> Any:
-    """Return a number, or the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text.strip()
 
 
 def check_keywords(positional: Sequence[Any], unknown: Mapping[str, Any]) -> None:

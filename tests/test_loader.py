@@ -352,12 +352,12 @@ def test_a_batch_and_a_selection_show_what_they_are(dataset: Dataset) -> None:
 def test_a_selection_is_a_name_a_text_a_mapping_or_a_sampler(dataset: Dataset) -> None:
     options: dict[str, Any] = {"batch_size": 8, "device": "cpu", "seed": 3}
     made = GearLoader(dataset, selection=make_sampler("top_k", dataset, k=2), **options)
-    for selection in ("top_k:k=2", "top_k:k=2,unit=steps", {"strategy": "top_k", "k": 2}):
+    for selection in ("top_k:k=2", "top_k:k=2:unit=steps", {"strategy": "top_k", "k": 2}):
         loader = GearLoader(dataset.path, selection=selection, **options)
         assert same(next(loader), made.batch_at(0)), selection
     segments = made.segments_at(8)
     assert segments.episodes.tolist() == made.batch_at(8).segments[:, 0].tolist()
-    for wrong in ("top_k:2", "top_k:k=none", {"k": 2}, "top_k:k=2,q=3"):
+    for wrong in ("top_k:2", "top_k:k=none", {"k": 2}, "top_k:k=2:q=3"):
         with pytest.raises(InputError) as caught:
             GearLoader(dataset, selection=wrong, **options)
         assert caught.value.code in ("LOADER_OPTION", "SELECTION")

@@ -229,9 +229,9 @@ def test_candidates(tmp_path: Path) -> None:
         assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
     file.write_text("- {strategy: top_k, k: 2, label: a}\n- {strategy: top_k, k: 4, label: a}")
     assert failing_code(lambda: parse_candidates(str(file), recipe)) == "USAGE"
-    for text in (" ,", "", "top_k:k=5:k=6", "top_k:50", str(tmp_path / "no.yaml")):
+    for text in (" ,", "", str(tmp_path / "no.yaml")):
         assert failing_code(partial(parse_candidates, text, recipe)) == "USAGE"
-    for text in ("uniform", "top_kk:k=3", "top_k:q=1"):
+    for text in ("uniform", "top_kk:k=3", "top_k:q=1", "top_k:k=5:k=6", "top_k:50"):
         assert failing_code(partial(parse_candidates, text, recipe)) == "SELECTION"
 
 

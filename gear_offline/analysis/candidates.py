@@ -12,7 +12,7 @@ from gear_offline.config.sections import SelectionSettings
 from gear_offline.config.strict_yaml import MAX_BYTES, parse_yaml
 from gear_offline.core.files import read_regular
 from gear_offline.errors import InputError
-from gear_offline.sampling import parse_options
+from gear_offline.sampling import parse_options, parse_strategy
 
 DEFAULT = (
     *("uniform_steps", "uniform_episodes", "return_weighted", "top_percent"),
@@ -89,7 +89,8 @@ def parse_candidates(asked: str | Sequence[Any] | None, recipe: Recipe) -> list[
 
 def _item(item: Any, where: str) -> Candidate:
     if isinstance(item, str):
-        return _named(item)
+        name, options = parse_strategy(item)
+        return Candidate(strategy=name, options=options)
     if not isinstance(item, Mapping) or not isinstance(item.get("strategy"), str):
         what = f"{str(item)[:60]!r} is neither a name nor a mapping with a strategy"
         raise _unusable(what, where, f"write {FORM}")
@@ -100,18 +101,6 @@ def _item(item: Any, where: str) -> Candidate:
     options = {key: value for key, value in item.items() if key not in ("strategy", "label")}
     title = label.strip() if label else None
     return Candidate(strategy=item["strategy"], options=options, title=title)
-
-
-def _named(text: str) -> Candidate:
-    """Return the candidate of ``top_k:k=50``."""
-    name, *options = text.strip().split(":")
-    pairs = [option.partition("=") for option in options]
-    once = len({key for key, _, _ in pairs}) == len(pairs)
-    if not (once and all(key and equals for key, equals, _ in pairs)):
-        remedy = "write it like top_k:k=50 or return_weighted:rule=rank:temperature=2"
-        raise _unusable(f"{text.strip()!r} is not a strategy with options", "", remedy)
-    values = {key: parse_yaml(value, where=f"option {key}") for key, _, value in pairs}
-    return Candidate(strategy=name, options=values)
 
 
 def _read(path: Path) -> list[Any]:

@@ -13,7 +13,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-    except RuntimeError as error:
+        if resolved.type not in ("cpu", "cuda", "mps"):
+            raise TypeError("batches are made by a CPU or a GPU")
+    except (RuntimeError, TypeError) as error:
         remedy = "use one that torch has here, such as 'auto', 'cpu', 'cuda' or 'cuda:0'"
         raise InputError("LOADER_OPTION", f"{device=} is not usable", remedy=remedy) from error
     if resolved.type == "cuda" and not torch.cuda.is_available():

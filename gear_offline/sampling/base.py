@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gear_offline.config.strict_yaml import parse_yaml
 from gear_offline.core.types import BoolArray, Int64Array
 from gear_offline.dataset.schema import EpisodeIndex
 from gear_offline.errors import InputError
@@ -212,6 +213,21 @@ def parse_options(name: object, options: Mapping[str, Any]) -> Any:
             f"options {sorted(options)} do not fit strategy {name!r}: {what}",
             remedy=f"it takes {', '.join(names) or 'no options'}; see docs/reference/strategies.md",
         ) from error
+
+
+def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of ``"return_weighted:rule=rank:temperature=2"``."""
+    name, *options = text.strip().split(":")
+    pairs = [option.partition("=") for option in options]
+    values = {
+        key.strip(): parse_yaml(value, where=f"option {key}")
+        for key, equals, value in pairs
+        if equals
+    }
+    if not name or len(values) < len(pairs):
+        what = f"{text.strip()!r} is not a strategy with options"
+        raise InputError("SELECTION", what, remedy="write it like top_k:k=50:unit=steps")
+    return name, values
 
 
 def make_sampler(
