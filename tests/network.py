@@ -16,13 +16,7 @@ import pytest
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A namespace with one cable to the switch.
-
-    Attributes
-    ----------
-    namespace, interface, address
-        Names of the namespace and of its end of the cable, and the IPv4 address there.
-    """
+    """A namespace, its end of the one cable to the switch, and the IPv4 address there."""
 
     namespace: str
     interface: str
