@@ -129,11 +129,12 @@ def test_each_mistake_is_one_error(override: str, said: str) -> None:
 
 
 # a million narrow blocks would fit the memory, and never be made
-WRONG = (
-    "train.steps=1.5 train.steps.x=3 train.steps= train.steps=0 seed=9223372036854775808 seed=true"
-)
-WRONG += " selection=3 evaluate.targets=[a] evaluate.targets=[] loader.normalize_states=1"
-WRONG += " evaluate.targets=[1e308] name=../x model.layers=1e6 model.dropout=1 optimizer.learning_rate=.nan train.device=gpu"
+WRONG = """
+train.steps=1.5 train.steps.x=3 train.steps= train.steps=0 seed=9223372036854775808 seed=true
+selection=3 evaluate.targets=[a] evaluate.targets=[] evaluate.targets=[1e308] name=../x
+loader.normalize_states=1 model.layers=1e6 model.dropout=1 optimizer.learning_rate=.nan
+train.device=gpu
+"""
 
 
 @pytest.mark.parametrize("override", WRONG.split())
