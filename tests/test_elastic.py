@@ -150,7 +150,7 @@ def test_every_world_size(
             loader.close()
 
 
-def test_a_law_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
+def test_a_strategy_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
     """Losses of all ranks reach every rank; their weights are those of the slots they have."""
     options = OPTIONS | {"selection": "prioritized"}
     alone = GearLoader(dataset, **options)
@@ -174,12 +174,3 @@ def test_a_law_that_learns_is_one_for_all_worlds(dataset: Dataset) -> None:
     assert all(state == states[0] for state in states)
     for loader in ranks:
         loader.close()
-
-
-def test_the_digest_notices_a_swap_and_a_changed_byte(dataset: Dataset) -> None:
-    batch = next(GearLoader(dataset, **OPTIONS))
-    rows = row_digests(batch)
-    before = global_digest([range(BATCH)], [rows])
-    assert global_digest([[1, 0, *range(2, BATCH)]], [rows]) != before
-    batch.states[3, 0, 0] += 1
-    assert global_digest([range(BATCH)], [row_digests(batch)]) != before
