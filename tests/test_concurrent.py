@@ -15,9 +15,11 @@ from safetensors.torch import load
 
 from gear_offline.config.recipe import Recipe
 from gear_offline.errors import GearError, InputError
-from gear_offline.runs.loop import Run, TrainingInterrupted, run_errors, train
+from gear_offline.runs.loop import Run, TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset
+from gear_offline.sweep import errors as sweep_errors
 from gear_offline.sweep.concurrent import CHUNK, DEEP, RngStream, train_concurrently
+from gear_offline.sweep.errors import run_errors
 from gear_offline.training.learner import Learner
 from gear_offline.training.metrics import read_records
 from gear_offline.training.saving import Saver
@@ -295,7 +297,7 @@ def test_nothing_goes_on_after_the_gpu_is_lost_and_a_later_call_does(
 
     with monkeypatch.context() as patch:
         patch.setattr(Stack, "advance", broken)
-        patch.setattr("gear_offline.runs.loop._is_lost", lambda device: True)
+        patch.setattr(sweep_errors, "_is_lost", lambda device: True)
         with pytest.raises(GearError, match="illegal memory access") as caught:
             concurrently(trials, tmp_path)
     assert caught.value.code == "DEVICE"

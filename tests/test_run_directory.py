@@ -29,7 +29,7 @@ def code_of(path: Path, *, resume: bool) -> str:
 def test_a_run_is_not_begun_twice(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "x"
     with RunDirectory(path) as run:
-        run.write_recipe(load_recipe("paper"))
+        run.begin(load_recipe("paper"), step=0)
         assert load_recipe(run.recipe_path) == load_recipe("paper") == load_recipe(path)
         assert code_of(path, resume=False) == "RUN_LOCKED"
     (path / "checkpoints" / "step-00000010").mkdir(parents=True)
@@ -47,15 +47,15 @@ def test_an_empty_or_just_begun_directory_may_be_used(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_may_be_begun_again(tmp_path: Path) -> None:
     """Else a mistake that shows at step 3 would block the run's name."""
     with RunDirectory(tmp_path) as run:
-        run.write_recipe(load_recipe("paper"))
+        run.begin(load_recipe("paper"), step=0)
         (run.path / "metrics.jsonl").write_text("{}")
     assert code_of(tmp_path, resume=False) == ""
     assert (tmp_path / "metrics.jsonl").exists(), "this one has not begun either"
     with RunDirectory(tmp_path) as run:
-        run.write_recipe(load_recipe("paper"))
+        run.begin(load_recipe("paper"), step=0)
     assert not (tmp_path / "metrics.jsonl").exists()
     with RunDirectory(tmp_path) as run:
-        run.write_recipe(load_recipe("paper"))
+        run.begin(load_recipe("paper"), step=0)
     (tmp_path / "notes.txt").write_text("mine")
     assert code_of(tmp_path, resume=False) == "OUTPUT_EXISTS", "somebody's file is there"
 
@@ -109,7 +109,7 @@ def test_what_was_made_for_nothing_goes(tmp_path: Path) -> None:
         (tmp_path / "runs" / "mine.txt").touch()
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "runs", tmp_path / "runs" / "mine.txt"]
     with RunDirectory(path) as run:
-        run.write_recipe(load_recipe("paper"))
+        run.begin(load_recipe("paper"), step=0)
     assert sorted(os.listdir(path)) == [".lock", "recipe.yaml"]
     assert code_of(tmp_path / "other" / ("x" * 300), resume=False) == "OUTPUT_WRITE"
     assert not (tmp_path / "other").exists()

@@ -31,7 +31,12 @@ from gear_offline.core.closing import Closing
 from gear_offline.core.files import check_folder, read_regular, write_file
 from gear_offline.errors import InputError
 from gear_offline.training.checkpoint import newest_checkpoint, read_state
-from gear_offline.training.checkpoint_folder import list_checkpoints
+from gear_offline.training.checkpoint_folder import (
+    list_checkpoints,
+    remove_checkpoint,
+    remove_leftovers,
+)
+from gear_offline.training.metrics import check_records, finite
 
 LOCK = ".lock"
 OWN_FILES = ("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "summary.json", "report.md")
@@ -171,7 +176,7 @@ def _unusable(path: Path, what: str, cure: str) -> InputError:
 class RunDirectory(HeldDirectory):
     """A run directory held for writing; a context manager.
 
-    Until `write_recipe` nothing in it changes, so that a run that is refused leaves what was there.
+    Until `begin` nothing in it changes, so that a run that is refused leaves what was there.
     With `resume` a run that is already there is accepted.
 
     Attributes
@@ -227,8 +232,11 @@ class RunDirectory(HeldDirectory):
             known and "recipe.yaml" in content and not list_checkpoints(self.path / "checkpoints")
         )
 
-    def write_recipe(self, recipe: Recipe) -> None:
-        """Store the resolved recipe, in place of what a false start left."""
+    def begin(self, recipe: Recipe, *, step: int) -> None:
+        """Make the run's first changes: store its recipe, remove what will be done again.
+
+        What a false start left goes, or what came after the checkpoint of `step`.
+        """
         if self.begins_anew:
             for name in OWN_FOLDERS:
                 if (self.path / name).is_dir():
@@ -236,12 +244,12 @@ class RunDirectory(HeldDirectory):
             for name in OWN_FILES:
                 (self.path / name).unlink(missing_ok=True)
             self.begins_anew = False
+        check_records(self.path, step=step)  # it may refuse the run
         write_file(self.recipe_path, recipe.to_yaml().encode())
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Store ``summary.json``."""
-        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
-        write_file(self.path / "summary.json", text.encode())
+        remove_leftovers(self.checkpoints_path)
+        for done, path in list_checkpoints(self.checkpoints_path):
+            if done > step:  # passed over: it would count as saved, and as the newest to keep
+                remove_checkpoint(path)
 
 
 class RunSummary(BaseModel):
@@ -259,6 +267,12 @@ def read_summary(path: Path) -> RunSummary | None:
         return RunSummary.model_validate_json(content)
     except (OSError, ValueError, ValidationError):  # it is written anew
         return None
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Store the ``summary.json`` of the run directory `path`; NaN and infinities become null."""
+    text = json.dumps(finite(summary), indent=2, allow_nan=False) + "\n"
+    write_file(path / "summary.json", text.encode())
 
 
 def check_resumed(path: Path, recipe: Recipe) -> None:

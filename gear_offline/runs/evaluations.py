@@ -81,9 +81,8 @@ class RunEvaluations:
         self._folder, self._learner = folder, learner
         self._saver, self._metrics, self._progress, self._stop = saver, metrics, progress, stop
         model_tasks = tasks_of_config(learner.model.config)
-        self._tasks = tasks_of(learner.recipe, model_tasks)
-        if learner.recipe.evaluate.episodes == 0:
-            self._tasks = ()
+        plays_any = learner.recipe.evaluate.episodes > 0
+        self._tasks = tasks_of(learner.recipe, model_tasks) if plays_any else ()
         self.plan = plan_evaluations(
             learner.recipe,
             self._tasks,
@@ -105,20 +104,22 @@ class RunEvaluations:
         """Steps whose checkpoints must stay, since they are still to be played."""
         return () if self._background is None else self._background.steps
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more evaluation would hold up training until another is done."""
-        return self._background is not None and self._background.is_full
-
-    def is_new(self, step: int) -> bool:
-        """Return whether `step` has neither been evaluated nor is under way."""
+    def _is_new(self, step: int) -> bool:
+        """Whether `step` has neither been evaluated nor is under way."""
         return not self._metrics.evaluated(step) and step not in self.outstanding
 
-    def begin(self, due: list[int]) -> None:
-        """Take up what a killed run left: steps of `due` with a checkpoint and without a result."""
-        there = {step for step, _ in list_checkpoints(self._folder / "checkpoints")}
-        for step in due:
-            if step not in there or self._metrics.evaluated(step):
+    def must_wait(self, step: int) -> bool:
+        """Whether an evaluation of `step` could not begin before another is done."""
+        return self._background is not None and self._background.is_full and self._is_new(step)
+
+    def plays_here(self, step: int) -> bool:
+        """Whether `evaluate` will play the learner's own weights."""
+        return self._background is None and self._is_new(step)
+
+    def begin(self, was_due: Callable[[int], bool]) -> None:
+        """Take up what a killed run left: checkpoints of steps that were due, without a result."""
+        for step, _ in list_checkpoints(self._folder / "checkpoints"):
+            if not was_due(step) or self._metrics.evaluated(step):
                 continue
             request = self._request(step)
             if self._background is not None:
@@ -131,7 +132,7 @@ class RunEvaluations:
 
         In the training process: when they are the best so far.  In the background: always.
         """
-        if not self.is_new(step):
+        if not self._is_new(step):
             return False
         request = self._request(step)
         if self._background is not None:

@@ -8,7 +8,7 @@ steps; the first one alone writes and speaks (`gear_offline.runs.writer`), and i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,17 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.files import write_error
 from gear_offline.core.interruption import StopRequest
 from gear_offline.distributed.world import current, open_world, rank_device
-from gear_offline.errors import GearError, is_out_of_memory
+from gear_offline.errors import GearError
 from gear_offline.evaluation.environments import import_module_of
 from gear_offline.progress import say
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RunDirectory, check_resumed, default_run_path
 from gear_offline.runs.evaluations import plays
 from gear_offline.runs.prepare import prepare_dataset, resolve
-from gear_offline.runs.writer import NullWriter, RunWriter
+from gear_offline.runs.writer import RunWriter
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
-from gear_offline.training.checkpoint_folder import remove_leftovers
+from gear_offline.training.checkpoint_folder import Keep, remove_leftovers
 from gear_offline.training.gradients import check_micro_batches
 from gear_offline.training.learner import Learner
 from gear_offline.training.saving import Saver, restore
@@ -121,8 +121,11 @@ def train(
         stack.callback(learner.release)
         try:
             with StopRequest() as stop, Run(path, directory, learner, dataset, stop, quiet) as run:
-                for _ in run.steps():
-                    pass
+                run.catch_up()  # a killed run may have left something to do
+                while not run.is_complete:
+                    learner.advance()
+                    run.note_step()
+                    run.catch_up()
                 run.finish()
             run.sum_up()
         except OSError as error:  # of the run's own files: the data's errors have codes
@@ -145,6 +148,11 @@ class Run(Closing):
         Says whether to save and stop.
     concurrent_runs
         Runs that share this process.
+
+    Attributes
+    ----------
+    writer
+        Writes, speaks and evaluates on the first rank; None on the others.
     """
 
     def __init__(
@@ -161,77 +169,48 @@ class Run(Closing):
         self._world, self._settings = learner.world, learner.recipe.train
         folder = path / "checkpoints"
         seconds = restore(learner, folder, partial(say, quiet=quiet))
-        writer: RunWriter | None = None
         if directory is not None:
-            writer = RunWriter(directory, learner, dataset, seconds=seconds, quiet=quiet)
-        self.writer = writer or NullWriter()
-        self.saver = Saver(learner, folder, before=self.writer.sync)
-        if writer is not None:
+            directory.begin(learner.recipe, step=learner.step)
+        self.writer: RunWriter | None = None
+        self.saver = Saver(learner, folder, before=self._sync)
+        if directory is not None:
+            self.writer = RunWriter(
+                directory.path,
+                learner,
+                dataset,
+                self.saver,
+                stop,
+                seconds=seconds,
+                quiet=quiet,
+                concurrent_runs=concurrent_runs,
+            )
             try:
-                due = self._evaluated_steps()
-                writer.begin(self.saver, stop, due=due, concurrent_runs=concurrent_runs)
+                self.writer.evaluations.begin(self.evaluates_at)
             except BaseException:
                 self.close()
                 raise
 
-    def steps(
-        self,
-        advance: Callable[[], None] | None = None,
-        is_ready: Callable[[], bool] = lambda: True,
-    ) -> Iterator[bool]:
-        """Do what is left of the run, one step at a time.
+    def _sync(self) -> None:
+        if self.writer is not None:
+            self.writer.metrics.sync()
 
-        Parameters
-        ----------
-        advance
-            Does one step of the learner; several runs may share one.
-        is_ready
-            Asked before the host needs the numbers of the steps so far; until then False is
-            yielded, so that other runs can go on.  True is yielded before each step.
-        """
-        learner, writer, settings = self.learner, self.writer, self._settings
-        advance = advance or learner.advance
-        while True:
-            step, last = learner.step, learner.step == settings.steps
-            if step > 0 and self._is_due(step):  # a resumed run too: it may have been killed here
-                while not is_ready():
-                    yield False
-                if learner.unreported and (last or step % settings.log_every == 0):
-                    writer.log(step, learner.report())
-                best = self.evaluates_at(step) and self._evaluate(step)
-                saves = last or best or step % settings.checkpoint_every == 0
-                saves, signal = self._agreed(saves, self.stop.signal_name)
-                if saves or signal:
-                    self.saver.save(seconds=writer.seconds, keep=writer.keep)
-                if signal and not last:
-                    self.saver.wait()
-                    raise TrainingInterrupted(
-                        "INTERRUPTED",
-                        f"stopped by {signal} after step {step:,}, a checkpoint is saved",
-                        where=str(self.path),
-                        remedy=f"go on with `gear-offline train {self.path} --resume`",
-                    )
-            if last:
-                return
-            yield True
-            advance()
-            self.saver.check()
-            writer.step(learner.step)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done."""
+        return self.learner.step == self._settings.steps
 
-    def evaluates_at(self, step: int) -> bool:
-        """Whether the policy is played after `step`."""
-        every, last = self._settings.evaluate_every, step == self._settings.steps
-        return plays(self.learner.recipe) and (last or (every is not None and step % every == 0))
+    def note_step(self) -> None:
+        """Look after what goes on beside the steps, now that there is one more."""
+        self.saver.check()
+        if self.writer is not None:
+            self.writer.step(self.learner.step)
 
-    def _evaluated_steps(self) -> list[int]:
-        """Return the steps so far after which the policy was to be played."""
-        done, every = self.learner.step, self._settings.evaluate_every or self._settings.steps
-        return [s for s in sorted({*range(every, done + 1, every), done}) if self.evaluates_at(s)]
-
-    def _is_due(self, step: int) -> bool:
-        """Whether anything may be due after `step`, on all ranks alike."""
-        settings = self._settings
-        if step == settings.steps or self.evaluates_at(step):
+    def is_due(self) -> bool:
+        """Whether there may be something to do after the steps so far, on all ranks alike."""
+        step, settings = self.learner.step, self._settings
+        if step == 0:
+            return False
+        if self.is_complete or self.evaluates_at(step):
             return True
         if step % settings.log_every == 0 or step % settings.checkpoint_every == 0:
             return True
@@ -239,34 +218,76 @@ class Run(Closing):
             return step % STOP_EVERY == 0
         return self.stop.signal_name is not None
 
-    def _evaluate(self, step: int) -> bool:
-        """Play the policy, or have it played; return whether a checkpoint is needed now."""
-        # Elsewhere the weights of the checkpoint are played.
-        if self._world.gather(self.writer.plays_here(step))[0]:
-            self.learner.prepare_policy()
-        return self.writer.evaluate(step)
+    def catch_up(self) -> None:
+        """Log, evaluate, save and stop, each of it if it is due after the steps so far."""
+        if self.is_due():
+            self._log()
+            is_needed = self._evaluate()
+            self._save_and_stop(is_needed)
 
-    def _agreed(self, saves: bool, signal: str | None) -> tuple[bool, str | None]:
-        """Return whether the first rank saves, and the signal that any rank has got."""
-        answers = self._world.gather({"saves": saves, "signal": signal})
-        signals = [answer["signal"] for answer in answers if answer["signal"]]
-        return bool(answers[0]["saves"]), signals[0] if signals else None
+    def _log(self) -> None:
+        step = self.learner.step
+        if self.learner.unreported and (self.is_complete or step % self._settings.log_every == 0):
+            values = self.learner.report()
+            if self.writer is not None:
+                self.writer.log(step, values)
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether the policy is played after `step`."""
+        every, last = self._settings.evaluate_every, step == self._settings.steps
+        return plays(self.learner.recipe) and (last or (every is not None and step % every == 0))
+
+    def _evaluate(self) -> bool:
+        """Play the policy, or have it played; return whether a checkpoint is needed now."""
+        step = self.learner.step
+        if not self.evaluates_at(step):
+            return False
+        evaluations = None if self.writer is None else self.writer.evaluations
+        plays_here = evaluations is not None and evaluations.plays_here(step)
+        if self._world.gather(plays_here)[0]:  # else the weights of the checkpoint are played
+            self.learner.prepare_policy()
+        return evaluations is not None and evaluations.evaluate(step)
+
+    def _save_and_stop(self, is_needed: bool) -> None:
+        """Save if the first rank needs a checkpoint or if any rank was told to stop; then stop."""
+        step = self.learner.step
+        saves = is_needed or self.is_complete or step % self._settings.checkpoint_every == 0
+        answers = self._world.gather({"saves": saves, "signal": self.stop.signal_name})
+        signal = next((answer["signal"] for answer in answers if answer["signal"]), None)
+        if answers[0]["saves"] or signal:
+            seconds = 0.0 if self.writer is None else self.writer.seconds
+            self.saver.save(seconds=seconds, keep=self._keep)
+        if signal and not self.is_complete:
+            self.saver.wait()
+            raise TrainingInterrupted(
+                "INTERRUPTED",
+                f"stopped by {signal} after step {step:,}, a checkpoint is saved",
+                where=str(self.path),
+                remedy=f"go on with `gear-offline train {self.path} --resume`",
+            )
+
+    @property
+    def _keep(self) -> Keep:
+        return Keep(newest=1) if self.writer is None else self.writer.keep
 
     def finish(self) -> None:
         """Wait for what the last step left under way."""
-        self.writer.finish()
-        self.saver.prune(self.writer.keep)
+        if self.writer is not None:
+            self.writer.finish()
+        self.saver.prune(self._keep)
         self.saver.wait()
 
     def close(self) -> None:
         """Close the files and end the threads; a second Ctrl-C waits for nothing."""
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()
         self.saver.close(finish=not isinstance(sys.exc_info()[1], KeyboardInterrupt))
 
     def sum_up(self) -> None:
         """Give back what the loader holds, and write what a complete run leaves behind."""
         self.learner.close()
-        self.writer.sum_up()
+        if self.writer is not None:
+            self.writer.sum_up()
 
 
 @contextmanager
@@ -278,50 +299,3 @@ def torch_settings(recipe: Recipe, device: torch.device) -> Iterator[None]:
     with current(device), random, threads, kernels:
         torch.manual_seed(recipe.seed)
         yield
-
-
-@contextmanager
-def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
-    """Turn whatever ends one of several runs into a `GearError`, so that the others can go on.
-
-    ``DEVICE`` says that they cannot: after some errors of CUDA (an illegal address, a failed
-    launch) each further call of the process fails too.
-    """
-    try:
-        yield
-    except GearError:
-        raise
-    except OSError as error:
-        raise write_error(error, str(path)) from error
-    except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-        if _is_lost(device):
-            raise GearError(
-                "DEVICE",
-                f"the GPU does nothing more for this process after {type(error).__name__}: {first}",
-                where=name,
-                remedy="the same command goes on from the newest checkpoints",
-            ) from error
-        if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
-            remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
-            raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
-        remedy = f"`gear-offline train {path} --resume --debug` repeats it alone and shows where"
-        raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
-
-
-def _is_lost(device: torch.device) -> bool:
-    """Return whether a GPU does nothing more for this process; asked after an error."""
-    if device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize(device)  # such errors come again with each call, others do not
-    except RuntimeError:
-        return True
-    return False
-
-
-def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that were being handled: a failed capture hides why it failed."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,230 +15,146 @@ import torch
 from gear_offline.core.interruption import StopRequest
 from gear_offline.core.text import count_text
 from gear_offline.progress import Progress, say
-from gear_offline.runs.directory import RunDirectory, read_summary
+from gear_offline.runs.directory import read_summary, write_summary
 from gear_offline.runs.evaluations import RunEvaluations, plays
 from gear_offline.tables.joint import TableData
-from gear_offline.training.checkpoint_folder import (
-    Keep,
-    list_checkpoints,
-    remove_checkpoint,
-    remove_leftovers,
-)
+from gear_offline.training.checkpoint_folder import Keep
 from gear_offline.training.learner import Learner
-from gear_offline.training.metrics import Metrics, check_records, finite
+from gear_offline.training.metrics import Metrics
 from gear_offline.training.saving import Saver
 
 
-class NullWriter:
-    """What the other ranks do: nothing."""
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of the run, in this process and before."""
-        return 0.0
-
-    @property
-    def keep(self) -> Keep:
-        """The checkpoints that stay."""
-        return Keep(newest=1)
-
-    def sync(self) -> None:
-        """Make the metrics so far durable."""
-
-    def step(self, step: int) -> None:
-        """Take note of a step that was done, and of evaluations that have come in."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what the last steps reported."""
-
-    def plays_here(self, step: int) -> bool:
-        """Whether `evaluate` will play the learner's own weights."""
-        return False
-
-    def evaluate(self, step: int) -> bool:
-        """Play the policy, or have it played; return whether a checkpoint is needed now."""
-        return False
-
-    def finish(self) -> None:
-        """Wait for the evaluations that are under way."""
-
-    def close(self) -> None:
-        """Close the files and end what evaluates."""
-
-    def sum_up(self) -> None:
-        """Write ``summary.json``, the plots and the report."""
-
-
-class RunWriter(NullWriter):
-    """What the first rank does; making it is the first change of the run directory.
+class RunWriter:
+    """The files and the display of a run, and its evaluations.
 
     Parameters
     ----------
-    learner, dataset
-        Of this rank; the learner stands where the run goes on.
+    path
+        The run directory, begun.
+    learner, dataset, saver, stop
+        Of the run; the learner stands where the run goes on.
     seconds
         Wall time of the run before.
+    concurrent_runs
+        Runs that share this process.
     """
 
     def __init__(
         self,
-        directory: RunDirectory,
+        path: Path,
         learner: Learner,
         dataset: TableData,
+        saver: Saver,
+        stop: StopRequest,
         *,
         seconds: float,
         quiet: bool,
+        concurrent_runs: int = 1,
     ) -> None:
-        self._directory, self._learner, self._dataset = directory, learner, dataset
-        self._recipe, self._settings, self._quiet = learner.recipe, learner.recipe.train, quiet
-        self._first = step = learner.step
+        self._path, self._learner, self._dataset, self._saver = path, learner, dataset, saver
+        self._recipe, self._quiet = learner.recipe, quiet
+        self._parameters = sum(parameter.numel() for parameter in learner.model.parameters())
         self._began = time.monotonic() - seconds
-        if not directory.begins_anew:
-            check_records(directory.path, step=step)  # it may refuse the run
-        self._announce()
-        directory.write_recipe(self._recipe)
-        remove_leftovers(directory.checkpoints_path)
-        for done, path in list_checkpoints(directory.checkpoints_path):
-            if done > step:  # passed over: it would count as saved, and as the newest to keep
-                remove_checkpoint(path)
-        board = self._settings.tensorboard
-        self._metrics = Metrics(directory.path, step=step, tensorboard=board)
-        self.progress = Progress(
-            self._recipe.name, total=self._settings.steps, done=step, quiet=quiet
-        )
-        self.progress.__enter__()
-        self._evaluations: RunEvaluations | None = None
-        self._saver: Saver | None = None
         # The first step of a process is not timed: it prepares kernels.
         self._timed_after: int | None = None
         self._timed_from = self._timed_to = self._logged = time.perf_counter()
         self._stalled_before = self._stalled = 0.0
-
-    def _announce(self) -> None:
-        learner, spec = self._learner, self._dataset.spec
-        ranks = learner.world.size
-        shared = f", {ranks} ranks ({learner.parallel.reason})" if ranks > 1 else ""
-        say(
-            f"{self._recipe.name}: {count_text(spec.episodes, 'episode')}, "
-            f"{count_text(spec.steps, 'step')} of data; "
-            f"{count_text(self._parameters, 'parameter')} "
-            f"on {learner.device}{shared}, {learner.precision_reason}{learner.step_kind}; "
-            f"run directory {self._directory.path}",
-            quiet=self._quiet,
+        settings = self._recipe.train
+        self.metrics = Metrics(path, step=learner.step, tensorboard=settings.tensorboard)
+        self.progress = Progress(
+            self._recipe.name, total=settings.steps, done=learner.step, quiet=quiet
         )
-        if learner.step:
-            say(f"resuming after step {learner.step:,}", quiet=self._quiet)
-
-    @property
-    def _parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self._learner.model.parameters())
-
-    def begin(
-        self, saver: Saver, stop: StopRequest, *, due: list[int], concurrent_runs: int
-    ) -> None:
-        """Begin to evaluate, with what a killed run left of the steps that were `due`."""
-        self._saver = saver
-        if saver.remark:
-            self.progress.say(f"checkpoints: {saver.remark}")
-        self._evaluations = RunEvaluations(
-            self._directory.path,
-            self._learner,
+        self.evaluations = RunEvaluations(
+            path,
+            learner,
             saver=saver,
-            metrics=self._metrics,
+            metrics=self.metrics,
             progress=self.progress,
             stop=stop,
             concurrent_runs=concurrent_runs,
         )
+        self._announce()
+        self.progress.__enter__()
+
+    def _announce(self) -> None:
+        learner, spec, ranks = self._learner, self._dataset.spec, self._learner.world.size
+        shared = f", {ranks} ranks ({learner.parallel.reason})" if ranks > 1 else ""
+        lines = [
+            f"{self._recipe.name}: {count_text(spec.episodes, 'episode')}, "
+            f"{count_text(spec.steps, 'step')} of data; "
+            f"{count_text(self._parameters, 'parameter')} "
+            f"on {learner.device}{shared}, {learner.precision_reason}{learner.step_kind}; "
+            f"run directory {self._path}"
+        ]
+        if learner.step:
+            lines.append(f"resuming after step {learner.step:,}")
+        if self._saver.remark:
+            lines.append(f"checkpoints: {self._saver.remark}")
         if plays(self._recipe):
-            self.progress.say(f"evaluation: {self._evaluations.plan}")
-        self._evaluations.begin(due)
-
-    @property
-    def evaluations(self) -> RunEvaluations:
-        """Those of the run, once they have begun."""
-        assert self._evaluations is not None, "they begin before the first step"
-        return self._evaluations
-
-    @property
-    def saver(self) -> Saver:
-        """What saves the run's checkpoints."""
-        assert self._saver is not None, "it comes before the first step"
-        return self._saver
+            lines.append(f"evaluation: {self.evaluations.plan}")
+        say("\n".join(lines), quiet=self._quiet)
 
     @property
     def seconds(self) -> float:
+        """Wall time of the run, in this process and before."""
         return time.monotonic() - self._began
 
     @property
     def keep(self) -> Keep:
-        best = self._metrics.best
+        """The checkpoints that stay."""
+        best = self.metrics.best
         return Keep(
-            newest=self._settings.keep_checkpoints,
+            newest=self._recipe.train.keep_checkpoints,
             best=None if best is None else int(best["step"]),
-            pinned=tuple(self.evaluations.outstanding),
+            pinned=self.evaluations.outstanding,
         )
 
-    def sync(self) -> None:
-        self._metrics.sync()
-
     def step(self, step: int) -> None:
+        """Take note of a step that was done, and of evaluations that have come in."""
         self.progress.update(step)
         if self._timed_after is None:
             self._timed_after, self._timed_from = step, time.perf_counter()
-            self._stalled_before = self.saver.stalled_seconds
+            self._stalled_before = self._saver.stalled_seconds
         self.collect()
 
     def collect(self) -> None:
         """Record the evaluations that have come in."""
         if self.evaluations.collect():
-            self.saver.prune(self.keep)
+            self._saver.prune(self.keep)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        now, stalled = time.perf_counter(), self.saver.stalled_seconds
+        """Write what the last steps reported."""
+        now, stalled = time.perf_counter(), self._saver.stalled_seconds
         if "step_seconds" in values:
             share = (stalled - self._stalled) / (now - self._logged)
             values = {**values, "save_wait_share": share}
         self._logged, self._stalled = now, stalled
-        self._metrics.log(step, values)
+        self.metrics.log(step, values)
         self.progress.update(step, loss=f"{values['loss']:.4g}")
 
-    def must_wait(self, step: int) -> bool:
-        """Whether an evaluation after `step` could not begin before another is done."""
-        return self.evaluations.is_full and self.evaluations.is_new(step)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no evaluation is under way."""
-        return not self.evaluations.outstanding
-
-    def plays_here(self, step: int) -> bool:
-        return not self.evaluations.plan.workers and self.evaluations.is_new(step)
-
-    def evaluate(self, step: int) -> bool:
-        return self.evaluations.evaluate(step)
-
     def finish(self) -> None:
+        """Wait for the evaluations that are under way."""
         self._timed_to = time.perf_counter()
         self.evaluations.finish()
 
     def close(self) -> None:
-        if self._evaluations is not None:
-            self._evaluations.close()
+        """Close the files and end what evaluates."""
+        self.evaluations.close()
         self.progress.close()
-        self._metrics.close()
+        self.metrics.close()
 
     def sum_up(self) -> None:
+        """Write ``summary.json``, the plots and the report."""
         from gear_offline.runs.report import write_report  # matplotlib takes half a second
 
-        learner, path, name = self._learner, self._directory.path, self._recipe.name
-        steps = count_text(learner.step, "step")
-        is_new = self._timed_after is not None or bool(self.evaluations.staleness)
-        before = read_summary(path)
-        is_summed_up = not is_new and before is not None and before.steps == learner.step
-        text = f"{name}: was complete already, {steps}"
+        learner, name = self._learner, self._recipe.name
+        text = f"{name}: was complete already, {count_text(learner.step, 'step')}"
+        did_nothing = self._timed_after is None and not self.evaluations.staleness
+        before = read_summary(self._path)
+        is_summed_up = did_nothing and before is not None and before.steps == learner.step
         if not is_summed_up:  # else its figures are of the process that did the steps
             summary = self._summary()
-            self._directory.write_summary(finite(summary))
+            write_summary(self._path, summary)
             text = f"{name}: complete after {self.seconds:,.0f} s"
             if self._timed_after is not None:
                 text += (
@@ -245,10 +162,10 @@ class RunWriter(NullWriter):
                     f"the steps' time waited for batches, {summary['save_wait_share']:.1%} for "
                     "checkpoints"
                 )
-        report = path / "report.md"
+        report = self._path / "report.md"
         if not is_summed_up or not report.exists():
             try:
-                write_report(path)
+                write_report(self._path)
             except Exception as error:  # the run is complete, whatever becomes of its report
                 say(f"{text}; there is no report: {error}", quiet=self._quiet)
                 return
@@ -256,7 +173,7 @@ class RunWriter(NullWriter):
 
     def _summary(self) -> dict[str, Any]:
         """Return what a complete run says of itself, JSON-able but for NaN and infinities."""
-        learner, evaluations = self._learner, self._metrics.evaluations
+        learner, evaluations = self._learner, self.metrics.evaluations
         spec, returns = self._dataset.spec, self._dataset.returns
         returns = returns[np.isfinite(returns)]
         # The last step is logged before it is saved: its checkpoint holds up none.
@@ -276,7 +193,7 @@ class RunWriter(NullWriter):
             "parameters": self._parameters,
             "device": str(learner.device),
             "precision": learner.precision_reason,
-            "deterministic": self._settings.deterministic,
+            "deterministic": self._recipe.train.deterministic,
             "threads": torch.get_num_threads(),
             "data": {
                 "path": self._recipe.data.path,
@@ -286,7 +203,7 @@ class RunWriter(NullWriter):
                 "return_max": float(returns.max()) if returns.size else None,
             },
             "evaluation_last": evaluations[-1] if evaluations else None,
-            "evaluation_best": self._metrics.best,
+            "evaluation_best": self.metrics.best,
             "python": platform.python_version(),
             "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
         }

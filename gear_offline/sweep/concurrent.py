@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from gear_offline.distributed.world import current
 from gear_offline.errors import GearError, UnavailableError
 from gear_offline.loaders.recipes import recipe_sampler
 from gear_offline.runs.directory import RunDirectory, check_resumed
-from gear_offline.runs.loop import Run, TrainingInterrupted, run_errors
+from gear_offline.runs.loop import Run, TrainingInterrupted
 from gear_offline.runs.prepare import resolve
 from gear_offline.runs.writer import RunWriter
+from gear_offline.sweep.errors import run_errors
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData
 from gear_offline.tables.shared import SharedTables
@@ -173,7 +173,7 @@ class _Member:
     Attributes
     ----------
     steps
-        From `Run.steps`.
+        From `_Group`: True before each step, False where the run has to wait.
     is_at_step
         Whether it has done all that the steps so far ask for.
     taken
@@ -195,7 +195,7 @@ class _Member:
 
     @property
     def writer(self) -> RunWriter:
-        assert isinstance(self.run.writer, RunWriter), "a sweep has one rank"
+        assert self.run.writer is not None, "a sweep has one rank"
         return self.run.writer
 
 
@@ -228,8 +228,7 @@ class _Group:
         self._is_marked, self._stack = True, self._stacked()
         self._launched, self._failures = 0, dict[int, GearError]()
         for member in members:
-            advance, is_ready = partial(self._advance, member), partial(self._is_ready, member)
-            member.steps = member.run.steps(advance, is_ready)
+            member.steps = self._steps(member)
 
     def _stacked(self) -> Stack | None:
         if len(self._learners) == 1:
@@ -291,6 +290,19 @@ class _Group:
         self._mark()
         return failed
 
+    def _steps(self, member: _Member) -> Iterator[bool]:
+        """Do what is left of a run; yield True before each step, False while it has to wait."""
+        run = member.run
+        while True:
+            while run.is_due() and not self._is_ready(member):
+                yield False
+            run.catch_up()
+            if run.is_complete:
+                return
+            yield True
+            self._advance(member)
+            run.note_step()
+
     def _advance(self, member: _Member) -> None:
         """Do a step of one run: the first one that asks launches it for all."""
         learner, began = member.run.learner, time.perf_counter()
@@ -315,7 +327,7 @@ class _Group:
         self._mark()
         self._drop_passed()
         step = member.run.learner.step
-        if member.run.evaluates_at(step) and member.writer.must_wait(step):
+        if member.run.evaluates_at(step) and member.writer.evaluations.must_wait(step):
             member.writer.collect()
             return False
         if self._events:
@@ -482,7 +494,7 @@ class _Scheduler:
             with _errors_of(member):
                 member.run.saver.check()
                 member.writer.collect()
-                if not member.writer.is_settled:
+                if member.writer.evaluations.outstanding:
                     return
                 with group.work():
                     member.run.finish()

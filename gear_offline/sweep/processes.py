@@ -16,8 +16,9 @@ from gear_offline.core.device import resolve_device
 from gear_offline.core.interruption import StopRequest
 from gear_offline.errors import GearError
 from gear_offline.loaders.recipes import loader_options
-from gear_offline.runs.loop import TrainingInterrupted, run_errors, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.sampling.base import own_strategies, register_own
+from gear_offline.sweep.errors import run_errors
 from gear_offline.sweep.results import steps_done
 from gear_offline.sweep.trials import Trial
 from gear_offline.tables.joint import TableData

@@ -24,9 +24,10 @@ from gear_offline.progress import Progress, say
 from gear_offline.runs import report
 from gear_offline.runs.checks import check_recipe
 from gear_offline.runs.directory import RESUMABLE, check_resumed
-from gear_offline.runs.loop import TrainingInterrupted, run_errors, train
+from gear_offline.runs.loop import TrainingInterrupted, train
 from gear_offline.runs.prepare import prepare_dataset, resolve
 from gear_offline.sweep.directory import SweepDirectory, SweepFile, merged
+from gear_offline.sweep.errors import run_errors
 from gear_offline.sweep.processes import train_in_processes
 from gear_offline.sweep.report import SweepResult, read_sweep, write_sweep_report
 from gear_offline.sweep.results import steps_done

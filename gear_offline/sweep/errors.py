@@ -1,0 +1,59 @@
+"""What ends one of several runs, as an error that the others survive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from gear_offline.core.files import write_error
+from gear_offline.errors import GearError, is_out_of_memory
+
+
+@contextmanager
+def run_errors(name: str, path: Path, device: torch.device) -> Iterator[None]:
+    """Turn whatever ends one of several runs into a `GearError`, so that the others can go on.
+
+    ``DEVICE`` says that they cannot: after some errors of CUDA (an illegal address, a failed
+    launch) each further call of the process fails too.
+    """
+    try:
+        yield
+    except GearError:
+        raise
+    except OSError as error:
+        raise write_error(error, str(path)) from error
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        if _is_lost(device):
+            raise GearError(
+                "DEVICE",
+                f"the GPU does nothing more for this process after {type(error).__name__}: {first}",
+                where=name,
+                remedy="the same command goes on from the newest checkpoints",
+            ) from error
+        if any(is_out_of_memory(cause) for cause in _with_contexts(error)):
+            remedy = "fewer runs at a time (sweep --parallel), or a smaller model or batch"
+            raise GearError("MEMORY", f"out of memory: {first}", name, remedy) from error
+        remedy = f"`gear-offline train {path} --resume --debug` repeats it alone and shows where"
+        raise GearError("INTERNAL", f"{type(error).__name__}: {first}", name, remedy) from error
+
+
+def _is_lost(device: torch.device) -> bool:
+    """Return whether a GPU does nothing more for this process; asked after an error."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)  # such errors come again with each call, others do not
+    except RuntimeError:
+        return True
+    return False
+
+
+def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that were being handled: a failed capture hides why it failed."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
