@@ -106,16 +106,20 @@ class RdmaExchange:
                 width = landing.shape[1]
                 assert steps * width <= MOST_BYTES, "windows are shorter"
                 target = landing.ctypes.data + row * width
-                self._read(step, owner, base + first * width, key, target, steps * width, local_key)
-
-    def _read(self, number: int, owner: int, *request: int) -> None:
-        """Post one read; waits where the device has no room for more."""
-        if self._endpoint.in_flight == self._endpoint.room:
-            self._poll_until(lambda: self._endpoint.in_flight < self._endpoint.room)
-        try:
-            self._endpoint.post(owner, number, *request)
-        except self._endpoint.verbs.PyverbsError as error:
-            raise self._lost(owner, str(error)) from error
+                if self._endpoint.in_flight == self._endpoint.room:
+                    self._poll_until(lambda: self._endpoint.in_flight < self._endpoint.room)
+                try:
+                    self._endpoint.post(
+                        owner,
+                        number=step,
+                        source=base + first * width,
+                        key=key,
+                        target=target,
+                        size=steps * width,
+                        local_key=local_key,
+                    )
+                except self._endpoint.verbs.PyverbsError as error:
+                    raise self._lost(owner, str(error)) from error
 
     def wait(self, step: int) -> None:
         self._poll_until(lambda: not self._left[step])
@@ -172,7 +176,15 @@ class RdmaExchange:
                 base, key = self._regions[peer][-1]
                 target = self._others_done.ctypes.data + peer
                 try:
-                    endpoint.post(peer, CLOSING, base, key, target, 1, self._close_key)
+                    endpoint.post(
+                        peer,
+                        number=CLOSING,
+                        source=base,
+                        key=key,
+                        target=target,
+                        size=1,
+                        local_key=self._close_key,
+                    )
                     asked.add(peer)
                 except endpoint.verbs.PyverbsError:
                     waiting.discard(peer)
@@ -315,9 +327,17 @@ class Endpoint:
         return region
 
     def post(
-        self, peer: int, number: int, source: int, key: int, target: int, size: int, local_key: int
+        self,
+        peer: int,
+        *,
+        number: int,
+        source: int,
+        key: int,
+        target: int,
+        size: int,
+        local_key: int,
     ) -> None:
-        """Begin to read `size` bytes of a peer at `source` to `target`."""
+        """Begin to read `size` bytes of a peer at `source` to `target`; `poll` tells `number`."""
         sge, request = self._sge, self._request
         sge.addr, sge.length, sge.lkey = target, size, local_key
         request.wr_id = number
