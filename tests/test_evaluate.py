@@ -306,12 +306,21 @@ def test_an_asked_for_file_that_cannot_be_written_is_an_error(
         {"targets": [None]},
         {"targets": float("nan")},
         {"targets": 1e308},
+        {"targets": 1e29},
         {"targets": [3600, 1800, 3600.0]},
     ],
 )
 def test_options_that_cannot_be_played(tmp_path: Path, options: dict[str, Any]) -> None:
     run = write_run(tmp_path / "run")
     assert failing_code(lambda: evaluate(run, quiet=True, **options)) == "USAGE"
+
+
+@pytest.mark.parametrize("targets", [1e308, -1e29, [3.0, 1e18], [], [math.nan]])
+def test_targets_that_no_model_can_read_are_one_error_of_the_recipe(targets: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        Recipe.parse({"name": "tiny", "evaluate": {"targets": targets}})
+    assert caught.value.code == "RECIPE" and caught.value.what.count("evaluate.targets") == 1
+    assert "each below 1e+18 in size" in caught.value.what
 
 
 def test_sizes_must_be_those_of_the_environment() -> None:

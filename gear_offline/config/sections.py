@@ -21,9 +21,18 @@ from gear_offline.config.strict_yaml import whole_number
 from gear_offline.errors import InputError
 
 
-def one_as_list(value: Any) -> Any:
-    """Return a single number as a list of it; anything else as it is."""
-    return [value] if type(value) in (int, float) else value
+LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
+
+
+def target_list(value: Any) -> Any:
+    """Return asked returns as a list, also of a single number; refuse what no model can read."""
+    values = [value] if type(value) in (int, float) else value
+    if isinstance(values, list | tuple):
+        numbers = [each for each in values if type(each) in (int, float)]
+        if not values or not all(abs(each) < LARGEST_TARGET for each in numbers):
+            most = f"{LARGEST_TARGET:g}"
+            raise ValueError(f"give at least one return, each below {most} in size, got {values}")
+    return values
 
 
 Whole = Annotated[int, BeforeValidator(whole_number)]  # 100000, 1e5 or 100_000
@@ -36,11 +45,8 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
-LARGEST_TARGET = 1e30  # beyond, returns-to-go are infinite in float32
-Target = Annotated[float, Field(gt=-LARGEST_TARGET, lt=LARGEST_TARGET)]
 Targets = Annotated[
-    Annotated[tuple[Target, ...], Field(min_length=1, strict=False)] | None,
-    BeforeValidator(one_as_list),
+    Annotated[tuple[float, ...], Field(strict=False)] | None, BeforeValidator(target_list)
 ]
 
 

@@ -249,13 +249,14 @@ def check_sizes(model: Any, environment_id: str) -> None:
 
 
 def asked_returns(targets: Sequence[float] | float) -> tuple[float, ...]:
-    """Return `targets` as finite numbers, at least one."""
+    """Return `targets` as numbers below 1e18 in size, at least one, all different."""
     try:
         asked = tuple(float(target) for target in np.atleast_1d(np.asarray(targets)))
     except (TypeError, ValueError):
         asked = ()
     if isinstance(targets, str) or not asked or not all(abs(t) < LARGEST_TARGET for t in asked):
-        what, remedy = "are not usable", "give at least one finite number, e.g. 3600"
+        what = "are not usable"
+        remedy = f"give at least one number below {LARGEST_TARGET:g} in size, e.g. 3600"
     elif len(set(asked)) < len(asked):  # every target plays the same episodes
         what = "name a return twice"
         remedy = "name each return once; --episodes asks for more episodes of each"
