@@ -20,7 +20,6 @@ from pydantic import (
 from gear_offline.config.strict_yaml import whole_number
 from gear_offline.errors import InputError
 
-
 LARGEST_TARGET = 1e18  # squares of returns-to-go stay finite in float32
 
 
